@@ -1,4 +1,4 @@
-"""What a forger of message logs does who knows their format. He works on JSON: the types would refuse some of it."""
+"""Forgeries of message logs by someone who knows their format, made on the JSON as record types refuse some of them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def reseal(content: Iterable[str]) -> list[str]:
 
 
 def forge(run: Path, process: str, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    """Change the records of a log, or remove those that become None, and chain it anew."""
+    """Change the records of a log, drop those that become None, and recompute the chain."""
     changed = (change(json.loads(line)) for line in lines(run, process))
     rewrite(run, process, reseal(json.dumps(record) for record in changed if record is not None))
 
 
-#: What every record has, of the first one of a log.
+#: The fields that every record has, with the values of a log's first record.
 _FIRST = {"n": 0, "process": "coordinator", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS}
 
 
 def refused_record(peer: str, reason: Reason, *, frames: int) -> RefusedRecord:
-    """The coordinator's record of a refusal, of frames of so many bytes."""
+    """The coordinator's record of a refusal of frames with these sizes [bytes]."""
     return sealed(RefusedRecord, **_FIRST, action="refused", peer=peer, reason=reason, detail="forged", bytes=frames)
 
 
@@ -52,8 +52,8 @@ def message_record(
     """The record of a message that a process sent.
 
     Args:
-        sender: of it; the coordinator is the receiver, or silo-00 where that is the sender.
-        payloads: kind, bytes of tensors, and anything that stands for the content of each.
+        sender: sender of the message; the receiver is the coordinator, or silo-00 if the coordinator sends.
+        payloads: kind, bytes of tensors, and a stand-in for the content of each.
         kind: of message.
         counter: of the frame in its session.
         frames: bytes of all its frames.

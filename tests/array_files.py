@@ -1,4 +1,4 @@
-"""Files of arrays for tests: features in MATLAB's formats and in NumPy's, and what is refused of them."""
+"""Array files for tests: features in MATLAB's and NumPy's formats, and a check for refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(n: int, d: int = 4) -> Any:
 
 
 def matlab_hdf5(path: Path, **arrays: Any) -> Path:
-    """What MATLAB writes with -v7.3: a header of 512 bytes, then HDF5 with all axes the other way round."""
+    """Write a file like MATLAB with -v7.3: a header of 512 bytes, then HDF5 with all axes reversed."""
     with h5py.File(path, "w", userblock_size=512) as file:
         for key, value in arrays.items():
             file[key] = np.asarray(value).transpose()
@@ -32,7 +32,7 @@ def matlab_hdf5(path: Path, **arrays: Any) -> Path:
 
 
 def parts(n: int = 8, **changes: Any) -> dict[str, Any]:
-    """Training and test part with labels, of widths 5 and 3."""
+    """Training and test parts with labels; images of width 5, texts of width 3."""
     arrays = {
         "I_tr": rows(n, 5), "T_tr": rows(n, 3), "L_tr": np.eye(4)[np.arange(n) % 4],
         "I_te": rows(4, 5), "T_te": rows(4, 3), "L_te": np.eye(4),

@@ -1,4 +1,4 @@
-"""Comparisons of tiny scenarios for tests: their rows, their files, and run folders of runs that never ran."""
+"""Comparisons of tiny scenarios for tests: their rows, their files, and fabricated run folders."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def place(folder: Path) -> runner.Workplace:
 
 
 def digest_of(recall: float) -> str:
-    """Of a model that nobody trained."""
+    """Digest of an untrained model."""
     return hashlib.sha256(str(recall).encode()).hexdigest()
 
 
 def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached: float = 3.0) -> None:
-    """Files of a finished run of two merges, evaluated before and after."""
+    """Write the files of a finished run of two merges, evaluated before and after."""
     per_silo = {"silo-00": {"mean_r1": recall}, "silo-01": {"mean_r1": recall / 2}}
     lines: list[dict[str, Any]] = [
         {"kind": "evaluation", "version": 0, "metrics": {"mean_r1": 0.1}, "per_silo": per_silo},
@@ -76,12 +76,12 @@ def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached:
     )
 
 
-#: A comparison's plan, and the rows that its runs came to.
+#: A comparison's plan and its result rows.
 Study = tuple[ComparisonPlan, tuple[made_rows.Row, ...]]
 
 
 def studied(tiny: Path, tmp_path: Path) -> Study:
-    """Two methods at two points, three seeds each; rcsr is .1 better and slower."""
+    """Two methods at two values of the varied key, three seeds each; rcsr is .1 better and slower."""
     rows = entries(tiny, ["silos.count=4,50", "protocol=fedavg,rcsr"])
     plan = ComparisonPlan(rows, (0, 1, 2), ("mean_r1", "fairness.worst_r1"), (Target("mean_r1", 0.55),), zero_shot=True)
     finished: dict[str, dict[int, results.FinishedRun]] = {}

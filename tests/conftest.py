@@ -1,4 +1,4 @@
-"""What several tests share: a cache of their own, and a tiny data set of aligned features."""
+"""Shared fixtures: a cache for the session, and a tiny data set of aligned features."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import yaml
 
 torch.set_num_threads(1)
-# What starts the tests in the background may have SIGINT ignored; the programs they start would inherit that.
+# A shell that starts the tests in the background may ignore SIGINT; programs started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Nobody's real cache is read or written; features made once serve all tests of the session."""
+    """A cache for the session, so that the user's cache is untouched and features are computed once."""
     folder = tmp_path_factory.getbasetemp().parent / "fedmq-test-cache"
     patch = pytest.MonkeyPatch()
     patch.setenv("FEDMQ_CACHE", str(folder))
@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 items with two captions each, 24-d, images and texts already close to each other."""
+    """150 items with two captions each, 24-d; matching images and texts are already close."""
     generator = np.random.default_rng(5)
     latent = generator.normal(size=(150, 24))
     image = latent + 0.7 * generator.normal(size=latent.shape)

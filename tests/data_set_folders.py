@@ -1,4 +1,4 @@
-"""Small folders in the layouts in which data sets are distributed."""
+"""Small data set folders in the layouts in which the sets are distributed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SPLITS = ("train", "train", "train", "val", "test", "test")
 
 
 def photo(path: Path, number: int, size: tuple[int, int] = (16, 16)) -> None:
-    """A picture of its own for each number, written as the file's ending says."""
+    """Write a distinct image for each number, in the format of the file's ending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
 
 
 def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
-    """A text file with its folders."""
+    """Write a text file and create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding=encoding)
     return path
@@ -45,7 +45,7 @@ def flickr(folder: Path, name: str = "flickr8k", splits: Sequence[str] = SPLITS)
 
 
 def flickr8k_release(folder: Path, splits: Sequence[str] = SPLITS, text: str = "Flickr8k_text") -> Path:
-    """The official release: captions and three lists in ``text``; one photo of no list, and captions of no photo."""
+    """The official release: captions and three lists in ``text``; one unlisted photo, and captions without a photo."""
     names = {"train": "trainImages", "val": "devImages", "test": "testImages"}
     lists: dict[str, list[str]] = {split: [] for split in names}
     lines = [f"2258277193_586949ec62.jpg.1#{number}\tA caption of no photo ." for number in range(5)]
@@ -82,7 +82,7 @@ def coco(folder: Path) -> Path:
 
 
 def iapr(folder: Path, n: int = 5) -> Path:
-    """Images and annotations by folder, in the set's own encoding, with an ampersand that XML would not allow."""
+    """Images and annotations by folder, in the set's encoding, with an ampersand that is invalid XML."""
     for row in range(n):
         inner = f"{row // 3:02d}"
         photo(folder / "images" / inner / f"{row}.jpg", row)
@@ -134,7 +134,7 @@ def nuswide(folder: Path, n: int = 9, labels: int = 23) -> Path:
     write(folder / "NUS_WID_Tags" / "AllTags1k.txt", "\n".join(tags) + "\n")
     write(folder / "NUS_WID_Tags" / "TagList1k.txt", "\n".join(f"word{column}" for column in range(1000)))
     for label in range(labels):
-        # Item 0 has but the rarest label, which is cut off.
+        # Item 0 has only the rarest label, which is cut off.
         column = [str(int(row == 0 if label == labels - 1 else row >= 1 + label % 4)) for row in range(n)]
         write(folder / "Groundtruth" / "AllLabels" / f"Labels_l{label:02d}.txt", "\n".join(column) + "\n")
     return folder
@@ -153,7 +153,7 @@ def wikipedia(folder: Path) -> Path:
             photo(folder / "images" / names[category] / f"img{number}.jpg", number)
             write(
                 folder / "texts" / f"txt{number}-7.xml",
-                # Not everybody's files have an element for the text alone.
+                # Not all copies of the files have a separate element for the text.
                 f"<?xml version='1.0'?>\n<document>A &amp; {number}\n"
                 if number == 0
                 else f"<?xml version='1.0'?>\n<document><title>T</title><text>A &amp; {number}\n</text>",
@@ -173,14 +173,14 @@ def pascal(folder: Path, per_class: int = 3) -> Path:
 
 
 def manifest(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """A JSONL manifest; its images are made."""
+    """Write a JSONL manifest and its images."""
     for number, row in enumerate(rows):
         photo(folder / str(row["image"]), number)
     return write(folder / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def matconvnet(path: Path, *, old: bool = False) -> Path:
-    """A file as MatConvNet writes it: conv, relu, lrn, pool with padding on two sides, fc6, fc7, classifier."""
+    """A MatConvNet file: conv, relu, lrn, pool with padding on two sides, fc6, fc7, classifier."""
     scipy_io = pytest.importorskip("scipy.io")
     generator = np.random.default_rng(4)
 

@@ -1,7 +1,7 @@
-"""Definitions on whole matrices that the program computes otherwise, or not at all: what its results are held against.
+"""Reference definitions on whole matrices against which the program's results are compared.
 
 All values are fractions in [0, 1]. Ties are ordered by (distance, database index), so a value never depends on a sort's
-inner workings; for Hamming ranking :func:`mean_expected_ap` gives the number that does not depend on the order at all.
+inner workings; for Hamming ranking :func:`mean_expected_ap` gives the value that does not depend on the order of ties.
 Distances are [Q, N] arrays where smaller is closer; a similarity is ranked by its negative.
 """
 
@@ -33,7 +33,7 @@ def owners(captions: Array) -> I64:
 
 
 def unpacked(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
-    """Codes in {-1, +1} [n, bits] of packed ones, whose last byte is filled up with zeros."""
+    """Codes in {-1, +1} [n, bits] of packed ones, whose last byte is padded with zeros."""
     ones = np.unpackbits(packed, axis=1)
     assert not ones[:, bits:].any()
     return 2 * ones[:, :bits].astype(np.int8) - 1
@@ -96,7 +96,7 @@ def average_precision(
 
 
 def expected_ap(distance: Floats, relevant: Floats) -> F64:
-    """AP of each query [Q] averaged over all orders inside tied blocks, place by place (METHODS 8.2).
+    """AP of each query [Q] averaged over all orders inside tied blocks, rank by rank (METHODS 8.2).
 
     At place s of a block of n items with r relevant ones, behind N items with R relevant ones, a relevant item stands
     with probability r / n, and (s - 1) (r - 1) / (n - 1) of the others of its block are expected before it.
@@ -129,7 +129,7 @@ def mean_ap(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
 ) -> float:
-    """Mean AP, or mAP@R; arguments as in :func:`average_precision`, ``empty`` as public code: zero."""
+    """Mean AP, or mAP@R; arguments as in :func:`average_precision`; ``empty`` is zero as in public code."""
     return _mean_over_queries(average_precision(distance, relevant, cutoff, ties, denominator), relevant, empty)
 
 
@@ -208,7 +208,7 @@ def pr_by_radius(distance: Floats, relevant: Floats, bits: int) -> tuple[F64, F6
 
 # --------------------------------------------------------------------------- partitions
 def assign(partition: Partition, silos: int, groups: I64, seed: int) -> list[I64]:
-    """Plan and deal the training split in one step; for held-out splits keep the plan and call :func:`deal`."""
+    """Plan and assign the training split in one step; for held-out splits keep the plan and call :func:`deal`."""
     return deal(plan(partition, silos, groups, seed), groups)
 
 
@@ -254,7 +254,7 @@ def partition_statistics(counts: I64) -> dict[str, Any]:
 
 
 def group_counts(groups: I64, shares: Sequence[I64]) -> I64:
-    """Counts [G, K] of each group in each share, for :func:`partition_statistics`."""
+    """Counts [G, K] of each group in each silo dataset, for :func:`partition_statistics`."""
     count = int(groups.max()) + 1
     return np.stack([np.bincount(groups[share], minlength=count) for share in shares], axis=1)
 

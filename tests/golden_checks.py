@@ -1,4 +1,4 @@
-"""Golden values: where they are, how a value is compared, and which file of checks covers which file of values.
+"""Golden values: their location, their comparison, and which checks cover which file of values.
 
 A golden test module ``test_golden_<name>.py`` has ``CHECKS``, a mapping from expected key to a function of the inputs
 that calls the project, and one test parametrised over it with :func:`every`. test_golden_coverage.py reads the same

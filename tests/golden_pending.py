@@ -1,8 +1,8 @@
-"""Golden values that nothing in the project computes, with the reason; the one list of them.
+"""The list of golden values that nothing in the project computes, with reasons.
 
-Whoever builds what computes one takes its key out of here and adds it to a test_golden module. test_golden_coverage.py
+When code computes one of them, move its key from here to a test_golden module. test_golden_coverage.py
 fails for a key that is in neither place, or in both. Tests' own definitions (tests/definitions.py) are held against
-these values all the same, in test_golden_metrics.py.
+these values in test_golden_metrics.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's gradients side by side."""
+"""A model's gradients as one flat vector."""
 
 from __future__ import annotations
 

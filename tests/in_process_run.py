@@ -1,4 +1,4 @@
-"""A whole run in one process by calls: no messages, the same rounds, faults and model; a fraction of a second."""
+"""A whole run in one process by direct calls: no messages, the same rounds, faults and model; takes under a second."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def run(
 
 
 def die(order: ProcessCommand) -> None:
-    """Carry out only what a process can do to itself."""
+    """Carry out only the faults that a process can inject into itself."""
     if order.what == "die":
         raise Killed
 
 
 def run_restarted(scenario: Scenario, out: Path) -> CoordinatorResult:
-    """Run a scenario, and start the coordinator again whenever a fault kills it or its disk stays full."""
+    """Run a scenario, restarting the coordinator whenever a fault kills it or its disk stays full."""
     from fedmq.errors import RunError
 
     resume = False
@@ -62,7 +62,7 @@ def run_restarted(scenario: Scenario, out: Path) -> CoordinatorResult:
 
 
 def notes(out: Path, kind: NoteKind, process: str = "coordinator") -> list[Mapping[str, Fact]]:
-    """The facts of a process's notes of one kind."""
+    """The facts of a process's log notes of one kind."""
     records = (record for _, record in read_log(RunFolder(out).messages(process)))
     return [record.facts for record in records if isinstance(record, NoteRecord) and record.text is kind]
 

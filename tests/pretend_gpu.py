@@ -1,8 +1,8 @@
-"""A GPU for machines without one: tensors that say they are on ``cuda:0`` and are computed on the CPU.
+"""A simulated GPU for machines without one: tensors that report ``cuda:0`` and are computed on the CPU.
 
-What a GPU refuses is refused: operands on two devices, a tensor on the CPU indexed by one that is not, ``numpy()`` of
-one that is not. So is what would be drawn by a GPU's own generator, from which no run repeats. All is computed by the
-CPU, so a run on this GPU has the CPU's model to the bit. Real GPUs' kernels, memory and speed are not in it.
+It refuses what a GPU refuses: operands on two devices, a CPU tensor indexed by one that is not, ``numpy()`` of
+one that is not; also random numbers from the GPU's generator, which are not reproducible. The CPU computes all
+results, so a run on this GPU has the CPU's model to the bit. A real GPU's kernels, memory and speed are not simulated.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 _DRAWS = {"bernoulli", "bernoulli_", "multinomial", "native_dropout", "normal", "normal_", "rand", "rand_like"}
 _DRAWS |= {"randint", "randn", "randn_like", "random_", "randperm", "uniform_"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-#: May have operands on both.
+#: Operations that may have operands on both devices.
 _CROSSING = {"copy_", "_to_copy", *_INDEXING}
 
 
 class Far(torch.Tensor):
-    """A tensor on the GPU; ``near`` holds its numbers."""
+    """A tensor on the simulated GPU; ``near`` is the CPU tensor with its values."""
 
     near: torch.Tensor
     is_cuda = True
@@ -33,7 +33,7 @@ class Far(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Far], near: torch.Tensor) -> Far:
-        # To torch's C++ side it is on the CPU, where autograd asks for no GPU; only Python sees the device.
+        # Torch's C++ side sees a CPU tensor, so autograd needs no GPU; only Python sees the device.
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             near.size(),
@@ -91,21 +91,21 @@ class Far(torch.Tensor):
 
 
 class _Factories(TorchDispatchMode):
-    """Sees what is made on the GPU, or moved there, out of nothing that is on it."""
+    """Intercepts tensors that are created on the GPU or moved there."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         return computed(operation, arguments, named or {})
 
 
 def computed(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    """One operation, by the CPU, if a GPU would have done it."""
+    """Compute one operation on the CPU if a GPU would accept it."""
     name = operation._schema.name.partition("::")[2]
     leaves, form = trees.tree_flatten((arguments, named))
     far = [each for each in leaves if isinstance(each, Far)]
     near = [each for each in leaves if isinstance(each, torch.Tensor) and not isinstance(each, Far)]
     asked = named.get("device")
     if far and name.startswith(("new_", "empty_like", "zeros_like", "ones_like", "full_like")):
-        asked = None  # what stands there is what C++ takes for our device
+        asked = None  # the default argument names the device that C++ sees
     on_gpu = bool(far) if asked is None else torch.device(asked).type == "cuda"
     if name in _DRAWS and on_gpu:
         raise RuntimeError(f"{name}: a draw on the GPU")
@@ -130,7 +130,7 @@ def computed(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This thread has one GPU for a while."""
+    """Give this thread one simulated GPU within the context."""
     with patch.context() as local:
         local.setattr(torch.cuda, "_lazy_init", lambda: None)
         local.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,4 +1,4 @@
-"""What a reader makes of a data set, in words."""
+"""A reader's result in a comparable form."""
 
 from __future__ import annotations
 

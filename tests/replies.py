@@ -1,4 +1,4 @@
-"""Replies as tests look into them and change them, and silos' own models."""
+"""Helpers that inspect and modify replies, and personal models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_payload(reply: Reply, new: Any) -> Reply:
 
 
 def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
-    """The weights a merge used, read back by giving each reply a unit update of its own."""
+    """The weights of a merge, recovered by giving each reply a distinct unit update."""
     delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
     marked = []
     start = run.model.branch("image").start
@@ -44,7 +44,7 @@ def silo_of(run: World, index: int) -> Local:
 
 
 def own_embeddings(run: World, index: int) -> torch.Tensor:
-    """The first silo's images as another silo's own model embeds them."""
+    """The first silo's images embedded with another silo's personal model."""
     payloads = run.protocol.task(run.state, run.context.silos[index])
     images = run.shares[0].image
     assert images is not None

@@ -1,4 +1,4 @@
-"""Summaries of runs that nobody ran."""
+"""Fabricated run summaries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fedmq.runs.run_records import Processes, RunSummary, Seconds, SiloSummary, 
 
 
 def summary(**facts: object) -> RunSummary:
-    """A small summary with these keys besides, or instead."""
+    """A small summary with these keys added or replaced."""
     silo = {"modalities": ["image", "text"], "samples": 9, "participations": 1, "i2t_medr": 1.0, "mean_r1": 0.5}
     made = RunSummary(
         protocol="fedavg",

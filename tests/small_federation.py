@@ -20,7 +20,7 @@ from fedmq.models.two_tower import TwoTower
 
 DIM = 12
 LABELS = ("a", "b", "c", "d")
-#: what a method is run on that not every base suits; the others take info_nce
+#: objectives of methods that do not suit every base; the others use info_nce
 OBJECTIVES = {
     "fedcmr": Objective(base="dscmr", bits=8, hidden=16, leaky=True),
     "fedscmr": Objective(base="dscmr", bits=8, hidden=16, enhance=True),
@@ -46,7 +46,7 @@ def share(silo: SiloFacts, size: int, captions: int = 3) -> SiloDataset:
 
 @dataclass
 class World:
-    """Silos with their shares, one model they take turns with, a protocol and its state."""
+    """Silos with their datasets, one model that they use in turn, a protocol and its state."""
 
     protocol: FederatedProtocol
     context: Context
@@ -90,7 +90,7 @@ def population(
     objective: Objective | None = None,
     labels: tuple[str, ...] = LABELS,
 ) -> World:
-    torch.set_num_threads(1)  # as in a silo; two threads on a busy machine wait for each other more than they compute
+    torch.set_num_threads(1)  # as in a silo; on a busy machine two threads spend more time waiting than computing
     silos = tuple(SiloFacts(f"silo-{i:02d}", i, image, text) for i, (image, text) in enumerate(kinds))
     inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
     if objective.base == "info_nce":

@@ -1,4 +1,4 @@
-"""What a released model makes of a gallery, and what is found in it. Releases here are written by hand, untrained."""
+"""Galleries of released models and search in them. The releases are hand-written and untrained."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, s
 
 
 def remember(root: Path, centroids: np.ndarray) -> Memory:
-    """Lay a memory beside a released model."""
+    """Write a memory next to a released model."""
     memory = Memory(centroids, np.ones(len(centroids), np.int64))
     save_arrays(vars(memory), root / "model" / "memory.safetensors")
     return memory
@@ -90,7 +90,7 @@ def hashing(tiny: Path, tmp_path: Path) -> Release:
 
 
 def outputs(release: Release) -> tuple[np.ndarray, np.ndarray]:
-    """What the model itself makes of all images and captions, one after the other."""
+    """The model's outputs for all images and captions."""
     prepared = prepare(release.scenario.data, release.scenario.backbone)
     model = release.model(prepared)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_images_are_ranked_by_their_cosine(embeddings: Release) -> None:
     assert [hit.rank for hit in found.hits] == [1, 2, 3, 4, 5]
 
 
-def test_equally_distant_codes_are_ranked_in_the_gallerys_order(hashing: Release) -> None:
+def test_equally_distant_codes_are_ranked_in_gallery_order(hashing: Release) -> None:
     image, _ = outputs(hashing)
     distance = hamming.hamming(image[7:8], image)[0]
     order = np.argsort(distance, kind="stable")
@@ -146,10 +146,10 @@ def test_equally_distant_codes_are_ranked_in_the_gallerys_order(hashing: Release
         assert [hit.score for hit in found.hits] == distance[order[:top]].tolist()
 
 
-def test_equal_images_are_ranked_in_the_gallerys_order(embeddings: Release) -> None:
+def test_equal_images_are_ranked_in_gallery_order(embeddings: Release) -> None:
     made = export(embeddings)
     rows = np.repeat(made.array("image")[:1], 150, axis=0)
-    rows[30] = made.array("text")[2 * 7]  # one nearer than all others, which are equal
+    rows[30] = made.array("text")[2 * 7]  # one is nearer than all others, which are equal
     arrays = {name: made.array(name) for name in ("owner", "keys", "text")}
     np.savez(made.vectors, image=rows, **arrays, allow_pickle=False)
     gallery._index(rows, made.folder / "images.faiss")
@@ -159,7 +159,7 @@ def test_equal_images_are_ranked_in_the_gallerys_order(embeddings: Release) -> N
         assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in wanted]
 
 
-def test_an_item_is_found_once_by_its_nearest_caption(embeddings: Release) -> None:
+def test_an_item_is_listed_once_by_its_nearest_caption(embeddings: Release) -> None:
     image, text = outputs(embeddings)
     scores = (text @ image[3]).reshape(150, 2).max(axis=1)
     found = by_item(embeddings, "000003", top=150)
@@ -176,12 +176,12 @@ def test_a_second_search_needs_neither_the_data_nor_the_model(
     assert by_item(open_release(hashing.run.root), "000007").hits == before.hits
 
 
-def test_another_model_gets_a_gallery_of_its_own(embeddings: Release, tmp_path: Path) -> None:
+def test_another_model_gets_a_separate_gallery(embeddings: Release, tmp_path: Path) -> None:
     other = open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0))
     assert export(other).folder.name != export(embeddings).folder.name
 
 
-def test_an_export_that_dies_leaves_nothing_half_written(embeddings: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_no_partial_files(embeddings: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -192,14 +192,14 @@ def test_an_export_that_dies_leaves_nothing_half_written(embeddings: Release, mo
     assert isinstance(export(embeddings), Gallery)
 
 
-def test_the_memory_released_with_a_model_shapes_its_codes(hashing: Release, tmp_path: Path) -> None:
+def test_the_memory_released_with_a_model_changes_its_codes(hashing: Release, tmp_path: Path) -> None:
     memory = 50 * np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
     other = open_release(released(tmp_path / "other", hashing.scenario, memory))
     assert not np.array_equal(export(hashing).array("image"), export(other).array("image"))
     assert np.array_equal(definitions.unpacked(export(other).array("image"), 12), hamming.sign(outputs(other)[0]))
 
 
-def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_path: Path) -> None:
+def test_another_runs_memory_next_to_the_model_is_refused(hashing: Release, tmp_path: Path) -> None:
     memory = np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
     root = released(tmp_path / "other", hashing.scenario, memory)
     own, found = digest(Memory(memory, np.ones(5, np.int64))), digest(remember(root, -memory))
@@ -208,7 +208,7 @@ def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_p
         export(open_release(root))
 
 
-def test_a_gallery_that_is_not_there_is_told_of_with_what_may_be_one(embeddings: Release, tmp_path: Path) -> None:
+def test_an_unknown_gallery_is_refused_with_the_allowed_ones(embeddings: Release, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, or"
     ):
@@ -228,7 +228,7 @@ def test_another_scenarios_data_can_be_the_gallery(embeddings: Release, features
     assert found.gallery.folder.name.startswith("part-")
 
 
-def test_vectors_of_another_width_are_no_gallery(embeddings: Release, tmp_path: Path) -> None:
+def test_gallery_vectors_of_another_width_are_refused(embeddings: Release, tmp_path: Path) -> None:
     np.savez(tmp_path / "wide.npz", image=np.ones((9, 30), np.float32), text=np.ones((9, 30), np.float32))
     scenario = embeddings.scenario.model_dump(mode="json") | {
         "data": {"name": "features", "path": str(tmp_path / "wide.npz")}
@@ -238,7 +238,7 @@ def test_vectors_of_another_width_are_no_gallery(embeddings: Release, tmp_path: 
         export(embeddings, tmp_path / "wide.yaml")
 
 
-def test_free_queries_of_bare_vectors_are_refused_before_anything_is_encoded(embeddings: Release) -> None:
+def test_free_text_queries_on_array_features_are_refused_before_anything_is_encoded(embeddings: Release) -> None:
     with pytest.raises(InputError, match="encoder"):
         search.find(embeddings, search.Query(text="a dog"))
     with pytest.raises(InputError, match="encoder"):
@@ -246,7 +246,7 @@ def test_free_queries_of_bare_vectors_are_refused_before_anything_is_encoded(emb
     assert not (embeddings.run.model / "gallery").exists()
 
 
-def test_what_cannot_be_searched_is_refused_by_name(embeddings: Release, tmp_path: Path) -> None:
+def test_invalid_searches_are_refused_by_name(embeddings: Release, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one of the gallery's 150 items"):
         by_item(embeddings, "0007")
     with pytest.raises(InputError, match="one of TEXT"):
@@ -260,13 +260,13 @@ def test_what_cannot_be_searched_is_refused_by_name(embeddings: Release, tmp_pat
         open_release(embeddings.run.root)
 
 
-def test_a_damaged_release_is_one_line(hashing: Release) -> None:
+def test_a_damaged_release_is_a_one_line_error(hashing: Release) -> None:
     (hashing.run.model / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InputError, match=r"model\.safetensors"):
         export(hashing)
 
 
-def test_a_damaged_gallery_is_one_line(embeddings: Release) -> None:
+def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
     made = export(embeddings)
     for path in made.folder.glob("*.faiss"):
         path.write_bytes(b"cut")
@@ -291,7 +291,7 @@ def test_an_index_of_other_vectors_is_refused(tiny: Path, tmp_path: Path, settin
     assert by_item(release, "000003", among="images").hits
 
 
-def test_another_models_gallery_in_the_place_of_the_runs_is_refused(embeddings: Release, tmp_path: Path) -> None:
+def test_another_models_gallery_in_place_of_the_runs_is_refused(embeddings: Release, tmp_path: Path) -> None:
     other = export(open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0)))
     made = export(embeddings)
     shutil.rmtree(made.folder)
@@ -309,7 +309,7 @@ def test_a_gallery_with_fewer_names_than_vectors_is_refused(embeddings: Release)
         by_item(embeddings, "000003", top=60)
 
 
-def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_no_gallery(
+def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_gallery(
     embeddings: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Path.write_bytes
@@ -325,7 +325,7 @@ def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_no_gallery(
     assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
 
 
-def test_a_pipe_among_the_pictures_is_refused_and_never_opened(embeddings: Release, tmp_path: Path) -> None:
+def test_a_named_pipe_among_the_images_is_refused_and_never_opened(embeddings: Release, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(InputError, match=r"pipe\.png: found 'no regular file'"):
         gallery.of_folder(embeddings, tmp_path)
@@ -358,7 +358,7 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(caught.value.code or 0)
 
 
-def test_the_command_prints_what_was_found(
+def test_the_command_prints_the_search_results(
     hashing: Release, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = hashing.run.root
@@ -377,14 +377,14 @@ def test_the_command_prints_what_was_found(
     assert "Example: fedmq search" in capfd.readouterr().out
 
 
-def test_captions_are_shown_as_they_were_written() -> None:
+def test_captions_are_printed_verbatim() -> None:
     texts = gallery.caption_texts(Data(name="openmoji"), Backbone(), ["1F3BB", "no such drawing"])
     assert texts[0][0] == "violin"
     assert texts[1] == ()
 
 
 @pytest.mark.parametrize("name", ["wikipedia", "mirflickr"])
-def test_a_set_of_array_features_is_searched_by_the_numbers_of_its_items(
+def test_a_data_set_of_array_features_is_searched_by_item_number(
     name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     generator = np.random.default_rng(0)
@@ -400,7 +400,7 @@ def test_a_set_of_array_features_is_searched_by_the_numbers_of_its_items(
     assert "20 images, 20 captions" in capfd.readouterr().out.replace("\n", " ")
 
 
-def test_a_query_of_bytes_that_are_no_text_is_one_line(
+def test_an_undecodable_query_is_a_one_line_error(
     hashing: Release, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = os.fsdecode(b"caf\xe9")
@@ -412,7 +412,7 @@ def test_a_query_of_bytes_that_are_no_text_is_one_line(
         assert len(error.splitlines()) == 1
 
 
-def test_a_folder_of_pictures_is_read_through_its_links_under_names_that_can_be_printed(
+def test_a_folder_of_images_is_read_through_symlinks_with_printable_names(
     embeddings: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_set_folders.photo(tmp_path / "elsewhere" / "a.png", 1)
@@ -425,7 +425,7 @@ def test_a_folder_of_pictures_is_read_through_its_links_under_names_that_can_be_
 
 
 def drawings(folder: Path) -> Path:
-    """A scenario of two silos on two dozen of OpenMoji's drawings, as a manifest of picture files."""
+    """A scenario of two silos on two dozen OpenMoji drawings, as a manifest of image files."""
     from PIL import Image
 
     from fedmq.data.readers import openmoji
@@ -453,7 +453,7 @@ def drawings(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_finds_drawings_by_a_text_and_captions_by_a_picture(tmp_path: Path) -> None:
+def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_path: Path) -> None:
     pictures, root = tmp_path / "pictures", tmp_path / "run"
     pictures.mkdir()
     scenario = resolved(drawings(pictures))

@@ -1,4 +1,4 @@
-"""Precision and recall of released models: the files of ``fedmq curves`` and what they say."""
+"""Precision and recall of released models: the output files of ``fedmq curves``."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def hashing(tiny: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_models_curves_agree_with_what_its_run_measured(hashing: Path) -> None:
+def test_a_models_curves_agree_with_the_metrics_of_its_run(hashing: Path) -> None:
     found = pr_curves.measured(open_release(hashing), (1, 5, 10**6))
     summary = json.loads((hashing / "summary.json").read_text())["metrics"]
     assert set(found) == {"i2t", "t2i", "i2i", "t2t"}
     for way, each in found.items():
         assert each.map == pytest.approx(summary[f"map_{way}"], abs=1e-12)
-        assert set(each.top_n) == {1, 5}  # a list is not that long
+        assert set(each.top_n) == {1, 5}  # the ranked list is shorter
         assert each.pr_rank is not None and each.pr_radius is not None
         assert (each.pr_rank.precision[4], each.pr_rank.recall[4]) == pytest.approx(each.top_n[5])
         assert each.pr_rank.recall[-1] == pytest.approx(1)
@@ -48,7 +48,7 @@ def test_a_models_curves_agree_with_what_its_run_measured(hashing: Path) -> None
         assert np.all(np.diff(each.pr_radius.recall) >= 0)
 
 
-def test_the_command_writes_all_runs_into_one_table_and_one_page(
+def test_the_command_writes_one_table_and_one_page_for_all_runs(
     hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(hashing, tmp_path / "there" / "run")
@@ -64,10 +64,10 @@ def test_the_command_writes_all_runs_into_one_table_and_one_page(
     assert all(0 <= float(row["recall"]) <= 1 for row in rows)
     page = (hashing / "curves" / "curves.html").read_text()
     assert "precision against recall, by Hamming radius" in page
-    assert "<script src" not in page  # nothing is fetched to show it
+    assert "<script src" not in page  # the page loads nothing from the network
 
 
-def test_items_without_labels_have_no_relevant_ones(tmp_path: Path) -> None:
+def test_items_without_labels_have_no_relevant_items(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     np.savez(
         tmp_path / "plain.npz", **{name: generator.normal(size=(60, 8)).astype("f4") for name in ("image", "text")}
@@ -84,20 +84,20 @@ def test_items_without_labels_have_no_relevant_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "1,x", "", "-3", "9" * 5000])
-def test_cutoffs_that_are_none_are_refused(text: str) -> None:
+def test_invalid_cutoffs_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--top"):
         pr_curves.parse_cutoffs(text)
 
 
 def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
-    """A comparison's folder, as far as its runs are read from it."""
+    """A comparison's folder with the files from which its runs are read."""
     folder.mkdir()
     lines = [f"{name},{seed},0123,{path}" for seed, (name, path) in enumerate(runs)]
     (folder / "runs.csv").write_text("\n".join(["name,seed,model_digest,folder", *lines, ""]))
     return folder
 
 
-def test_of_a_comparison_each_row_is_the_mean_over_its_seeds(tiny: Path, hashing: Path, tmp_path: Path) -> None:
+def test_each_row_of_a_comparison_is_the_mean_over_its_seeds(tiny: Path, hashing: Path, tmp_path: Path) -> None:
     threaded_run.run(threaded_run.resolved(tiny, *HASHING, "seed=1"), tmp_path / "other")
     own = [pr_curves.measured(open_release(path), (1, 5)) for path in (hashing, tmp_path / "other")]
     assert own[0]["i2t"].map != own[1]["i2t"].map
@@ -110,7 +110,7 @@ def test_of_a_comparison_each_row_is_the_mean_over_its_seeds(tiny: Path, hashing
         np.testing.assert_allclose(each.pr_rank.recall, (first.pr_rank.recall + second.pr_rank.recall) / 2)
         assert each.pr_radius is not None and first.pr_radius is not None and second.pr_radius is not None
         pairs = np.stack([first.pr_radius.precision, second.pr_radius.precision])
-        there = ~np.isnan(pairs)  # a run that retrieves nothing within a radius has no precision there
+        there = ~np.isnan(pairs)  # a run that retrieves nothing within a radius has no precision at it
         expected = np.where(there, pairs, 0).sum(0) / np.maximum(there.sum(0), 1)
         np.testing.assert_allclose(each.pr_radius.precision, np.where(there.any(0), expected, np.nan))
     folder = comparison(tmp_path / "compared", ("both", hashing), ("both", tmp_path / "other"), ("run", hashing))
@@ -124,7 +124,7 @@ def test_of_a_comparison_each_row_is_the_mean_over_its_seeds(tiny: Path, hashing
 
 
 @pytest.mark.slow
-def test_the_command_takes_what_compare_wrote(
+def test_the_command_reads_the_folder_of_a_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fedmq(*arguments: str) -> str:
@@ -141,7 +141,7 @@ def test_the_command_takes_what_compare_wrote(
     listed = list(csv.DictReader(Path("compared/runs.csv").read_text().splitlines()))
     assert {row["name"] for row in listed} == {"a row", "alone", "zero-shot"}
     said = json.loads(fedmq("curves", "compared", "--json"))["runs"]
-    # Neither what nobody trains as a whole nor what nobody trained yet: its folder holds the trained model.
+    # Neither methods without a trained shared model nor the untrained row: its folder holds the trained model.
     assert said.keys() == {"a row"}
     folders = [Path(row["folder"]) for row in listed if row["name"] == "a row"]
     own = [pr_curves.measured(open_release(folder), (1,)) for folder in folders]
@@ -187,7 +187,7 @@ def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing
         ("\udcff", "decode"),
     ],
 )
-def test_a_comparison_that_cannot_be_read_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_an_unreadable_comparison_is_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=said) as refused:
         selection.named([tmp_path])

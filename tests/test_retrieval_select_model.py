@@ -1,4 +1,4 @@
-"""Which model of a finished run is searched: the shared one, or a silo's own, which must be what the silo measured."""
+"""Choice of a finished run's model: the shared one, or a personal one, which must be the model its silo evaluated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.threaded_run import resolved
 PROGRAMS = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
 
 DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
-#: Methods whose shared model is none to retrieve by, with what they run on.
+#: Methods whose shared model cannot be used for retrieval, with their settings.
 ONLY = {
     "local": ("protocol=local",),
     "fedproto": ("protocol=fedproto",),
@@ -43,7 +43,7 @@ ONLY = {
     "fedcmr": ("protocol=fedcmr", DSCMR),
     "fedscmr": ("protocol=fedscmr", "objective={base: dscmr, bits: 12, hidden: 16, enhance: true}"),
 }
-#: Methods whose silos have models of their own beside a shared one of use.
+#: Methods with personal models next to a usable shared one.
 BESIDE = {
     "rcsr": ("protocol={name: rcsr, personal: router, personal_onset: 1, personal_rate: 1.0, warmup: 1}",),
     "fedbridge": ("protocol={name: fedbridge, personal: true, personal_onset: 1, warmup: 0, bank: all}",),
@@ -61,13 +61,13 @@ def finished(tiny: Path, out: Path, *settings: str) -> Path:
 
 @pytest.fixture(scope="module")
 def local(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose shared model is as it was drawn; nobody changes it."""
+    """A finished run whose shared model is never trained; read-only."""
     return finished(tiny, tmp_path_factory.mktemp("serving") / "local", "protocol=local", "participation=1")
 
 
 @pytest.fixture(scope="module")
 def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of RCSR-p; nobody changes it."""
+    """A finished run of RCSR-p; read-only."""
     return finished(tiny, tmp_path_factory.mktemp("serving") / "rcsr", *BESIDE["rcsr"], "participation=1")
 
 
@@ -85,7 +85,7 @@ def state_of(root: Path, silo: str) -> Path:
 
 
 def as_the_silo_measured(root: Path, silo: str) -> Release:
-    """A silo's own model, whose figures are to the bit what the run's summary says of it."""
+    """A silo's personal model, whose metrics equal those in the run's summary to the bit."""
     release = opened(root, silo)
     assert release.own is not None
     model, told = release.own.retriever, summary_of(root)
@@ -98,7 +98,7 @@ def as_the_silo_measured(root: Path, silo: str) -> Release:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*ONLY, *BESIDE])
-def test_the_own_model_is_the_one_that_the_silo_measured(method: str, tiny: Path, tmp_path: Path) -> None:
+def test_the_personal_model_is_the_one_that_the_silo_evaluated(method: str, tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     settings = {**ONLY, **BESIDE}[method]
     root = finished(tiny, tmp_path / "run", "participation=1", *settings)
@@ -123,13 +123,13 @@ def test_the_own_model_is_the_one_that_the_silo_measured(method: str, tiny: Path
             opened(root)
     else:
         assert export(opened(root)).folder != made.folder
-        for silo in ("silo-02", "silo-03"):  # which lack a modality, and retrieve by the shared tower of it
+        for silo in ("silo-02", "silo-03"):  # which lack a modality and use its shared tower
             as_the_silo_measured(root, silo)
 
 
 @pytest.mark.slow
-def test_an_own_model_stands_on_the_last_merged_task_alone(tiny: Path, tmp_path: Path) -> None:
-    """Of asynchronous runs tasks are under way at the end, whose states lie there too."""
+def test_a_personal_model_uses_only_the_state_of_the_last_merged_task(tiny: Path, tmp_path: Path) -> None:
+    """Asynchronous runs end with pending tasks, whose states are in the folder as well."""
     modes = ("aggregation.mode=async", "rounds=7", "participation=0.5", "cost.preset=edge")
     for name in ("fedper", "moon"):
         root = finished(tiny, tmp_path / name, *{**ONLY, **BESIDE}[name], *modes)
@@ -140,7 +140,7 @@ def test_an_own_model_stands_on_the_last_merged_task_alone(tiny: Path, tmp_path:
             as_the_silo_measured(root, silo)
 
 
-def test_a_shared_model_that_nobody_trains_is_refused_and_an_own_one_is_not(local: Path) -> None:
+def test_an_untrained_shared_model_is_refused_and_a_personal_one_is_not(local: Path) -> None:
     with pytest.raises(InputError) as refused:
         opened(local)
     assert str(refused.value) == (
@@ -150,25 +150,25 @@ def test_a_shared_model_that_nobody_trains_is_refused_and_an_own_one_is_not(loca
     as_the_silo_measured(local, PAIRED)
 
 
-def test_a_shared_model_of_use_is_taken_without_a_silo(adapted: Path) -> None:
+def test_a_usable_shared_model_is_selected_without_naming_a_silo(adapted: Path) -> None:
     release = opened(adapted)
     assert release.own is None and release.used == open_release(adapted).digest
     assert as_the_silo_measured(adapted, PAIRED).used != release.used
 
 
-def test_a_silo_that_is_none_is_refused_with_the_names(local: Path) -> None:
+def test_an_unknown_silo_is_refused_with_the_known_names(local: Path) -> None:
     with pytest.raises(InputError, match=r"^--silo: found 'silo-9', allowed: silo-00, silo-01, silo-02, silo-03$"):
         opened(local, "silo-9")
 
 
-def test_a_silo_without_one_modality_never_trained_that_tower(local: Path) -> None:
+def test_a_silo_without_a_modality_has_no_trained_tower_for_it(local: Path) -> None:
     for silo, lacked in (("silo-02", "captions"), ("silo-03", "images")):
         allowed = "a silo that trained both towers: silo-00, silo-01"
         with pytest.raises(InputError, match=f"found '{silo}, which has no {lacked}', allowed: {allowed}$"):
             opened(local, silo)
 
 
-def test_a_silo_that_took_part_in_no_round_trained_nothing(local: Path, tmp_path: Path) -> None:
+def test_a_silo_that_took_part_in_no_round_has_no_trained_model(local: Path, tmp_path: Path) -> None:
     root = shutil.copytree(local, tmp_path / "run")
     told = summary_of(root)
     told["per_silo"][PAIRED]["participations"] = 0
@@ -178,7 +178,9 @@ def test_a_silo_that_took_part_in_no_round_trained_nothing(local: Path, tmp_path
 
 
 @pytest.mark.parametrize("settings", [("protocol=fedavg",), ("protocol=moon",)], ids=["fedavg", "moon"])
-def test_a_method_without_own_models_is_told_so(tiny: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_a_silo_is_refused_for_a_method_without_personal_models(
+    tiny: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
     root = finished(tiny, tmp_path / "run", "rounds=2", "training.warmup_rounds=0", *settings)
     with pytest.raises(InputError, match="found 'silo-01', allowed: no --silo: with this run's options silos of "):
         opened(root, PAIRED)
@@ -186,7 +188,7 @@ def test_a_method_without_own_models_is_told_so(tiny: Path, tmp_path: Path, sett
 
 
 @pytest.mark.parametrize("run", ["local", "adapted"])
-def test_a_state_that_is_not_there_is_named(run: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_missing_personal_state_is_named(run: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = shutil.copytree(request.getfixturevalue(run), tmp_path / "run")
     path = state_of(root, PAIRED)
     path.write_bytes(path.read_bytes()[:50])
@@ -200,15 +202,15 @@ def test_a_state_that_is_not_there_is_named(run: str, tmp_path: Path, request: p
 @pytest.mark.parametrize(
     "protocol", ["{name: rcsr, personal: router, ", "{name: fedbridge, bank: all, personal: true, "]
 )
-def test_a_silo_without_an_adapter_yet_has_the_shared_model(protocol: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_silo_without_an_adapter_uses_the_shared_model(protocol: str, tiny: Path, tmp_path: Path) -> None:
     settings = ("rounds=2", "training.warmup_rounds=0", "participation=1")
     root = finished(tiny, tmp_path / "run", f"protocol={protocol} personal_onset: 9, warmup: 0}}", *settings)
-    # Nothing that is kept is needed yet. FedBridge's shared model has a bank besides, which own ones lack.
+    # No stored state is needed yet. FedBridge's shared model also has a bank, which personal models lack.
     shutil.rmtree(root / "checkpoints" / "silos")
     as_the_silo_measured(root, PAIRED)
 
 
-def test_a_checkpoint_that_is_not_there_or_another_runs_is_named(local: Path, adapted: Path, tmp_path: Path) -> None:
+def test_a_missing_or_foreign_checkpoint_is_named(local: Path, adapted: Path, tmp_path: Path) -> None:
     root = shutil.copytree(local, tmp_path / "run")
     for name in ("summary.json", "model/config.json"):
         told = json.loads((root / name).read_text())
@@ -221,7 +223,7 @@ def test_a_checkpoint_that_is_not_there_or_another_runs_is_named(local: Path, ad
         opened(root, PAIRED)
 
 
-def test_silos_have_galleries_of_their_own(local: Path) -> None:
+def test_silos_have_separate_galleries(local: Path) -> None:
     pytest.importorskip("faiss")
     one, other = (export(opened(local, silo)) for silo in ("silo-00", "silo-01"))
     assert one.folder != other.folder
@@ -239,7 +241,7 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(caught.value.code or 0)
 
 
-def test_the_commands_take_a_silo(
+def test_the_commands_accept_a_silo(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("faiss")
@@ -261,8 +263,8 @@ def test_the_commands_take_a_silo(
 
 
 @pytest.mark.parametrize("name", protocols.names())
-def test_a_method_says_that_its_shared_model_is_none_if_and_only_if_it_is_none(name: str) -> None:
-    """By what its silos send: no update at all, or one of some layers."""
+def test_a_method_declares_own_only_if_and_only_if_its_shared_model_is_unusable(name: str) -> None:
+    """Judged by what its silos send: no update at all, or one of some layers."""
     for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
         run = population(name, options, objective=OBJECTIVES.get(name))
         traits = run.protocol.traits()
@@ -276,6 +278,6 @@ def names_of(layout: Layout) -> tuple[str, ...]:
     return tuple(entry.name for entry in layout.entries)
 
 
-def test_fedscmr_that_shares_everything_has_a_model_to_retrieve_by() -> None:
+def test_fedscmr_that_shares_all_layers_has_a_usable_shared_model() -> None:
     assert fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions()).own_only
     assert not fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions(shared_layers="all")).own_only

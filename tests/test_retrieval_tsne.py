@@ -1,4 +1,4 @@
-"""Released models in the plane: which points there are, and that alike ones lie together."""
+"""t-SNE plots of released models: which points are drawn, and that similar ones are close."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Releas
     assert 0 < len(expected) < len(rows)
 
 
-def test_a_drawn_part_is_the_runs_own_and_the_same_each_time(release: Release) -> None:
+def test_a_random_subset_of_items_is_reproducible(release: Release) -> None:
     first, second = (tsne.placed("it", release, items=6, classes=10, sides=("text",)) for _ in range(2))
     assert len(first.items) == 6
     assert first.items == second.items
     np.testing.assert_array_equal(first.places, second.places)
 
 
-def test_two_bundles_of_codes_end_apart() -> None:
+def test_two_clusters_of_codes_are_separated() -> None:
     generator = np.random.default_rng(0)
     centres = np.where(generator.random((2, 32)) < 0.5, -1, 1)
     points = np.repeat(centres, 40, axis=0) * np.where(generator.random((80, 32)) < 0.05, -1, 1)
@@ -62,20 +62,20 @@ def test_two_bundles_of_codes_end_apart() -> None:
     assert np.linalg.norm(middles[0] - middles[1]) > 2 * inside
 
 
-def test_embeddings_are_told_apart_by_angle_alone() -> None:
+def test_embeddings_are_distinguished_only_by_angle() -> None:
     points = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
-    scale = np.float32(2) ** np.arange(30, dtype=np.float32)[:, None]  # exact, so that all bits stay
+    scale = np.float32(2) ** np.arange(30, dtype=np.float32)[:, None]  # exact in floating point
     plain, scaled = (tsne._plane(each, binary=False, seed=0) for each in (points, points * scale))
     np.testing.assert_array_equal(plain, scaled)
 
 
-def test_codes_that_are_all_the_same_are_one_place() -> None:
+def test_identical_codes_are_mapped_to_one_point() -> None:
     points = np.random.default_rng(0).random((9, 4)).astype(np.float32)  # of one sign, in nine directions
     assert not tsne._plane(points, binary=True, seed=0).any()
     assert tsne._plane(points, binary=False, seed=0).any()
 
 
-def test_codes_of_one_bit_have_a_plane_too() -> None:
+def test_codes_of_one_bit_are_mapped_to_the_plane() -> None:
     points = np.array([[1.0], [-1.0]] * 10, np.float32)
     assert np.isfinite(tsne._plane(points, binary=True, seed=0)).all()
 
@@ -100,4 +100,4 @@ def test_the_command_writes_a_table_and_a_page(
     assert {row["side"] for row in rows} == {"image"}
     page = (root / "tsne" / "tsne.html").read_text()
     assert page.count("Plotly.newPlot(") == 2
-    assert "<script src" not in page  # nothing is fetched to show it
+    assert "<script src" not in page  # the page loads nothing from the network

@@ -1,4 +1,4 @@
-"""Figures are plain data: what plotly would have refused is looked for here."""
+"""Figures are plain data: they are validated against plotly's schema here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedmq.runs.html_figures import Figure
 
 
 def drawn(page: str) -> list[go.Figure]:
-    """The figures of a page, held against plotly's schema."""
+    """The figures of a page, validated against plotly's schema."""
     decoder, found = json.JSONDecoder(), []
     for match in re.finditer(r'Plotly\.newPlot\(\s*"[^"]+",\s*', page):
         data, end = decoder.raw_decode(page, match.end())
@@ -22,7 +22,7 @@ def drawn(page: str) -> list[go.Figure]:
     return found
 
 
-def test_a_figure_is_what_plotly_takes_with_numbers_of_any_kind() -> None:
+def test_a_figure_is_valid_for_plotly_with_numbers_of_any_type() -> None:
     figure = Figure("a <title>", "merges", "fraction", 380)
     trace: dict[str, Any] = {"x": np.arange(3), "y": np.array([0.5, np.nan, 1.0]), "mode": "lines", "name": "one"}
     figure.draw("scatter", **trace)

@@ -1,4 +1,4 @@
-"""A run folder of an earlier version is read as it was: the fixture was written before run records had types."""
+"""Run folders of an earlier version stay readable: the fixture predates typed run records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def old(tmp_path: Path) -> RunFolder:
     return RunFolder(Path(shutil.copytree(OLD, tmp_path / "old_run")))
 
 
-def test_its_audit_finds_nothing_and_counts_what_it_counted(old: RunFolder) -> None:
+def test_the_audit_of_an_old_folder_has_no_findings_and_the_same_counts(old: RunFolder) -> None:
     audit = audit_run(old.root)
     assert not audit.findings and audit.finished
     assert dict(audit.records) == {
@@ -41,7 +41,7 @@ def test_its_audit_finds_nothing_and_counts_what_it_counted(old: RunFolder) -> N
     assert done.exit_code == 0 and "consistent" in done.output
 
 
-def test_its_audit_finds_a_figure_that_was_changed(old: RunFolder) -> None:
+def test_the_audit_of_an_old_folder_finds_a_changed_metric(old: RunFolder) -> None:
     told = json.loads(old.summary.read_text())
     told["personal_fairness"]["worst_r1"] = 0.99
     old.summary.write_text(json.dumps(told))
@@ -50,7 +50,7 @@ def test_its_audit_finds_a_figure_that_was_changed(old: RunFolder) -> None:
     ]
 
 
-def test_its_report_can_be_written_again(old: RunFolder) -> None:
+def test_the_report_of_an_old_folder_can_be_rewritten(old: RunFolder) -> None:
     done = CliRunner().invoke(cli.app, ["report", str(old.root)])
     assert done.exit_code == 0
     page = old.report.read_text()
@@ -59,7 +59,7 @@ def test_its_report_can_be_written_again(old: RunFolder) -> None:
         assert title in page
 
 
-def test_it_can_be_compared_and_replayed(old: RunFolder) -> None:
+def test_an_old_folder_can_be_compared_and_replayed(old: RunFolder) -> None:
     finished = results.read(old)
     assert finished.value("mean_r1") == 0.975
     assert finished.value("bytes.down") == 138624
@@ -69,7 +69,7 @@ def test_it_can_be_compared_and_replayed(old: RunFolder) -> None:
     assert replay.first_difference(record, record) is None
 
 
-def test_its_files_are_the_same_to_the_byte_when_they_are_written_again(old: RunFolder) -> None:
+def test_files_of_an_old_folder_are_the_same_to_the_byte_when_rewritten(old: RunFolder) -> None:
     summary, lines = results.read_summary(old), results.read_metrics(old)
     assert json.dumps(summary.plain(), indent=2) + "\n" == old.summary.read_text()
     assert "".join(json.dumps(line.plain()) + "\n" for line in lines) == old.metrics.read_text()

@@ -1,4 +1,4 @@
-"""Run records: what is written is what is read, unknown keys are kept, and a wrong value is named by file and key."""
+"""Run records: they round-trip, unknown keys are kept, and a wrong value is named by file and key."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ CONFIG = ReleaseConfig(
 )
 
 
-def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_summary_round_trips(tmp_path: Path) -> None:
     folder, written = RunFolder(tmp_path), summary(unchanged=True, personal=FIGURES)
     write_json(folder.summary, written.plain())
     assert results.read_summary(folder) == written
     assert results.read_summary(folder).plain() == written.plain()
 
 
-def test_a_summary_says_only_what_was_given() -> None:
+def test_a_summary_contains_only_the_given_keys() -> None:
     assert {"unchanged", "personal", "our_reading", "own_only", "public_items", "released_with"}.isdisjoint(
         summary().plain()
     )
     assert summary(public_items=20).plain()["public_items"] == 20
 
 
-def test_a_silos_figures_stay_in_their_order() -> None:
+def test_a_silos_metrics_keep_their_order() -> None:
     silo = summary().per_silo["silo-00"]
     assert list(silo.plain()) == ["modalities", "samples", "participations", "i2t_medr", "mean_r1"]
     assert silo.figures == FIGURES
 
 
 @pytest.mark.parametrize("line", [EVALUATION, MERGE, PERSONAL], ids=lambda line: str(line.kind))
-def test_a_line_is_read_as_it_was_written(tmp_path: Path, line: MetricsLine) -> None:
+def test_a_metrics_line_round_trips(tmp_path: Path, line: MetricsLine) -> None:
     folder = RunFolder(tmp_path)
     append_line(folder.metrics, line.plain())
     assert results.read_metrics(folder) == [line]
     assert json.dumps(line.plain()) + "\n" == folder.metrics.read_text()
 
 
-def test_a_configuration_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_configuration_round_trips(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", CONFIG.plain())
     assert read_json(tmp_path / "config.json", ReleaseConfig, "a configuration") == CONFIG
 
 
-def test_what_a_method_reports_of_a_merge_are_numbers_beside_the_keys_of_every_merge() -> None:
+def test_a_methods_merge_report_consists_of_numbers_next_to_the_common_keys() -> None:
     assert MERGE.reported == {"router_loss": 0.25, "weight_silo-01": 0.5}
     assert list(MERGE.plain())[-2:] == ["router_loss", "weight_silo-01"]
     noted = MERGE.model_copy(update={"note": "text of a newer version"})
@@ -116,7 +116,7 @@ def test_a_wrong_value_of_a_silo_is_named(tmp_path: Path, change: dict[str, Any]
         results.read_summary(folder)
 
 
-def test_a_silo_without_the_figure_that_every_report_shows_is_refused(tmp_path: Path) -> None:
+def test_a_silo_without_the_metric_that_every_report_shows_is_refused(tmp_path: Path) -> None:
     folder, own = RunFolder(tmp_path), summary().per_silo["silo-00"].plain()
     del own["mean_r1"]
     write_json(folder.summary, {**summary().plain(), "per_silo": {"silo-00": own}})
@@ -135,12 +135,12 @@ def test_a_wrong_line_is_named_by_its_number_and_key(tmp_path: Path) -> None:
         results.read_metrics(folder)
 
 
-def test_records_do_not_change() -> None:
+def test_records_are_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         MERGE.version = 2  # type: ignore[misc]
 
 
-def test_a_merge_of_an_older_version_has_no_losses_of_its_own(tmp_path: Path) -> None:
+def test_a_merge_line_of_an_older_version_has_no_losses(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"kind": "merge", "version": 1, "now": 2.0}\n')
     (line,) = results.read_metrics(folder)

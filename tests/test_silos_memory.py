@@ -1,4 +1,4 @@
-"""What a silo does with its GPU's memory and with errors that are not a task's."""
+"""A silo's GPU memory, and errors that do not belong to a task."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[st
     return told
 
 
-def test_a_silo_gives_its_gpus_memory_back_before_the_next_one_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silo_frees_its_gpu_memory_before_the_next_one_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replied(monkeypatch, None)[:2] == ["given back", "slot free"]
 
 
-def test_a_failed_task_is_told_of_and_the_silo_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_task_is_reported_and_the_silo_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replied(monkeypatch, RunError("training diverged")) == ["error"]
 
 
 class Spoiled(RuntimeError):
-    """As torch's, after which nothing works on the GPU until the process ends."""
+    """Like torch's error after which the GPU is unusable until the process ends."""
 
 
 @pytest.mark.parametrize("error", [DiskError("full"), Spoiled("CUDA error: an illegal memory access")])
-def test_an_error_of_the_process_ends_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unrecoverable_error_ends_the_process(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_ENDING", (*program._ENDING, Spoiled))
     with pytest.raises(type(error)):
         replied(monkeypatch, error)

@@ -58,7 +58,7 @@ def _log(folder: Path) -> None:
     ids=["folder", "text", "json", "line", "log"],
 )
 @pytest.mark.parametrize("kind", ["a file", "below a file", "proc", "read-only"])
-def test_a_place_that_cannot_be_written_is_one_line_that_names_it(
+def test_an_unwritable_path_is_a_one_line_error_that_names_it(
     tmp_path: Path, write: Callable[[Path], object], kind: str
 ) -> None:
     file = tmp_path / "file"
@@ -75,7 +75,7 @@ def test_a_place_that_cannot_be_written_is_one_line_that_names_it(
     assert file.read_text() == "somebody's own"
 
 
-def test_a_folder_without_leave_to_write_is_refused_before_anything_is_written(
+def test_a_folder_without_write_permission_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -83,7 +83,7 @@ def test_a_folder_without_leave_to_write_is_refused_before_anything_is_written(
         run_folder.make_folder(tmp_path)
 
 
-def test_a_full_disk_is_nobodys_input(tmp_path: Path) -> None:
+def test_a_full_disk_is_not_reported_as_an_input_error(tmp_path: Path) -> None:
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_nobodys_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("half", [b'{"fault": "0 sil', b"", b'{"fault": "1 silo-00 2"'])
-def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_written(tmp_path: Path, half: bytes) -> None:
+def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written(tmp_path: Path, half: bytes) -> None:
     folder = RunFolder(tmp_path)
     folder.faults.write_bytes(b'{"fault": "0 silo-00 1"}\n' + half)
     for again in range(2):
@@ -107,7 +107,7 @@ def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_writt
 
 
 @pytest.mark.slow
-def test_of_a_line_that_finds_no_room_nothing_is_left(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_folder.append_line(path, {"a": 1})
     program = (
@@ -137,7 +137,7 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert loaded.states[7].values == {"merges": 7}
 
 
-def test_the_last_two_are_kept_and_older_states_are_carried_on_without_copying(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept_and_older_states_are_linked_without_copying(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
     checkpoint.save(tmp_path, made(2, 1))
     checkpoint.save(tmp_path, made(3, 1))
@@ -149,7 +149,7 @@ def test_the_last_two_are_kept_and_older_states_are_carried_on_without_copying(t
     assert torch.equal(loaded.states[1].theta, torch.ones(3))
 
 
-def test_the_last_two_are_kept_by_number_however_many_digits_it_has(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_chosen_by_number_with_any_number_of_digits(tmp_path: Path) -> None:
     for number in range(999_998, 1_000_002):
         checkpoint.save(tmp_path, made(number))
     loaded = checkpoint.load(tmp_path)
@@ -158,7 +158,7 @@ def test_the_last_two_are_kept_by_number_however_many_digits_it_has(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
 
 
-def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_writing_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, made(1))
 
     def full(*_: object) -> None:
@@ -173,7 +173,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, made(1))
     (folder / "state-000001.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="version-000001"):
@@ -181,11 +181,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("carried", [False, True])
-def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tmp_path: Path, *, carried: bool) -> None:
+def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, carried: bool) -> None:
     folder = checkpoint.save(tmp_path, made(1))
     other = tmp_path / "other"
     checkpoint.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
-    # Under a killed run, in place: as sound a file as the one before, and linked to by the checkpoint after it.
+    # Replaced in place under a killed run: a valid file that the next checkpoint links to.
     changed = folder / "state-000001.safetensors"
     changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
     if carried:
@@ -194,7 +194,7 @@ def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tm
         checkpoint.load(tmp_path)
 
 
-def test_a_checkpoint_from_before_states_had_digests_is_read_and_its_states_are_carried_on(tmp_path: Path) -> None:
+def test_a_checkpoint_without_state_digests_is_read_and_its_states_are_carried_over(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, made(1)) / "checkpoint.json"
     content = json.loads(path.read_text())
     del content["digests"]
@@ -217,11 +217,11 @@ def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, nam
         checkpoint.load(tmp_path)
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_yields_none(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "nowhere") is None
 
 
-def test_a_task_done_again_starts_from_the_state_before_it(tmp_path: Path) -> None:
+def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     assert store.before(1) == {}
     store.keep(1, {"a": torch.tensor([1.0])}, settled=0)
@@ -231,7 +231,7 @@ def test_a_task_done_again_starts_from_the_state_before_it(tmp_path: Path) -> No
         assert again.before(3)["a"].item() == 2.0
 
 
-def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path) -> None:
+def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     for number in range(1, 6):
         store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
@@ -241,7 +241,7 @@ def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path)
     ]
 
 
-def test_a_damaged_personal_state_is_named_and_others_files_are_left_alone(tmp_path: Path) -> None:
+def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:
     StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, settled=0)
     StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, settled=0)
     (tmp_path / "task-2 (copy).safetensors").write_text("somebody's own")
@@ -283,14 +283,14 @@ def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """XDG_RUNTIME_DIR names the folder ``user``, which is not there; TMPDIR the folder ``shared``, which is."""
+    """XDG_RUNTIME_DIR names the folder ``user``, which does not exist; TMPDIR the folder ``shared``, which does."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "user"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
     (tmp_path / "shared").mkdir()
     return tmp_path
 
 
-def test_slots_lie_in_the_first_place_that_can_be_written(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_in_the_first_writable_directory(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = f"fedmq-slots-{os.getuid()}"
     assert slots_folder("r") == places / "shared" / own / "r"
     assert not (places / "user").exists()
@@ -302,7 +302,7 @@ def test_slots_lie_in_the_first_place_that_can_be_written(places: Path, monkeypa
 
 
 @pytest.mark.parametrize("before", [None, 0o755])
-def test_the_folder_of_a_users_slots_is_that_users_alone(places: Path, before: int | None) -> None:
+def test_a_users_slot_folder_is_private_to_that_user(places: Path, before: int | None) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     if before:
         own.mkdir()
@@ -311,9 +311,7 @@ def test_the_folder_of_a_users_slots_is_that_users_alone(places: Path, before: i
     assert own.stat().st_mode & 0o777 == 0o700
 
 
-def test_slots_in_a_folder_of_somebody_else_are_refused_in_one_line(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_in_another_users_folder_are_refused_in_one_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     own.symlink_to(places)
     with pytest.raises(InputError, match=rf"^{own}: found 'a link or a folder of another user', allowed: .*TMPDIR"):
@@ -329,7 +327,7 @@ def test_slots_in_a_folder_of_somebody_else_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("blocked", ["own", "run", "slot"])
-def test_slots_that_cannot_be_made_are_one_line(places: Path, blocked: str) -> None:
+def test_slots_that_cannot_be_created_are_a_one_line_error(places: Path, blocked: str) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     if blocked == "slot":
         (own / "r" / "slot-0").mkdir(parents=True)
@@ -342,7 +340,7 @@ def test_slots_that_cannot_be_made_are_one_line(places: Path, blocked: str) -> N
         Slots(slots_folder("r"), 1)
 
 
-def test_no_more_than_so_many_hold_a_slot_at_once(tmp_path: Path) -> None:
+def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None:
     first, second, third = (Slots(tmp_path, 2) for _ in range(3))
     with first.one(), second.one():
         import threading

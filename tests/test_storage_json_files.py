@@ -1,4 +1,4 @@
-"""What fedmq wrote is checked when it is read again: whatever became of a file, one line says where and what."""
+"""Files written by fedmq are validated when read: any damage is a one-line error with place and value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _numbers = count()
 
 
 def results(root: Path) -> None:
-    """Read what a run came to, as its report, comparisons and a replay do."""
+    """Read a run's results as its report, comparisons and a replay do."""
     folder = RunFolder(root)
     html_report.write(folder)
     outcomes.read(folder).untrained()
@@ -78,7 +78,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_report_draws_what_the_method_told_of_its_merges(finished: Path, tmp_path: Path) -> None:
+def test_the_report_plots_what_the_method_reported_of_its_merges(finished: Path, tmp_path: Path) -> None:
     folder = RunFolder(shutil.copytree(finished, tmp_path / "run"))
     told = {"router_loss": 0.25, "weight_silo-01": 0.5, "weight_silo-03": 0.5}
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
@@ -99,7 +99,7 @@ def test_the_report_draws_what_the_method_told_of_its_merges(finished: Path, tmp
 def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     """A copy of the run with another content of one file, whose place is a pattern."""
     root = tmp_path / str(next(_numbers))
-    # Hundreds of runs: what nobody writes on is the same file. :func:`logs` writes on a log.
+    # For speed over hundreds of runs, files that are only read are hard links. :func:`logs` appends to a log.
     shutil.copytree(finished, root, copy_function=os.link)
     for path in (root / "messages").iterdir():
         path.unlink()
@@ -116,12 +116,14 @@ def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     [b'{"a', b"[]\n", b"{}\n", b"5\n", b"null\n", b"\xff\xfe\n", DEEP + b"\n"],
     ids=["cut", "list", "empty", "number", "null", "bytes", "deep"],
 )
-def test_a_file_that_is_no_such_file_is_named(finished: Path, tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_file_of_the_wrong_format_is_refused_by_name(
+    finished: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
     with pytest.raises(InputError, match=Path(name).name):
         READERS[name](damaged(finished, tmp_path, name, content))
 
 
-def test_the_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -> None:
+def test_a_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     summary["per_silo"]["silo-01"]["samples"] = "many"
     root = damaged(finished, tmp_path, "summary.json", json.dumps(summary).encode())
@@ -138,14 +140,14 @@ def test_the_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["tasks", "seconds", "personal_per_silo", "released_with"])
-def test_what_a_replay_reads_of_a_summary_is_asked_for(finished: Path, tmp_path: Path, key: str) -> None:
+def test_summary_keys_that_a_replay_reads_are_required(finished: Path, tmp_path: Path, key: str) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     root = damaged(finished, tmp_path, "summary.json", json.dumps({**summary, key: None}).encode())
     with pytest.raises(InputError, match=rf"summary\.json: {key}: found 'None'"):
         replay.read_record(RunFolder(root))
 
 
-def test_a_line_is_named_by_its_number_and_an_unfinished_last_one_is_passed_over(tmp_path: Path) -> None:
+def test_a_wrong_line_is_named_by_number_and_an_unfinished_last_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     assert list(read_lines(path, Counted, "a line")) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
@@ -155,7 +157,7 @@ def test_a_line_is_named_by_its_number_and_an_unfinished_last_one_is_passed_over
         list(read_lines(path, Counted, "a line"))
 
 
-def test_a_release_whose_tensors_are_others_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
+def test_a_release_with_unexpected_tensors_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from fedmq.data.prepared import open_prepared
@@ -187,7 +189,7 @@ def places(value: Any) -> list[tuple[Any, ...]]:
 
 
 def changed(draw: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of a JSON value with one value inside replaced by another or taken away."""
+    """A copy of a JSON value with one inner value replaced or removed."""
     before, value = value, copy.deepcopy(value)
     *way, last = draw(st.sampled_from(places(value)))
     holder = value
@@ -202,7 +204,7 @@ def changed(draw: Callable[[Any], Any], value: Any) -> Any:
 
 
 def edited(draw: Callable[[Any], Any], lines: list[str]) -> list[str]:
-    """Lines of which one holds another value somewhere."""
+    """Lines of which one has one changed value."""
     number = draw(st.integers(0, len(lines) - 1))
     return [*lines[:number], json.dumps(changed(draw, json.loads(lines[number]))), *lines[number + 1 :]]
 
@@ -211,7 +213,7 @@ def edited(draw: Callable[[Any], Any], lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_one_value_becomes_it_is_read_or_refused(
+def test_a_file_with_any_one_value_changed_is_read_or_refused(
     finished: Path, tmp_path: Path, name: str, data: st.DataObject
 ) -> None:
     lines = sorted(finished.glob(name))[-1].read_text().splitlines()
@@ -229,7 +231,7 @@ def test_whatever_one_value_becomes_it_is_read_or_refused(
 @pytest.mark.parametrize("process", ["coordinator", "silo-01"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_one_value_of_a_log_becomes_the_audit_points_at_it(
+def test_the_audit_finds_any_one_changed_value_in_a_log(
     finished: Path, tmp_path: Path, process: str, data: st.DataObject
 ) -> None:
     lines = edited(data.draw, (finished / f"messages/{process}.jsonl").read_text().splitlines())
@@ -250,6 +252,6 @@ def test_a_line_that_is_no_record_is_a_finding(finished: Path, tmp_path: Path, l
     logs(root)
 
 
-def test_lines_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+def test_log_files_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="directory"):
         list(read_lines(tmp_path, Counted, "a line"))

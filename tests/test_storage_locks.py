@@ -1,4 +1,4 @@
-"""Locks between processes: who holds what, and what becomes of it when a process is killed."""
+"""Locks between processes: exclusion, and release when a process is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _hold(path: Path, there: Connection) -> None:
         time.sleep(60)
 
 
-def test_a_locked_file_is_locked_for_everybody_else_and_keeps_its_content(tmp_path: Path) -> None:
+def test_a_locked_file_is_locked_for_other_processes_and_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"content")
     with path.open("ab") as one, path.open("ab") as other:
@@ -37,25 +37,25 @@ def test_a_locked_file_is_locked_for_everybody_else_and_keeps_its_content(tmp_pa
     assert path.read_bytes() == b"content"
 
 
-def test_what_is_not_there_is_not_locked_and_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_file_is_neither_locked_nor_created(tmp_path: Path) -> None:
     assert not is_locked(tmp_path / "none")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_in_a_folder_that_cannot_be_written_can_be_asked_for(
+def test_the_lock_of_a_file_in_an_unwritable_folder_can_be_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"content")
     path.chmod(0o444)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write everything
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with path.open("rb") as file:
         assert not is_locked(path)
         assert try_lock(file)
         assert is_locked(path)
 
 
-def test_a_lock_file_is_made_with_its_folder_and_stays(tmp_path: Path) -> None:
+def test_a_lock_file_is_created_with_its_folder_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.lock"
     with locked(path):
         assert is_locked(path)
@@ -64,7 +64,7 @@ def test_a_lock_file_is_made_with_its_folder_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernel_frees_the_lock_of_a_killed_process(tmp_path: Path) -> None:
+def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     here, there = FORK.Pipe()
     holder = FORK.Process(target=_hold, args=(path, there))

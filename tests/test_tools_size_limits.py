@@ -7,7 +7,7 @@ from pathlib import Path
 from tools.size_limits import too_long
 
 
-def test_what_is_longer_than_allowed_is_named_with_its_lines(tmp_path: Path) -> None:
+def test_modules_functions_and_test_files_over_the_limit_are_named_with_their_lines(tmp_path: Path) -> None:
     body = "    x = 1\n"
     files = {
         "fedmq/long.py": "\n" * 501,

@@ -1,4 +1,4 @@
-"""A line to the coordinator, at its end: the last word is heard, nothing is said after it, nothing is left open."""
+"""The end of a silo's channel: the last message is delivered, nothing is sent after it, nothing stays open."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
-#: Fewer messages than fill the queue: the handshake's two count until ZeroMQ next tells that they were read.
+#: Two fewer than fill the queue: the handshake's messages count until ZeroMQ reports that they were read.
 FULL = QUEUE - 2
 
 
 class Jumping(WallClock):
-    """A clock that can be set forward, as it is for a process that stood still."""
+    """A clock that can jump forward, as it does for a suspended process."""
 
     ahead = 0.0
 
@@ -51,7 +51,7 @@ class Jumping(WallClock):
 def both_ends(
     folder: Path, queue: int, own_clock: WallClock | None = None
 ) -> Iterator[tuple[Listener, Roster, Channel]]:
-    """A silo's link with a session, and the coordinator's end of it; the caller closes the link."""
+    """A silo's channel with a session, and the coordinator's end; the caller closes the channel."""
     keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
     init_keys(keys, (COORDINATOR, SILO))
     clock = WallClock()
@@ -76,7 +76,7 @@ def both_ends(
 
 
 def records(folder: Path, action: str) -> list[str]:
-    """Kinds of a silo's records, or their texts where they are notes."""
+    """Kinds of a silo's log records, or texts of notes."""
     found = [record for _, record in read_log(folder / f"{SILO}.jsonl") if record and record.action == action]
     return [_kind(record) for record in found]
 
@@ -118,7 +118,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
+def test_the_coordinator_may_be_busy_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
         assert NoteKind.COORDINATOR_SILENT not in records(tmp_path, "note")
@@ -126,7 +126,7 @@ def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Pat
         link.close()
 
 
-def test_a_silo_that_stood_still_shakes_hands_again_at_once(tmp_path: Path) -> None:
+def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: Path) -> None:
     clock = Jumping()
     with both_ends(tmp_path, queue=64, own_clock=clock) as (listener, roster, link):
         roster.drop(SILO)
@@ -142,7 +142,7 @@ def test_a_silo_that_stood_still_shakes_hands_again_at_once(tmp_path: Path) -> N
         link.close()
 
 
-def test_a_stop_is_heard_by_one_who_waits_to_be_heard(tmp_path: Path) -> None:
+def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=1) as (listener, roster, link):
         report(link, 200)
         until = time.monotonic() + 10
@@ -160,7 +160,7 @@ def test_a_stop_is_heard_by_one_who_waits_to_be_heard(tmp_path: Path) -> None:
     assert records(tmp_path, "note") == records(tmp_path, "refused") == []
 
 
-def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> None:
+def test_after_a_stop_nothing_is_sent_to_the_coordinator(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         message = link.receive(timeout=5)
@@ -172,16 +172,16 @@ def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> No
 
 
 class Hurried(WallClock):
-    """Ten seconds of waiting in half a second."""
+    """A clock that runs twenty times too fast."""
 
     def stopwatch(self) -> float:
-        """Twenty times what has passed."""
+        """Twenty times the elapsed time."""
         return 20 * super().stopwatch()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theirs", [None, "link-0-anotherrun000"])
-def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | None) -> None:
+def test_a_silo_without_an_answer_reports_that_once(tmp_path: Path, theirs: str | None) -> None:
     keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
     init_keys(keys, (COORDINATOR, SILO))
     listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
@@ -204,7 +204,9 @@ def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | N
 
 
 @pytest.mark.parametrize("program", ["silo", "evaluator"])
-def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path: Path, program: str) -> None:
+def test_a_program_with_unreadable_data_reports_that_and_opens_no_socket(
+    tiny: Path, tmp_path: Path, program: str
+) -> None:
     scenario, keys = resolved(tiny, f"data.path={tmp_path}/nothing.npz"), tmp_path / "keys"
     init_keys(keys, (COORDINATOR, "evaluator", *scenario.silo_names))
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
@@ -214,5 +216,5 @@ def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path:
             run_silo(SiloArguments(run_of(scenario), SILO, uri, keys, tmp_path))
         else:
             run_evaluator(EvaluatorArguments(run_of(scenario), uri, keys, tmp_path))
-    # Sockets of tests before may be closed meanwhile.
+    # Sockets of earlier tests may be closed meanwhile.
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors

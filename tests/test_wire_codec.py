@@ -1,4 +1,4 @@
-"""Whatever is encoded decodes to the same; whatever else arrives is refused as the peer's fault and nothing worse."""
+"""The codec round-trips every message, and refuses any other bytes with an error that blames the peer."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ EXAMPLES = (
 
 
 def words(pattern: re.Pattern[str]) -> st.SearchStrategy[str]:
-    """Words of a pattern; hypothesis could draw them from the pattern itself, at fifty times the cost."""
+    """Strings that match a pattern; fifty times faster than drawing from the regex itself."""
     return st.sampled_from([word for word in EXAMPLES if pattern.fullmatch(word)])
 
 
 def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
-    """A strategy for a field, from nothing but its declaration."""
+    """A strategy for a field, derived from its declaration."""
     match spec:
         case Tensor():
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape)
@@ -163,7 +163,7 @@ def assert_same(one: Message, other: Message) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(PAYLOADS))
-def test_every_payload_kind_survives_the_wire(kind: str) -> None:
+def test_every_payload_kind_round_trips(kind: str) -> None:
     @FEW
     @given(messages(kind))
     def survives(message: Message) -> None:
@@ -174,7 +174,7 @@ def test_every_payload_kind_survives_the_wire(kind: str) -> None:
 
 @MANY
 @given(messages())
-def test_every_message_survives_the_wire(message: Message) -> None:
+def test_every_message_round_trips(message: Message) -> None:
     assert_same(decode(*joined(message)), message)
 
 
@@ -231,8 +231,8 @@ PLAIN = st.recursive(
 
 @MANY
 @given(st.data())
-def test_well_formed_msgpack_of_the_wrong_form_is_refused(data: st.DataObject) -> None:
-    """Whole parts of a good body are replaced by anything msgpack can say."""
+def test_well_formed_msgpack_with_the_wrong_structure_is_refused(data: st.DataObject) -> None:
+    """Whole parts of a valid body are replaced by arbitrary msgpack values."""
     message = data.draw(messages("class_prototypes") | messages("metrics") | messages("partial_delta"))
     _, body = joined(message)
     length = int.from_bytes(body[:4], "little")
@@ -286,7 +286,7 @@ def with_payload(payload: object, tail: bytes = b"") -> bytes:
     return body_of({"payloads": [payload], "task": None, "layout": None}, tail)
 
 
-def test_the_hand_made_body_of_these_tests_is_good() -> None:
+def test_the_handwritten_body_of_these_tests_is_valid() -> None:
     message = decode(header(), with_payload(GEOMETRY, np.arange(4, dtype=np.float32).tobytes()))
     assert isinstance(message.payloads[0], Geometry)
     assert message.payloads[0].values.tolist() == [0, 1, 2, 3]
@@ -315,14 +315,14 @@ def test_the_hand_made_body_of_these_tests_is_good() -> None:
         ["error", {"code": "a", "text": "b"}],
     ],
 )
-def test_a_bad_claim_about_a_payload_is_malformed(payload: object) -> None:
+def test_a_wrong_claim_about_a_payload_is_malformed(payload: object) -> None:
     assert refused(with_payload(payload, bytes(16))) == "malformed"
 
 
-def test_no_huge_claim_makes_the_decoder_allocate() -> None:
+def test_huge_claimed_sizes_do_not_make_the_decoder_allocate() -> None:
     huge = ["representations", {"values": ["float32", [1 << 24, 1 << 16]], "modality": "text"}]
     assert refused(with_payload(huge, bytes(64))) == "malformed"
-    # Arrays and maps that announce four thousand million elements, in a handful of bytes.
+    # Arrays and maps that claim four billion elements in a few bytes.
     assert refused(body_of(b"\xdd\xff\xff\xff\xff")) == "malformed"
     assert refused(body_of(b"\xdf\xff\xff\xff\xff")) == "malformed"
     assert refused(body_of(b"\x91" * 2000 + b"\xc0")) == "malformed"
@@ -335,7 +335,7 @@ def test_padding_must_be_zero() -> None:
     assert refused(bytes(raw)) == "malformed"
 
 
-def test_a_key_that_comes_twice_is_refused() -> None:
+def test_a_duplicate_key_is_refused() -> None:
     assert refused(body_of(b"\x82\xa4task\xc0\xa4task\xc0")) == "malformed"
 
 
@@ -360,7 +360,7 @@ def test_sizes_above_the_limits_are_oversized() -> None:
     assert caught.value.reason == "oversized"
 
 
-def test_an_own_message_above_the_limits_is_our_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_a_message_above_the_limits_raises_a_local_error(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Message(header(), (Model("0" * 64, np.zeros(100, np.float32)),))
     monkeypatch.setattr(codec, "MAX_BODY", 300)
     with pytest.raises(LocalWireError):
@@ -387,7 +387,7 @@ def test_small_floats_that_are_not_finite_are_refused() -> None:
     assert refused(with_payload(GEOMETRY, bad)) == "not_finite"
 
 
-def test_decoded_arrays_are_read_only_views_on_the_body() -> None:
+def test_decoded_arrays_are_read_only_views_of_the_body() -> None:
     clear, body = joined(Message(header(), (Model("0" * 64, np.arange(1000, dtype=np.float32)),)))
     held = bytearray(body)
     buffer = decode(clear, held).payloads[0].buffer  # type: ignore[union-attr]
@@ -396,7 +396,7 @@ def test_decoded_arrays_are_read_only_views_on_the_body() -> None:
     assert buffer[-1] == -7
 
 
-def test_tensors_lie_on_multiples_of_sixteen() -> None:
+def test_tensors_are_aligned_to_sixteen_bytes() -> None:
     rows = ClassPrototypes(np.ones((3, 1), np.float32), np.ones(3, np.int64), "image")
     message = Message(header(), (rows, Loss(1.0), Geometry(np.ones(4, np.float32))))
     size = 0
@@ -407,7 +407,7 @@ def test_tensors_lie_on_multiples_of_sixteen() -> None:
     assert_same(decode(*joined(message)), message)
 
 
-def test_tensors_are_not_copied_by_encoding() -> None:
+def test_encoding_does_not_copy_tensors() -> None:
     buffer = np.ones(1000, np.float32)
     body = encode_body(Message(header(), (Model("0" * 64, buffer),)))
     buffer[:] = 5
@@ -439,14 +439,14 @@ def test_an_unknown_wire_version_is_refused_by_name_even_if_its_header_is_strang
         {"more": 1},
     ],
 )
-def test_a_peers_bad_header_is_malformed(changes: dict[str, Any]) -> None:
+def test_an_invalid_header_of_a_peer_is_malformed(changes: dict[str, Any]) -> None:
     plain = msgpack.unpackb(encode_header(header()))
     with pytest.raises(RemoteWireError) as caught:
         decode_header(msgpack.packb({**plain, **changes}))
     assert caught.value.reason == "malformed"
 
 
-def test_metrics_survive_as_floats() -> None:
+def test_metrics_round_trip_as_floats() -> None:
     sent = Metrics({"mean_r1": 1, "i2t_r@5": 0.5}, {"silo-00": {"mean_r1": 0}})
     got = decode(*joined(Message(header(), (sent,)))).payloads[0]
     assert isinstance(got, Metrics)
@@ -455,6 +455,6 @@ def test_metrics_survive_as_floats() -> None:
     assert got.per_silo == {"silo-00": {"mean_r1": 0.0}}
 
 
-def test_error_text_keeps_its_unicode() -> None:
+def test_error_text_keeps_unicode() -> None:
     message = Message(header(kind=Kind.ERROR), (Error("failed", "Fehler: größer als 3 → Ende"),))
     assert_same(decode(*joined(message)), message)

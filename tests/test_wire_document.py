@@ -1,4 +1,4 @@
-"""docs/reference/wire.md and the code say the same."""
+"""docs/reference/wire.md agrees with the code."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def headings(text: str) -> list[str]:
     return re.findall(r"^### (.+)$", text, re.M)
 
 
-def test_the_wire_version_is_the_documents() -> None:
+def test_the_documented_wire_version_is_the_codes() -> None:
     assert f"**Wire version: {WIRE_VERSION}.**" in DOCUMENT
 
 
-def test_every_payload_kind_is_described_and_no_other() -> None:
+def test_exactly_the_existing_payload_kinds_are_documented() -> None:
     assert headings(section("Payloads")) == list(PAYLOADS)
 
 
 def describe(spec: Field) -> str:
-    """What the document says about a field, from its declaration."""
+    """The expected description of a field, derived from its declaration."""
     match spec:
         case Tensor():
             bulk = "bulk " if spec.bulk else ""
@@ -77,7 +77,7 @@ def power(high: int) -> str:
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)
-def test_the_fields_of_a_payload_are_described_in_their_order_with_their_types(kind: str) -> None:
+def test_the_fields_of_a_payload_are_documented_in_order_with_their_types(kind: str) -> None:
     described = rows(section(kind, 3))
     declared = PAYLOADS[kind].FIELDS
     assert list(described) == list(declared)
@@ -88,7 +88,7 @@ def test_the_fields_of_a_payload_are_described_in_their_order_with_their_types(k
             assert described[name][0] == describe(spec)
 
 
-def test_every_message_kind_is_described_and_what_it_carries() -> None:
+def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     described = rows(section("Messages"))
     assert list(described) == [kind.value for kind in Kind]
     words = {
@@ -103,11 +103,11 @@ def test_every_message_kind_is_described_and_what_it_carries() -> None:
             assert said.startswith("none")
 
 
-def test_every_reason_is_described_and_no_other() -> None:
+def test_exactly_the_existing_reasons_are_documented() -> None:
     assert list(rows(section("Refusals"))) == [reason.value for reason in Reason]
 
 
-def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
+def test_every_reason_used_in_the_code_is_in_the_enumeration() -> None:
     given = set()
     for module in (codec, sealed_sessions, fields, handshake, layout, messages, payloads, base):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -117,14 +117,14 @@ def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
     assert given <= {reason.value for reason in Reason}
 
 
-def test_the_headers_keys_are_described() -> None:
+def test_the_header_keys_are_documented() -> None:
     assert tuple(rows(section("The clear header"))) == codec._HEADER_KEYS
     body = section("The body")
     assert tuple(rows(body.partition("\n### ")[0])) == codec._BODY_KEYS
     assert tuple(rows(section("task info", 3))) == codec._TASK_KEYS
 
 
-def test_the_handshakes_fields_and_lengths_are_described() -> None:
+def test_the_handshakes_fields_and_lengths_are_documented() -> None:
     for title, lengths in (("hello", handshake._HELLO), ("welcome", handshake._WELCOME)):
         described = rows(section(title, 3))
         assert {name for name in described if name != "versions"} == set(lengths)
@@ -133,14 +133,14 @@ def test_the_handshakes_fields_and_lengths_are_described() -> None:
     assert f"array of 1 to {handshake.MAX_VERSIONS} integers" in section("hello", 3)
 
 
-def test_every_label_of_the_handshake_is_described() -> None:
+def test_every_label_of_the_handshake_is_documented() -> None:
     text = section("The handshake")
     labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
     assert len(labels) == 6
     assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
 
 
-def test_names_patterns_and_limits_are_described() -> None:
+def test_name_patterns_and_limits_are_documented() -> None:
     for pattern in (fields.NAME, fields.LAYER, fields.METRIC):
         assert f"`{pattern.pattern}`" in section("Conventions")
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")

@@ -1,4 +1,4 @@
-"""The handshake: both sides get the same session, or one reason why not."""
+"""The handshake: both sides get the same session, or a reason for refusal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_handshake_gives_both_sides_the_same_session(exchange: Exchange) -> No
     assert_works(silo, coordinator)
 
 
-def test_two_handshakes_share_nothing(exchange: Exchange) -> None:
+def test_two_handshakes_share_no_keys(exchange: Exchange) -> None:
     made = []
     for _ in range(2):
         hello, initiated = exchange.hello()
@@ -94,12 +94,12 @@ def test_a_wrong_key_is_refused(exchange: Exchange, accepted: dict[str, Ed25519P
     assert reason(lambda: exchange.ready(initiated, welcome, swapped)) == "bad_signature"
 
 
-def test_a_silo_cannot_speak_as_another(exchange: Exchange, identities: dict[str, Identity]) -> None:
+def test_a_silo_cannot_impersonate_another(exchange: Exchange, identities: dict[str, Identity]) -> None:
     hello, _ = initiate(Identity("silo-01", identities["silo-00"].key), "coordinator", RUN, 0.0)
     assert reason(lambda: exchange.welcome(hello)) == "bad_signature"
 
 
-def test_a_silo_cannot_pose_as_the_coordinator(exchange: Exchange, identities: dict[str, Identity]) -> None:
+def test_a_silo_cannot_impersonate_the_coordinator(exchange: Exchange, identities: dict[str, Identity]) -> None:
     hello, initiated = exchange.hello()
     asked_of_silo, _ = initiate(identities["silo-00"], "silo-01", RUN, 0.0)
     welcome, _ = respond(identities["silo-01"], exchange.accepted, RUN, asked_of_silo, 0.0)
@@ -119,7 +119,7 @@ def test_a_wrong_run_or_receiver_is_refused(exchange: Exchange) -> None:
     assert exchange.ready(initiated, welcome)
 
 
-def test_the_coordinator_does_not_greet_itself(exchange: Exchange) -> None:
+def test_the_coordinator_refuses_a_hello_from_itself(exchange: Exchange) -> None:
     hello, _ = exchange.hello("coordinator")
     assert reason(lambda: exchange.welcome(hello)) == "unknown_sender"
 
@@ -133,9 +133,7 @@ def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypat
     assert caught.value.reason == "wire_version"
 
 
-def test_a_peer_that_speaks_more_versions_is_met_at_a_common_one(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_with_more_versions_agrees_on_a_common_one(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3))
         hello, initiated = exchange.hello()
@@ -145,7 +143,7 @@ def test_a_peer_that_speaks_more_versions_is_met_at_a_common_one(
     assert_works(silo, confirm(responded, ready))
 
 
-def test_versions_that_do_not_meet_are_refused_though_the_header_is_read(
+def test_disjoint_wire_versions_are_refused_even_though_the_header_is_readable(
     exchange: Exchange, identities: dict[str, Identity]
 ) -> None:
     hello, _ = exchange.hello()
@@ -174,12 +172,12 @@ def test_any_flipped_bit_of_the_handshake_is_refused(exchange: Exchange) -> None
                 bad[which] = flipped(bad[which], int(bit))
                 with pytest.raises(RemoteWireError):
                     step(bad)
-    # None of the refusals spoilt the exchange.
+    # The exchange still completes after all refusals.
     assert_works(silo, confirm(responded, ready))
 
 
-def test_a_tampered_transcript_is_seen_by_the_other_side(exchange: Exchange) -> None:
-    """A man in the middle with a key of its own cannot splice two honest handshakes."""
+def test_a_tampered_transcript_is_detected_by_the_other_side(exchange: Exchange) -> None:
+    """A man in the middle with its own key cannot splice two honest handshakes."""
     first_hello, first = exchange.hello()
     second_hello, _ = exchange.hello()
     second_welcome, second_responded = exchange.welcome(second_hello)
@@ -228,7 +226,7 @@ def test_a_ready_without_the_right_signature_is_refused(exchange: Exchange) -> N
     assert reason(lambda: confirm(responded, silo.seal(header, [bytes(64)]).frames)) == "bad_signature"
 
 
-def test_malformed_handshake_frames(exchange: Exchange, identities: dict[str, Identity]) -> None:
+def test_malformed_handshake_frames_are_refused(exchange: Exchange, identities: dict[str, Identity]) -> None:
     hello, _ = exchange.hello()
     assert reason(lambda: exchange.welcome([hello[0]])) == "malformed"
     assert reason(lambda: exchange.welcome([*hello, b""])) == "malformed"

@@ -41,7 +41,7 @@ def test_existing_keys_are_never_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "silo-00.key").exists()
 
 
-def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_leftover_public_key_blocks_its_name_before_anything_is_written(tmp_path: Path) -> None:
     init_keys(tmp_path, ["silo-01"])
     (tmp_path / "silo-01.key").unlink()
     with pytest.raises(InputError, match=r"accepted/silo-01\.pub: found 'an existing key'"):
@@ -49,7 +49,7 @@ def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_
     assert not list(tmp_path.glob("*.key"))
 
 
-def test_keys_that_could_not_be_written_whole_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partially_written_keys_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, count = os.fdopen, iter(range(9))
 
     class Full:
@@ -79,7 +79,7 @@ def test_keys_that_could_not_be_written_whole_leave_nothing(tmp_path: Path, monk
     assert set(load_accepted(tmp_path)) == {"silo-00", "silo-01"}
 
 
-def test_a_key_that_somebody_else_makes_meanwhile_is_left_alone(
+def test_a_key_created_concurrently_by_another_process_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exists = Path.exists
@@ -91,7 +91,7 @@ def test_a_key_that_somebody_else_makes_meanwhile_is_left_alone(
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["silo-01.key"]
 
 
-def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
+def test_a_key_that_cannot_be_moved_is_a_one_line_error(tmp_path: Path) -> None:
     init_keys(tmp_path, ["silo-01"])
     (tmp_path / "revoked").write_text("in the way")
     with pytest.raises(InputError, match="a folder that can be written"):
@@ -99,7 +99,7 @@ def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
     assert "silo-01" in load_accepted(tmp_path)
 
 
-def test_a_revoked_key_is_accepted_no_longer_but_stays_on_record(tmp_path: Path) -> None:
+def test_a_revoked_key_is_refused_but_kept_on_record(tmp_path: Path) -> None:
     init_keys(tmp_path, NAMES)
     print_before = fingerprint(load_accepted(tmp_path)["silo-00"])
     revoke(tmp_path, "silo-00")
@@ -110,13 +110,13 @@ def test_a_revoked_key_is_accepted_no_longer_but_stays_on_record(tmp_path: Path)
 
 
 @pytest.mark.parametrize("names", [["../evil"], ["Silo"], ["a", "a"], [""]])
-def test_bad_names_for_keys_are_bad_input(tmp_path: Path, names: list[str]) -> None:
+def test_invalid_key_names_are_input_errors(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(InputError):
         init_keys(tmp_path, names)
     assert not list(tmp_path.rglob("*.key"))
 
 
-def test_bad_private_keys_are_bad_input(tmp_path: Path) -> None:
+def test_invalid_private_keys_are_input_errors(tmp_path: Path) -> None:
     init_keys(tmp_path, ["silo-00"])
     path = tmp_path / "silo-00.key"
     with pytest.raises(InputError, match=r"silo-09\.key"):
@@ -136,7 +136,7 @@ def test_bad_private_keys_are_bad_input(tmp_path: Path) -> None:
         load_identity(tmp_path, "silo-00")
 
 
-def test_bad_public_keys_are_bad_input(tmp_path: Path) -> None:
+def test_invalid_public_keys_are_input_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="accepted"):
         load_accepted(tmp_path)
     init_keys(tmp_path, ["silo-00"])

@@ -1,4 +1,4 @@
-"""The records of message logs: what is written is read back byte for byte, and so is what earlier releases wrote."""
+"""Records of message logs: they round-trip byte for byte, and logs of earlier releases are readable."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.payloads import Loss, digest
 
-#: Written by the release before records had types: one of each kind, action, note and event.
+#: Written by a release without typed records: one of each kind, action, note and event.
 OLD = Path(__file__).parent / "logs" / "records.jsonl"
 
 
 def written(path: Path) -> list[LogRecord]:
-    """The records of a log that has one of each kind."""
+    """The records of a log with one record of each kind."""
     header = Header(
         run="run-0",
         kind=Kind.REPLY,
@@ -59,7 +59,7 @@ def written(path: Path) -> list[LogRecord]:
     return [record for record in found if record is not None]
 
 
-def test_each_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_each_kind_of_record_round_trips(tmp_path: Path) -> None:
     hello, message, refused, note, event = written(tmp_path / "log.jsonl")
     assert isinstance(hello, HandshakeRecord) and (hello.kind, hello.peer, hello.bytes) == (Kind.HELLO, "silo-00", 1400)
     assert isinstance(message, MessageRecord)
@@ -71,7 +71,7 @@ def test_each_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> N
     assert isinstance(event, EventRecord) and (event.event, event.now, event.number) == (EventKind.ARRIVED, 1.5, 5)
 
 
-def test_a_record_is_the_canonical_json_of_its_fields_beside_those_of_the_header(tmp_path: Path) -> None:
+def test_a_record_is_the_canonical_json_of_its_fields_and_those_of_the_header(tmp_path: Path) -> None:
     for record, line in zip(written(tmp_path / "log.jsonl"), (tmp_path / "log.jsonl").open("rb"), strict=True):
         plain = json.loads(line)
         assert line == canonical(plain) + b"\n" == record.line
@@ -81,11 +81,11 @@ def test_a_record_is_the_canonical_json_of_its_fields_beside_those_of_the_header
             assert set(HEADER) < plain.keys() and "header" not in plain
 
 
-def test_a_record_holds_every_field_of_a_header_but_the_wires_version() -> None:
+def test_a_record_has_every_header_field_except_the_wire_version() -> None:
     assert {field.name for field in fields(Header)} - set(HEADER) == {"wire_version"}
 
 
-def test_what_earlier_releases_wrote_is_read_whole_and_its_notes_are_known() -> None:
+def test_logs_of_earlier_releases_are_read_completely_and_their_notes_are_known() -> None:
     found = [record for _, record in read_log(OLD)]
     assert {type(record) for record in found} == {
         MessageRecord,
@@ -106,7 +106,7 @@ def test_what_earlier_releases_wrote_is_read_whole_and_its_notes_are_known() -> 
 
 
 def line_of(**values: Any) -> bytes:
-    """A line that a log could have."""
+    """A valid log line."""
     plain = {"n": 0, "process": "silo-00", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS, **values}
     return canonical({**plain, "hash": chain(GENESIS, plain)}) + b"\n"
 
@@ -161,24 +161,24 @@ MESSAGE = {
     ],
     ids=str,
 )
-def test_a_message_with_a_field_that_is_not_as_fedmq_writes_it_is_no_record(change: dict[str, Any]) -> None:
+def test_a_message_with_an_invalid_field_is_not_a_record(change: dict[str, Any]) -> None:
     assert isinstance(record_of(line_of(**MESSAGE)), MessageRecord)
     assert record_of(line_of(**{**MESSAGE, **change})) is None
 
 
 @pytest.mark.parametrize("name", [name for name in MESSAGE if name != "action"])
-def test_a_message_without_one_of_its_fields_is_no_record(name: str) -> None:
+def test_a_message_with_a_missing_field_is_not_a_record(name: str) -> None:
     assert record_of(line_of(**{key: each for key, each in MESSAGE.items() if key != name})) is None
 
 
 @pytest.mark.parametrize(
     "line", [b"", b"\n", b"[]\n", b"7\n", b'"note"\n', b"{}\n", b'{"action":"note"}\n', b"[" * 9999]
 )
-def test_what_is_no_object_of_a_record_is_none(line: bytes) -> None:
+def test_a_value_that_is_not_a_records_object_is_not_a_record(line: bytes) -> None:
     assert record_of(line) is None
 
 
-def test_text_that_no_utf8_has_can_be_noted_and_read_back(tmp_path: Path) -> None:
+def test_text_not_encodable_in_utf_8_can_be_logged_and_read_back(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "log.jsonl", "coordinator", VirtualClock()) as log:
         log.note(NoteKind.CHECKPOINT_REFUSED, error="no such file: x\udce9")
         log.refused("silo-00", Reason.MALFORMED, "x\udce9", 1)

@@ -1,4 +1,4 @@
-"""Payloads, headers and layouts refuse what their declarations do not allow."""
+"""Payloads, headers and layouts refuse values that their declarations do not allow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def floats(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def test_the_payload_kinds_are_the_sixteen_of_the_design() -> None:
+def test_there_are_exactly_the_sixteen_payload_kinds() -> None:
     assert set(PAYLOADS) == {
         "model", "delta", "partial_delta", "modality_prototypes", "class_prototypes", "memory", "router_statistics",
         "geometry", "loss", "map", "label_count", "representations", "discriminator_delta", "share", "metrics", "error",
@@ -67,7 +67,7 @@ def test_every_payload_declares_exactly_its_fields() -> None:
         assert list(cls.FIELDS) == [field.name for field in dataclasses.fields(cls)]
 
 
-def test_a_payload_is_declared_once_and_says_what_each_field_holds() -> None:
+def test_a_payload_is_declared_once_and_describes_each_field() -> None:
     with pytest.raises(TypeError, match=r"Again: the payload loss is already declared by Loss"):
 
         @payload("loss")
@@ -85,7 +85,7 @@ def test_a_payload_is_declared_once_and_says_what_each_field_holds() -> None:
     assert "bare" not in PAYLOADS
 
 
-def test_every_message_kind_says_what_it_carries() -> None:
+def test_every_message_kind_declares_its_payloads() -> None:
     assert set(CARRIES) == set(Kind)
 
 
@@ -170,16 +170,16 @@ def test_a_payload_out_of_bounds_is_refused_at_construction(name: str) -> None:
         bad_payloads()[name]()
 
 
-def test_a_share_may_fill_its_modulus() -> None:
+def test_a_secret_share_may_use_its_full_modulus() -> None:
     assert SecretShare(np.array([15], np.uint32), 0, 4).modulus_bits == 4
     assert SecretShare(np.array([2**64 - 1], np.uint64), 0, 64).round == 0
 
 
-def test_construction_leaves_the_values_of_a_delta_to_the_decoder() -> None:
+def test_constructing_a_delta_does_not_check_its_values() -> None:
     assert np.isnan(Delta(DIGEST, floats(2) * np.nan, 1).buffer).all()
 
 
-def test_messages_hold_what_their_kind_asks_for() -> None:
+def test_messages_must_have_the_payloads_their_kind_requires() -> None:
     info = TaskInfo(round=0, rounds=5, settled=0, learning_rate=0.1)
     model = Model(DIGEST, floats(3))
     assert Message(header(kind=Kind.TASK), (model,), info).task is info
@@ -208,7 +208,7 @@ def test_task_info_is_bounded(changes: dict[str, Any]) -> None:
         TaskInfo(**{"round": 0, "rounds": 5, "settled": 0, "learning_rate": 0.1, **changes})
 
 
-def test_tensor_bytes_counts_tensors_alone() -> None:
+def test_tensor_bytes_counts_only_tensors() -> None:
     payload = ClassPrototypes(floats(2, 3), np.ones(2, np.int64), "text")
     assert [array.shape for array in tensors(payload)] == [(2, 3), (2,)]
     assert tensor_bytes(payload) == 2 * 3 * 4 + 2 * 8
@@ -217,7 +217,7 @@ def test_tensor_bytes_counts_tensors_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_value_anywhere_is_found(dtype: type, bad: float) -> None:
+def test_one_non_finite_value_anywhere_is_found(dtype: type, bad: float) -> None:
     for place in (0, 300_000, 599_999):
         array = np.zeros(600_000, dtype)
         assert all_finite(array)
@@ -225,17 +225,17 @@ def test_one_bad_value_anywhere_is_found(dtype: type, bad: float) -> None:
         assert not all_finite(array)
 
 
-def test_large_finite_values_are_finite_though_their_sum_is_not() -> None:
+def test_large_finite_values_pass_even_if_their_sum_overflows() -> None:
     assert all_finite(np.full(1000, np.finfo(np.float32).max, np.float32))
 
 
-def test_a_layout_places_its_entries_one_after_the_other() -> None:
+def test_a_layout_places_its_entries_consecutively() -> None:
     assert [entry.offset for entry in LAYOUT.entries] == [0, 24, 32]
     assert (LAYOUT.size, LAYOUT.nbytes) == (9, 36)
     assert Layout.from_plain(LAYOUT.to_plain()) == LAYOUT
 
 
-def test_a_layouts_digest_is_fixed_for_ever() -> None:
+def test_a_layouts_digest_is_stable_across_versions() -> None:
     assert LAYOUT.canonical() == (
         b"fedmq layout 1\na.weight\tfloat32\t2,3\t0\na.bias\tfloat32\t2\t24\nscale\tfloat32\t\t32\n"
     )
@@ -252,7 +252,7 @@ def test_views_share_memory_with_the_buffer() -> None:
         LAYOUT.views(buffer[:8])
 
 
-def test_views_of_mixed_dtypes() -> None:
+def test_views_support_mixed_dtypes() -> None:
     layout = Layout.of([("flag", (3,), "bool"), ("w", (2,), "float32"), ("n", (), "int64")])
     buffer = np.zeros(layout.nbytes, np.uint8)
     layout.views(buffer)["w"][:] = 2.5
@@ -284,12 +284,12 @@ def test_views_of_mixed_dtypes() -> None:
         [["a", "float32", [1], True]],
     ],
 )
-def test_a_peers_bad_layout_is_refused(plain: Any) -> None:
+def test_an_invalid_layout_of_a_peer_is_refused(plain: Any) -> None:
     with pytest.raises(FieldError):
         Layout.from_plain(plain)
 
 
-def test_a_layout_entry_takes_a_tuple() -> None:
+def test_a_layout_entry_requires_a_tuple() -> None:
     with pytest.raises(FieldError):
         LayoutEntry("a", [1], "float32", 0)  # type: ignore[arg-type]
 
@@ -303,7 +303,7 @@ def test_a_buffer_must_fit_the_layout_it_names() -> None:
         assert caught.value.reason == "layout"
 
 
-def test_both_sides_have_one_layout_or_say_how_they_differ() -> None:
+def test_both_sides_have_the_same_layout_or_an_error_states_the_difference() -> None:
     agree(LAYOUT, LAYOUT)
     other = LAYOUT.part([LAYOUT.entries[0].name])
     for told, found in ((other, f"1 tensors, {other.size} parameters"), (None, "none")):

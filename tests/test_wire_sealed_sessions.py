@@ -1,4 +1,4 @@
-"""Sessions refuse everything but the peer's next message."""
+"""Sessions refuse every frame except the peer's next message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sessions(name: bytes = b"s" * 16) -> tuple[Session, Session]:
 # Sessions
 
 
-def test_sealed_frames_open_to_what_was_sealed(pair: tuple[Session, Session]) -> None:
+def test_sealed_frames_open_to_the_original_message(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     buffer = np.arange(100_000, dtype=np.float32)
     sent = Message(message().header, (Delta("0" * 64, buffer, 3), Loss(0.5)))
@@ -66,7 +66,7 @@ def test_the_cipher_is_plain_aes_gcm_over_the_joined_buffers() -> None:
         assert AESGCM(key).decrypt(nonce, bytes(sealed), bytes(clear)) == b"".join(buffers)
 
 
-def test_a_replayed_message_is_refused_and_the_session_goes_on(pair: tuple[Session, Session]) -> None:
+def test_a_replayed_message_is_refused_and_the_session_continues(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     sealed = seal_message(silo, message())
     open_message(coordinator, sealed.frames)
@@ -74,7 +74,7 @@ def test_a_replayed_message_is_refused_and_the_session_goes_on(pair: tuple[Sessi
     assert_works(silo, coordinator)
 
 
-def test_a_gap_is_refused_once_and_the_session_goes_on(pair: tuple[Session, Session]) -> None:
+def test_a_gap_is_refused_once_and_the_session_continues(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     _lost, after = (seal_message(silo, message(number)) for number in range(2))
     assert reason(lambda: open_message(coordinator, after.frames)) == "gap"
@@ -82,7 +82,7 @@ def test_a_gap_is_refused_once_and_the_session_goes_on(pair: tuple[Session, Sess
     assert_works(silo, coordinator)
 
 
-def test_reordered_messages_are_refused_and_the_session_goes_on(pair: tuple[Session, Session]) -> None:
+def test_reordered_messages_are_refused_and_the_session_continues(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     first, second = (seal_message(silo, message(number)) for number in range(2))
     assert reason(lambda: open_message(coordinator, second.frames)) == "gap"
@@ -90,7 +90,7 @@ def test_reordered_messages_are_refused_and_the_session_goes_on(pair: tuple[Sess
     assert_works(silo, coordinator)
 
 
-def test_a_forged_gap_changes_nothing(pair: tuple[Session, Session]) -> None:
+def test_a_forged_gap_has_no_effect(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     sealed = seal_message(silo, message())
     forged = encode_header(Header(**{**vars(sealed.header), "counter": 1000}))
@@ -126,7 +126,7 @@ def test_a_message_does_not_open_on_the_side_that_sealed_it(pair: tuple[Session,
         ({"reply_to": 7}, "tampered"),
     ],
 )
-def test_a_changed_header_is_refused_and_the_session_goes_on(
+def test_a_changed_header_is_refused_and_the_session_continues(
     pair: tuple[Session, Session], changes: dict[str, Any], expected: str
 ) -> None:
     silo, coordinator = pair
@@ -137,7 +137,7 @@ def test_a_changed_header_is_refused_and_the_session_goes_on(
     assert_works(silo, coordinator)
 
 
-def test_the_same_header_in_other_bytes_is_tampered(pair: tuple[Session, Session]) -> None:
+def test_a_header_reencoded_in_other_bytes_is_tampered(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     sealed = seal_message(silo, message())
     turned = dict(reversed(msgpack.unpackb(bytes(sealed.frames[0])).items()))
@@ -145,7 +145,7 @@ def test_the_same_header_in_other_bytes_is_tampered(pair: tuple[Session, Session
     open_message(coordinator, sealed.frames)
 
 
-def test_truncated_frames_are_refused_and_the_session_goes_on(pair: tuple[Session, Session]) -> None:
+def test_truncated_frames_are_refused_and_the_session_continues(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     sealed = seal_message(silo, message())
     clear, body = (bytes(frame) for frame in sealed.frames)
@@ -169,7 +169,7 @@ def test_an_oversized_body_is_refused_before_it_is_opened(pair: tuple[Session, S
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_any_flipped_bit_is_refused_and_the_session_goes_on(data: st.DataObject) -> None:
+def test_any_flipped_bit_is_refused_and_the_session_continues(data: st.DataObject) -> None:
     silo, coordinator = sessions()
     sealed = seal_message(silo, message())
     frames = [bytes(frame) for frame in sealed.frames]
@@ -189,14 +189,16 @@ def test_random_frames_are_refused(frames: list[bytes]) -> None:
         coordinator.open(frames)
 
 
-def test_an_authentic_message_that_does_not_decode_costs_itself_alone(pair: tuple[Session, Session]) -> None:
+def test_an_authentic_message_that_does_not_decode_is_refused_and_the_session_continues(
+    pair: tuple[Session, Session],
+) -> None:
     silo, coordinator = pair
     rubbish = silo.seal(message().header, [b"rubbish"])
     assert reason(lambda: open_message(coordinator, rubbish.frames)) == "malformed"
     assert_works(silo, coordinator)
 
 
-def test_handshake_kinds_stay_in_the_handshake(pair: tuple[Session, Session]) -> None:
+def test_handshake_kinds_are_refused_in_a_session(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     ready = Message(Header(**{**vars(message().header), "kind": Kind.READY}))
     with pytest.raises(LocalWireError):
@@ -205,7 +207,7 @@ def test_handshake_kinds_stay_in_the_handshake(pair: tuple[Session, Session]) ->
 
 
 @pytest.mark.parametrize("changes", [{"run": "run-2"}, {"sender": "silo-01"}, {"receiver": "evaluator"}])
-def test_we_do_not_seal_what_is_not_ours(pair: tuple[Session, Session], changes: dict[str, Any]) -> None:
+def test_sealing_a_message_of_another_sender_is_refused(pair: tuple[Session, Session], changes: dict[str, Any]) -> None:
     with pytest.raises(LocalWireError):
         seal_message(pair[0], message(**changes))
     assert pair[0].sent == 0
@@ -221,7 +223,7 @@ def test_a_key_seals_no_more_than_its_limit(pair: tuple[Session, Session], monke
         open_message(coordinator, each.frames)
 
 
-def test_a_body_above_the_limit_is_our_own_fault(
+def test_sealing_a_body_above_the_limit_raises_a_local_error(
     pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crypto, "MAX_BODY", 10)
@@ -229,7 +231,7 @@ def test_a_body_above_the_limit_is_our_own_fault(
         pair[0].seal(message().header, [bytes(11)])
 
 
-def test_a_nonce_is_spent_even_if_sealing_fails(pair: tuple[Session, Session]) -> None:
+def test_a_nonce_is_used_up_even_if_sealing_fails(pair: tuple[Session, Session]) -> None:
     silo, _ = pair
     strided = memoryview(bytes(8))[::2]
     with pytest.raises(BufferError):

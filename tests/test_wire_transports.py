@@ -1,4 +1,4 @@
-"""One conformance test for every transport registered, and what each scheme of this project refuses."""
+"""A conformance test for every registered transport, and errors specific to each scheme."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedmq.wire.transports.registry import check_uri, connect, listen, register,
 from tests import queue_transport
 
 SOON = 5.0
-#: A URI of each scheme where one can listen, by a folder of the test's own.
+#: For each scheme a function from the test's folder to a URI to listen on.
 URIS: dict[str, Callable[[Path], str]] = {
     "tcp": lambda _: "tcp://127.0.0.1:*",
     "ipc": lambda folder: f"ipc://{folder}/socket",
@@ -66,12 +66,12 @@ def dial(listener: Listener) -> Iterator[Callable[[], Connection]]:
         connection.close()
 
 
-def test_the_listener_says_where_it_is(listener: Listener, uri: str) -> None:
+def test_the_listener_reports_its_address(listener: Listener, uri: str) -> None:
     assert "*" not in listener.uri
     assert listener.uri.partition("://")[0] == uri.partition("://")[0]
 
 
-def test_messages_go_both_ways_in_order(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_messages_are_delivered_both_ways_in_order(listener: Listener, dial: Callable[[], Connection]) -> None:
     connection = dial()
     for number in range(20):
         assert connection.send([b"head", bytes([number])])
@@ -109,7 +109,9 @@ def test_a_large_body_arrives_whole(listener: Listener, dial: Callable[[], Conne
     assert np.array_equal(np.frombuffer(got[1][1], np.uint8), body)
 
 
-def test_a_handshake_and_sealed_messages_travel_on_it(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_a_handshake_and_sealed_messages_work_over_every_transport(
+    listener: Listener, dial: Callable[[], Connection]
+) -> None:
     silo_id, coordinator_id = (Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "coordinator"))
     keys = {each.name: each.key.public_key() for each in (silo_id, coordinator_id)}
     connection = dial()
@@ -151,7 +153,7 @@ def received(listener: Listener) -> tuple[bytes, list[memoryview]]:
     return got
 
 
-def test_waiting_ends(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_receiving_times_out(listener: Listener, dial: Callable[[], Connection]) -> None:
     connection = dial()
     start = time.monotonic()
     assert listener.receive(0) is None
@@ -162,7 +164,7 @@ def test_waiting_ends(listener: Listener, dial: Callable[[], Connection]) -> Non
 
 
 def raw_socket(kind: int, uri: str) -> zmq.Socket[bytes]:
-    """A socket that keeps no rule of ours; unbound and unconnected."""
+    """A raw ZeroMQ socket without this project's rules; unbound and unconnected."""
     context = memory.endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
     return context.socket(kind)
 
@@ -185,7 +187,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_and_the_next_is_read
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "memory"])
-def test_a_listeners_message_of_the_wrong_number_of_frames_is_refused_too(scheme: str, tmp_path: Path) -> None:
+def test_a_listeners_message_of_the_wrong_number_of_frames_is_refused(scheme: str, tmp_path: Path) -> None:
     uri = URIS[scheme](tmp_path)
     raw = raw_socket(zmq.ROUTER, uri)
     raw.bind(memory.endpoint(uri).name if scheme == "memory" else uri)
@@ -201,7 +203,9 @@ def test_a_listeners_message_of_the_wrong_number_of_frames_is_refused_too(scheme
     raw.close()
 
 
-def test_we_send_two_frames_and_no_other_number(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_sending_any_number_of_frames_other_than_two_is_refused(
+    listener: Listener, dial: Callable[[], Connection]
+) -> None:
     connection = dial()
     for frames in ([], [b"one"], [b"one", b"two", b"three"]):
         with pytest.raises(LocalWireError):
@@ -210,7 +214,7 @@ def test_we_send_two_frames_and_no_other_number(listener: Listener, dial: Callab
             listener.send(b"peer", frames)
 
 
-def test_whoever_waits_is_woken_from_another_thread(dial: Callable[[], Connection]) -> None:
+def test_a_waiting_receiver_is_woken_from_another_thread(dial: Callable[[], Connection]) -> None:
     connection = dial()
     timer = threading.Timer(0.1, connection.wake)
     timer.start()
@@ -220,9 +224,9 @@ def test_whoever_waits_is_woken_from_another_thread(dial: Callable[[], Connectio
     timer.join()
 
 
-def test_who_was_woken_while_nobody_waited_does_not_wait(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_a_wake_before_receive_makes_it_return_immediately(listener: Listener, dial: Callable[[], Connection]) -> None:
     connection = dial()
-    for _ in range(100_000):  # more than any buffer of wakes holds
+    for _ in range(100_000):  # more than any wake buffer holds
         connection.wake()
     start = time.monotonic()
     assert connection.receive(4 * SOON) is None
@@ -235,17 +239,17 @@ def test_who_was_woken_while_nobody_waited_does_not_wait(listener: Listener, dia
         assert time.monotonic() < deadline
 
 
-def test_waking_who_closed_does_nothing(dial: Callable[[], Connection]) -> None:
+def test_waking_a_closed_connection_does_nothing(dial: Callable[[], Connection]) -> None:
     connection = dial()
     connection.close()
     connection.wake()
 
 
-def test_sending_to_a_peer_that_never_was_is_noticed(listener: Listener) -> None:
+def test_sending_to_an_unknown_peer_returns_false(listener: Listener) -> None:
     assert listener.send(b"nobody", [b"head", b"body"]) is False
 
 
-def test_sending_to_a_peer_that_left_is_noticed(listener: Listener, dial: Callable[[], Connection]) -> None:
+def test_sending_to_a_peer_that_left_returns_false(listener: Listener, dial: Callable[[], Connection]) -> None:
     connection = dial()
     connection.send([b"head", b"body"])
     got = listener.receive(SOON)
@@ -264,8 +268,8 @@ def test_closing_twice_is_allowed(uri: str) -> None:
         each.close()
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in schemes() if scheme != "tcp"])  # whose port is not known yet
-def test_a_connection_may_come_before_its_listener(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", [scheme for scheme in schemes() if scheme != "tcp"])  # its port is not known yet
+def test_a_connection_may_start_before_its_listener(scheme: str, tmp_path: Path) -> None:
     uri = URIS[scheme](tmp_path)
     connection = connect(uri)
     connection.send([b"head", b"body"])
@@ -275,7 +279,7 @@ def test_a_connection_may_come_before_its_listener(scheme: str, tmp_path: Path) 
     listener.close()
 
 
-def test_a_full_queue_is_noticed_and_does_not_grow(uri: str) -> None:
+def test_a_full_queue_refuses_messages_and_does_not_grow(uri: str) -> None:
     listener = listen(uri, queue=2)
     connection = connect(listener.uri, queue=2)
     body = bytes(1 << 20)
@@ -292,7 +296,7 @@ def test_a_full_queue_is_noticed_and_does_not_grow(uri: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
-def test_an_oversized_frame_never_arrives_and_others_do(scheme: str, tmp_path: Path) -> None:
+def test_an_oversized_frame_never_arrives_and_smaller_ones_do(scheme: str, tmp_path: Path) -> None:
     listener = listen(URIS[scheme](tmp_path), max_frame=10_000)
     bad, good = connect(listener.uri), connect(listener.uri)
     bad.send([b"head", bytes(10_001)])
@@ -303,7 +307,7 @@ def test_an_oversized_frame_never_arrives_and_others_do(scheme: str, tmp_path: P
         each.close()
 
 
-def test_an_own_frame_above_the_limit_is_our_own_fault(
+def test_sending_a_frame_above_the_limit_raises_a_local_error(
     listener: Listener, dial: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "MAX_FRAME", 10)
@@ -312,7 +316,7 @@ def test_an_own_frame_above_the_limit_is_our_own_fault(
 
 
 @pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
-def test_a_connection_comes_back_by_itself_and_says_so(scheme: str, tmp_path: Path) -> None:
+def test_a_connection_reconnects_automatically_and_reports_it(scheme: str, tmp_path: Path) -> None:
     listener = listen(URIS[scheme](tmp_path))
     uri = listener.uri
     connection = connect(uri)
@@ -335,7 +339,7 @@ def test_a_connection_comes_back_by_itself_and_says_so(scheme: str, tmp_path: Pa
     listener.close()
 
 
-def test_rubbish_on_the_port_does_no_harm() -> None:
+def test_garbage_on_the_port_does_no_harm() -> None:
     listener = listen("tcp://127.0.0.1:*")
     host, port = listener.uri.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as raw:
@@ -358,7 +362,7 @@ def _child(uri: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
-def test_another_process_connects(scheme: str, tmp_path: Path) -> None:
+def test_another_process_can_connect(scheme: str, tmp_path: Path) -> None:
     listener = listen(URIS[scheme](tmp_path))
     process = multiprocessing.get_context("forkserver").Process(target=_child, args=(listener.uri,))
     process.start()
@@ -390,19 +394,19 @@ def test_another_process_connects(scheme: str, tmp_path: Path) -> None:
         "memory://a b",
     ],
 )
-def test_bad_uris_are_bad_input(bad: str) -> None:
+def test_invalid_uris_are_input_errors(bad: str) -> None:
     for make in (listen, connect):
         with pytest.raises(InputError):
             make(bad)
 
 
 @pytest.mark.parametrize("bad", ["tcp://*:5000", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
-def test_one_cannot_connect_to_a_star(bad: str) -> None:
+def test_connecting_to_a_wildcard_address_is_refused(bad: str) -> None:
     with pytest.raises(InputError):
         connect(bad)
 
 
-def test_an_address_in_use_or_foreign_is_bad_input(tmp_path: Path) -> None:
+def test_an_address_in_use_or_of_another_machine_is_an_input_error(tmp_path: Path) -> None:
     listener = listen("tcp://127.0.0.1:*")
     for bad in (listener.uri, "tcp://192.0.2.1:5000", f"ipc://{tmp_path}/no/such/folder"):
         with pytest.raises(InputError, match=bad.partition("://")[2].split(":")[0]):
@@ -410,7 +414,7 @@ def test_an_address_in_use_or_foreign_is_bad_input(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_path_in_use_is_bad_input_and_one_left_behind_is_not(tmp_path: Path) -> None:
+def test_a_path_in_use_is_an_input_error_and_a_leftover_one_is_not(tmp_path: Path) -> None:
     uri = f"ipc://{tmp_path}/socket"
     listener = listen(uri)
     with pytest.raises(InputError, match="another process listens"):
@@ -420,13 +424,13 @@ def test_a_path_in_use_is_bad_input_and_one_left_behind_is_not(tmp_path: Path) -
     assert listener.receive(SOON) is not None
     connection.close()
     listener.close()
-    with socket.socket(socket.AF_UNIX) as left:  # a listener that was killed leaves its file behind
+    with socket.socket(socket.AF_UNIX) as left:  # a killed listener leaves its file behind
         (tmp_path / "socket").unlink(missing_ok=True)
         left.bind(f"{tmp_path}/socket")
     listen(uri).close()
 
 
-def test_an_ipv6_address_is_taken() -> None:
+def test_an_ipv6_address_is_accepted() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     try:
@@ -440,13 +444,13 @@ def test_an_ipv6_address_is_taken() -> None:
     listener.close()
 
 
-def test_importing_the_modules_makes_no_context() -> None:
+def test_importing_the_modules_creates_no_zeromq_context() -> None:
     for module in pkgutil.iter_modules(transports.__path__, f"{transports.__name__}."):
         made = vars(importlib.import_module(module.name)).values()
         assert not any(isinstance(value, zmq.Context | zmq.Socket) for value in made)
 
 
-def test_no_other_module_knows_zeromq() -> None:
+def test_no_other_module_imports_zeromq() -> None:
     root = Path(__file__).parent.parent
     outside = {
         str(path.relative_to(root))
@@ -460,14 +464,14 @@ def test_no_other_module_knows_zeromq() -> None:
 @pytest.mark.parametrize(
     ("scheme", "said"), [("tcp", "registered"), ("queue", "registered"), ("Two words", "not a URI scheme")]
 )
-def test_a_scheme_is_registered_once_and_is_a_scheme(scheme: str, said: str) -> None:
+def test_a_scheme_is_registered_once_and_must_be_a_valid_scheme(scheme: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         register(scheme, memory.TRANSPORT)
 
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Have an installed package offer a scheme, until the test is over."""
+    """A function that makes an installed package offer a scheme for the duration of the test."""
 
     def offer(scheme: str, value: str) -> None:
         point = EntryPoint(scheme, value, registry.GROUP)
@@ -495,13 +499,15 @@ def test_an_installed_package_offers_a_scheme(offered: Callable[[str, str], None
         ("fedmq.clock:WallClock", "fedmq.clock:WallClock: a type"),
     ],
 )
-def test_what_a_package_offers_must_be_a_transport(value: str, found: str, offered: Callable[[str, str], None]) -> None:
+def test_a_scheme_offered_by_a_package_must_be_a_transport(
+    value: str, found: str, offered: Callable[[str, str], None]
+) -> None:
     offered("ours", value)
     with pytest.raises(InputError, match=f"--bind: entry point ours of fedmq.transports: found ['\"]{found}"):
         check_uri("ours://x", "--bind", listening=True)
 
 
-def test_a_transport_that_lacks_a_method_cannot_be_made() -> None:
+def test_a_transport_that_lacks_a_method_cannot_be_instantiated() -> None:
     class Half(Connection):
         uri = "half://x"
 

@@ -33,12 +33,12 @@ def resolved(path: Path, *settings: str) -> Scenario:
 
 
 def run_of(scenario: Scenario) -> ResolvedRun:
-    """The run of a scenario that a test has in hand."""
+    """The run of a scenario."""
     return resolve(Source(Path(f"{scenario.name}.yaml"), scenario), protocols)
 
 
 def watched(over: threading.Event, function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
-    """A process that is started again when it dies, as the supervisor of real processes does; it says what of."""
+    """A function that is restarted when it dies, as the supervisor of real processes does, and reports the cause."""
 
     def call() -> None:
         for _ in range(_LIVES):
@@ -54,7 +54,7 @@ def watched(over: threading.Event, function: Callable[..., Any], *arguments: obj
 
 
 def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
-    """A silo-00 written by hand: its connection, its session and the header of its heartbeats."""
+    """A manual silo-00: its connection, its session and the header of its heartbeats."""
     connection, name = connect(uri), run_name(scenario)
     hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
     connection.send(hello)
@@ -85,7 +85,9 @@ def run(
     named = silos or scenario.silo_names
 
     def unanswered(line: str) -> None:
-        if over.is_set():  # it came when all was over, so that nobody told it: a real process is ended by a signal
+        if (
+            over.is_set()
+        ):  # it connected after the run had ended and received no stop: a real process is ended by a signal
             raise RuntimeError(line)
 
     made = run_of(scenario)
@@ -103,6 +105,6 @@ def run(
         over.set()
         for thread in threads:
             if thread.is_alive():
-                thread.join(60)  # who heard nothing gives its session up after 30 s, and knocks for 12 s
-        # Whoever is left would go on writing its log beside the next one of its name.
+                thread.join(60)  # a silo without messages gives its session up after 30 s, and retries for 12 s
+        # A remaining silo would continue to write its log next to that of its successor.
         assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

@@ -1,4 +1,4 @@
-"""A message log of a silo and one of the coordinator, as a run with one reply leaves them."""
+"""Message logs of a silo and of the coordinator after a run with one reply."""
 
 from __future__ import annotations
 

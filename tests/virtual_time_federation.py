@@ -1,4 +1,4 @@
-"""A federation of tests.small_federation in virtual time: the rounds machine drives a method, without messages."""
+"""A tests.small_federation in virtual time: the round logic drives a method, without messages."""
 
 from __future__ import annotations
 

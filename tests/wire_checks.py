@@ -1,4 +1,4 @@
-"""Messages for tests of keys, handshake and sessions, and what a session must go on doing."""
+"""Messages for tests of keys, handshake and sessions, and a check that a session still works."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flipped(raw: Any, bit: int) -> bytes:
 
 
 def assert_works(silo: Session, coordinator: Session) -> None:
-    """Both directions carry a message."""
+    """Assert that both directions carry a message."""
     sealed = seal_message(silo, message(77))
     assert open_message(coordinator, sealed.frames)[0].header.sequence == 77
     back = seal_message(coordinator, message(78, sender="coordinator", receiver="silo-00"))

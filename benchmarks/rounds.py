@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, started, two_branches
 from benchmarks.measure import Number, Result, Stopwatch, spread
-from coordinator import checkpoint, reply_validation, roster
+from coordinator import checkpoint_files, reply_validation, roster
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -166,7 +166,7 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                         (roster, "open_message", "opening and decoding replies"),
                         (reply_validation, "check_reply", "checking replies"),
                         (context.protocol, "merge", "merging"),
-                        (checkpoint, "save", "checkpoint, in total"),
+                        (checkpoint_files, "save", "checkpoint, in total"),
                         (os, "fsync", "of that in fsync"),
                     ),
                 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from coordinator import checkpoint as checkpoints
+from coordinator import checkpoint_files as checkpoints
 from coordinator.counters import Counters
 from coordinator.fault_injection import FaultInjector
 from coordinator.peers import Peers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedmq import seeds
-from fedmq.config.parts import Cost
+from fedmq.config.sections import Cost
 
 
 def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:

@@ -177,14 +177,14 @@ class EvaluationRequests:
                 payloads = protocol.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = settled.get(name, 0), version, payloads
 
-    def own_due(self, version: int) -> bool:
+    def personal_due(self, version: int) -> bool:
         """Whether the silos evaluate their personal models at this version; the final version is not covered here."""
         every = self._run_context.scenario.evaluation.personal_every
         if not every or version % every or version >= self._run_context.scenario.rounds:
             return False
         return self._run_context.traits.personalised
 
-    def put_on_file(self, version: int) -> None:
+    def record_saved(self, version: int) -> None:
         """Append the line of the personal models at a version to ``metrics.jsonl``, if configured."""
         if self._run_context.scenario.evaluation.personal_every and self.personal:
             append_line(self._run_context.folder.metrics, personal_figures(version, self.personal).plain())

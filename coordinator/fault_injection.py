@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from coordinator.checkpoint import to_disk
+from coordinator.checkpoint_files import to_disk
 from coordinator.events import Failed
 from fedmq.clock import Clock
 from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Reorder, Split, Standing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator import checkpoint as checkpoints
+from coordinator import checkpoint_files as checkpoints
 from coordinator.program import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError

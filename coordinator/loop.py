@@ -153,7 +153,7 @@ class Loop:
                 self._absent_since.setdefault(name, self.clock.stopwatch())
         if not self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=final):
             return False
-        self.evaluation.put_on_file(version)
+        self.evaluation.record_saved(version)
         return True
 
     def _poll(self) -> None:
@@ -388,7 +388,7 @@ class Loop:
         work = self.run_context.cost.duration(silo.name, action.sequence, self.run_context.samples[silo.index])
         outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work, action.cause)
         if not self.run_context.protocol.eligible(silo):
-            outcome = replace(outcome, due=outcome.handed, fails=FailureReason.NOT_ELIGIBLE, sent=False)
+            outcome = replace(outcome, due=outcome.issued_at, fails=FailureReason.NOT_ELIGIBLE, sent=False)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
@@ -412,7 +412,7 @@ class Loop:
         info = self.run_context.task_info(action.round, self.saving.durably_settled(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with the time of its first issue, so that a resent task is identical.
-        message = Message(replace(header, sent_at=outcome.handed), payloads, info)
+        message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
             self.counters.add_traffic("down", payloads)
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
@@ -456,7 +456,7 @@ class Loop:
 
     def _measure_before_checkpoint(self, version: int) -> bool:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
-        if self.evaluation.own_due(version):
+        if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
         return not self.evaluation.crowded or self.evaluation.wait(
             self._poll, self.stop_wanted, self.clock, final=False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq import seeds
-from fedmq.config.parts import Diurnal, Participation
+from fedmq.config.sections import Diurnal, Participation
 from fedmq.errors import InputError, line_of
 
 _COLUMNS = ["silo", "on", "off"]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import protocols
-from coordinator import checkpoint as checkpoints
+from coordinator import checkpoint_files as checkpoints
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -36,7 +36,7 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.malloc import keep_buffers
-from fedmq.models.objectives import OBJECTIVES
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary

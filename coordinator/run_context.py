@@ -109,7 +109,7 @@ class RunContext:
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:
         """Virtual time at which a task's outcome is known, considering the silo's availability [s]."""
         wait = self.scenario.participation.interrupted == "wait"
-        on = self.trace.outcome_at(silo, outcome.handed, outcome.due, wait=wait)
+        on = self.trace.outcome_at(silo, outcome.issued_at, outcome.due, wait=wait)
         return on if outcome.sent else outcome.due
 
     def longest_first(self, actions: Sequence[Action]) -> list[Action]:

@@ -141,8 +141,8 @@ def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, u
         optional["own_metrics"] = own_metrics
     if traits.our_reading:
         optional["our_reading"] = True
-    if traits.own_only:
-        optional["own_only"] = True
+    if traits.personal_only:
+        optional["personal_only"] = True
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional

@@ -15,7 +15,7 @@ from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
 from fedmq.federation.protocol import Context, FederatedProtocol, Traits, check_traits, class_problem
-from fedmq.models.objectives import OBJECTIVES, ObjectiveKind, network_of
+from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
 from protocols import objectives
 
 METHODS: Registry[type[FederatedProtocol]] = Registry(
@@ -134,7 +134,7 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
     return MethodFacts(
         as_plain(options),
         pooled=traits.pooled,
-        own_only=traits.own_only,
+        personal_only=traits.personal_only,
         without_effect=tuple(without_effect(options, {"objective.base": objective.base})),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fedmq.config.scenario import Training
 from fedmq.models.hash_networks import initial_parameters
-from fedmq.models.objectives import TowerPlan
+from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.optimiser import FusedOptimiser
 from fedmq.wire.layout import Layout
 

@@ -167,7 +167,7 @@ def averaging(
             model has none.
         first_round_selects_all: see :class:`Traits`.
     """
-    traits = Traits(own_only=True, personalised=True, first_round_selects_all=first_round_selects_all)
+    traits = Traits(personal_only=True, personalised=True, first_round_selects_all=first_round_selects_all)
     changes = {"layers_of": staticmethod(layers), "traits_of": staticmethod(lambda _: traits)}
     name = options.__name__.removesuffix("Options")
     return type(name, (LayersMethod,), {"Options": options, "__module__": layers.__module__, **changes})

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.federation import protocol
 from fedmq.federation.protocol import Encoders, Local, take
 from fedmq.models.hash_networks import Tower

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protocols import _personal
+from protocols import _personal_adapter
 from protocols._options import check
 
 
@@ -142,5 +142,5 @@ class RcsrOptions:
             check("fair_eta times fair_tau", self.fair_eta * self.fair_tau, 0.0, 1.0)
         for order in (1, 2, 4, 5):
             check(f"beta{order}", getattr(self, f"beta{order}"), 0.0)
-        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", _personal.STRONGEST)):
+        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", _personal_adapter.STRONGEST)):
             check(name, getattr(self, name), 0.0, most)

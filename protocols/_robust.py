@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.config.parts import Robust
+from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Reply
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta, Payload

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.federation.protocol import Local
-from fedmq.models.objectives import TowerPlan
+from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._losses import EPSILON, unit

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RunError

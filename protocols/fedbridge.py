@@ -39,7 +39,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
-from protocols import _aggregation, _centroids, _personal, _training, fedavg
+from protocols import _aggregation, _centroids, _personal_adapter, _training, fedavg
 from protocols._losses import info_nce
 from protocols._options import check, refuse_other_bases
 
@@ -102,7 +102,7 @@ class FedBridgeOptions:
         check("warmup", self.warmup, 0.0, 1.0)
         check("centroids", self.centroids, 1)
         check("support", self.support, 1)
-        check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
+        check("lambda_p", self.lambda_p, 0.0, _personal_adapter.STRONGEST)
         check("personal_onset", self.personal_onset, 0)
         check("personal_hidden", self.personal_hidden, 1)
         check("personal_epochs", self.personal_epochs, 1)
@@ -248,15 +248,16 @@ class FedBridge(FederatedProtocol):
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers."""
         _training.load_model(local, take(payloads, Model).buffer)
-        return _personal.encoders(local, self.options.lambda_p)
+        return _personal_adapter.encoders(local, self.options.lambda_p)
 
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun and the silo is paired; empty if it has none."""
         options = self.options
         if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
-            return _personal.kept(local)
-        tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
-        return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)}
+            return _personal_adapter.kept(local)
+        tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)
+        return {_personal_adapter.STATE: tuned}
 
     def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
         assert image is not None and text is not None  # noqa: S101 - called for paired silos only

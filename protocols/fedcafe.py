@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -39,7 +39,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.models.hash_networks import Tower
-from fedmq.models.objectives import OBJECTIVES, TowerPlan, network_of
+from fedmq.models.objective_registry import OBJECTIVES, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload

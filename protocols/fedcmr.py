@@ -188,7 +188,7 @@ class FedCmr(FederatedProtocol):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """Only personal models are trained completely; the coordinator trains the common layer alone."""
-        return Traits(own_only=True, personalised=True)
+        return Traits(personal_only=True, personalised=True)
 
     def traits(self) -> Traits:
         """With the names of the common layer, the only one shared."""

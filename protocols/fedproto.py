@@ -193,7 +193,7 @@ class FedProto(FederatedProtocol):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """The coordinator's model keeps its initial values; personal models are evaluated."""
-        return Traits(own_only=True, personalised=True)
+        return Traits(personal_only=True, personalised=True)
 
     def traits(self) -> Traits:
         """The same for all options."""

@@ -223,7 +223,7 @@ class FedScmr(FederatedProtocol):
     def traits_of(cls, options: Any) -> Traits:
         """Unless all layers are shared, only personal models are trained completely."""
         everything = options.shared_layers == "all"
-        return Traits(own_only=not everything, personalised=not everything)
+        return Traits(personal_only=not everything, personalised=not everything)
 
     def traits(self) -> Traits:
         """With the names of the shared layers."""

@@ -91,7 +91,7 @@ class Alone(FederatedProtocol):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """The coordinator's model keeps its initial values; personal models are evaluated."""
-        return Traits(own_only=True, personalised=True)
+        return Traits(personal_only=True, personalised=True)
 
     def traits(self) -> Traits:
         """The same for all options."""

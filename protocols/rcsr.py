@@ -44,7 +44,7 @@ from fedmq.wire.payloads import (
     Payload,
     RouterStatistics,
 )
-from protocols import _aggregation, _centroids, _fairness, _personal, _prototypes, _router, _training
+from protocols import _aggregation, _centroids, _fairness, _personal_adapter, _prototypes, _router, _training
 from protocols._aggregation import as_tensor
 from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols._options import refuse_other_bases
@@ -168,27 +168,28 @@ class Rcsr(FederatedProtocol):
         if self.options.personal == "fixed":
             return self.options.lambda_p
         weight = take(payloads, RouterStatistics).weight
-        return _personal.strength(self.options.lambda_p, 0.0 if weight is None else weight)
+        return _personal_adapter.strength(self.options.lambda_p, 0.0 if weight is None else weight)
 
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun; empty if the silo has none."""
         options = self.options
         anchored = self._anchored(local.silo, received)
         if options.personal == "none" or task.round < options.personal_onset or not (local.silo.paired or anchored):
-            return _personal.kept(local)
+            return _personal_adapter.kept(local)
         # Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model.
         centroids = _centroids.received(task.payloads)
         loss = partial(
             local_loss, shared=received, options=options, anchored=anchored, aligned=False, centroids=centroids
         )
-        tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+        tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         strength = self._strength(task.payloads)
-        return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, strength, loss)}
+        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, strength, loss)
+        return {_personal_adapter.STATE: tuned}
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers (eq 12)."""
         _training.load_model(local, take(payloads, Model).buffer)
-        return _personal.encoders(local, self._strength(payloads))
+        return _personal_adapter.encoders(local, self._strength(payloads))
 
     def _anchored(self, silo: SiloFacts, shared: Shared) -> bool:
         """Whether a silo is anchored, which needs a global prototype of the modality it lacks."""

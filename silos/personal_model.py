@@ -64,7 +64,7 @@ def personal_model_of(release: Release, population: Population, message: Message
     silo = Silo(arguments, population, model, noise=scenario.seed)
     kept, stored = silo.store.before(header.sequence + 1), silo.store.newest(header.sequence)
     state = _Watched(kept)
-    encoders, towers = silo.own_model(message, state)
+    encoders, towers = silo.personal_encoders(message, state)
     found = Retriever(encoders, towers.binary, towers.dim)
     if stored is None and state.looked_at and _lost(release, silo, found):
         path = release.run.silo_state(header.receiver) / f"task-{header.sequence:09d}.safetensors"
@@ -81,16 +81,16 @@ def _lost(release: Release, silo: Silo, found: Retriever) -> bool:
     It may be the same, if the method keeps no state for the silo yet, as RCSR-p before its onset.
     """
     summary, name = read_summary(release.run), silo.facts.name
-    shared, told = summary.per_silo[name], summary.personal_per_silo.get(name)
+    shared, reported = summary.per_silo[name], summary.personal_per_silo.get(name)
     if not shared.participations:
         return False
-    if told is None:
+    if reported is None:
         return True
-    if _alike(told, shared.figures):
+    if _alike(reported, shared.figures):
         return False
     heldout = HeldOut.load(release.scenario, silo.population)
-    return not _alike(told, heldout.measured(found.encoders, binary=found.binary, names=(name,)).per_silo[name])
+    return not _alike(reported, heldout.measured(found.encoders, binary=found.binary, names=(name,)).per_silo[name])
 
 
-def _alike(told: Mapping[str, float], others: Mapping[str, float]) -> bool:
-    return all(math.isclose(value, others.get(name, math.nan), rel_tol=_ROUNDING) for name, value in told.items())
+def _alike(reported: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    return all(math.isclose(value, others.get(name, math.nan), rel_tol=_ROUNDING) for name, value in reported.items())

@@ -181,11 +181,11 @@ class Silo:
             RemoteWireError: the method has no personal models.
         """
         # From the state after its last merged task, so that a pending task has no influence.
-        encoders, model = self.own_model(message, self.store.before(message.header.sequence + 1))
+        encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
-    def own_model(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
+    def personal_encoders(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
         """The encoders of the silo's personal model, and the towers that they use.
 
         Args:
@@ -235,14 +235,15 @@ def run_silo(
     if arguments.name not in scenario.silo_names:
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
-    clock = WallClock()
-    run = arguments.run.id
-    told = {"at": 0.0}
+    clock, run = WallClock(), arguments.run.id
+    last_message = {"sent_at": 0.0}
     log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
     log.note(NoteKind.STARTED, run=run)
     slots = Slots(slots_folder(run), scenario.slots)
     # A silo knows the run's time only from the timestamp of its last message.
-    link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
+    link = Channel(
+        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_message["sent_at"], progress=progress
+    )
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
@@ -253,7 +254,7 @@ def run_silo(
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
                 break
-            told["at"] = message.header.sent_at
+            last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
                 case Kind.LAYOUT:
                     agree(message.layout, silo.context.layout)
@@ -322,14 +323,14 @@ def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: 
     except _ENDING:
         raise
     except Exception as error:
-        told = reportable(error)
+        reported = reportable(error)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        elif told != f"{type(error).__name__}: {error}":  # parts of the text were removed
+        elif reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.ERROR,
-            (Error.saying("training_failed", f"task {header.sequence}: {told}"),),
+            (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
             base_version=header.base_version,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedmq.federation.protocol import Local, Reply
-from tests.small_federation import World
+from tests.small_federation import SmallFederation
 
 
 def payload_of(reply: Reply, kind: type[Any]) -> Any:
@@ -22,7 +22,7 @@ def with_payload(reply: Reply, new: Any) -> Reply:
     return dataclasses.replace(reply, payloads=payloads)
 
 
-def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
+def weights_of(run: SmallFederation, replies: list[Reply]) -> torch.Tensor:
     """The weights of a merge, recovered by giving each reply a distinct unit update."""
     delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
     marked = []
@@ -39,11 +39,11 @@ def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
     return (after - run.state.theta.double())[start : start + len(replies)]
 
 
-def silo_of(run: World, index: int) -> Local:
+def silo_of(run: SmallFederation, index: int) -> Local:
     return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
 
 
-def own_embeddings(run: World, index: int) -> torch.Tensor:
+def own_embeddings(run: SmallFederation, index: int) -> torch.Tensor:
     """The first silo's images embedded with another silo's personal model."""
     payloads = run.protocol.task(run.state, run.context.silos[index])
     images = run.shares[0].image

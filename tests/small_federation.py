@@ -45,7 +45,7 @@ def share(silo: SiloFacts, size: int, captions: int = 3) -> SiloDataset:
 
 
 @dataclass
-class World:
+class SmallFederation:
     """Silos with their datasets, one model that they use in turn, a protocol and its state."""
 
     protocol: FederatedProtocol
@@ -89,7 +89,7 @@ def population(
     training: Training | None = None,
     objective: Objective | None = None,
     labels: tuple[str, ...] = LABELS,
-) -> World:
+) -> SmallFederation:
     torch.set_num_threads(1)  # as in a silo; on a busy machine two threads spend more time waiting than computing
     silos = tuple(SiloFacts(f"silo-{i:02d}", i, image, text) for i, (image, text) in enumerate(kinds))
     inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
@@ -109,7 +109,7 @@ def population(
     shares = {
         silo.index: share(silo, size) for silo, size in zip(silos, sizes or [11, 9, 7, 5][: len(silos)], strict=True)
     }
-    return World(protocol, context, model, shares, protocol.initial(model.flat.detach().clone()))
+    return SmallFederation(protocol, context, model, shares, protocol.initial(model.flat.detach().clone()))
 
 
 def equal_states(a: State, b: State) -> bool:

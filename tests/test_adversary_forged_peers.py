@@ -14,7 +14,7 @@ from coordinator.cost import CostModel
 from coordinator.reply_validation import validate_reply
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
-from fedmq.config.parts import Cost
+from fedmq.config.sections import Cost
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import handshake
@@ -23,7 +23,7 @@ from fedmq.wire.handshake import WELCOME_LABEL, complete, initiate, respond
 from fedmq.wire.keys import Identity, init_keys, load_identity
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
 TASK = PendingTask(sequence=4, base_version=3, round=3)
@@ -43,11 +43,11 @@ def update(**facts: object) -> Change:
 
 
 @pytest.fixture(scope="module")
-def run() -> World:
+def run() -> SmallFederation:
     return population("fedavg", kinds=((True, True),) * 2)
 
 
-def validate_changed(tiny: Path, run: World, change: Change, pending_task: PendingTask | None = TASK) -> None:
+def validate_changed(tiny: Path, run: SmallFederation, change: Change, pending_task: PendingTask | None = TASK) -> None:
     (reply,) = run.replies(run.eligible[:1])
     cost = CostModel(Cost(), 0, ("silo-00", "silo-01"), 1, 1, 1)
     scenario = resolved(tiny, "protocol=fedavg")
@@ -68,7 +68,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize(("change", "reason", "detail"), FORGED.values(), ids=FORGED.keys())
-def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reason: str, detail: str) -> None:
+def test_a_forged_reply_is_refused(tiny: Path, run: SmallFederation, change: Change, reason: str, detail: str) -> None:
     validate_changed(tiny, run, header())
     validate_changed(tiny, run, update(n_samples=1))
     validate_changed(tiny, run, update(n_samples=11))
@@ -79,7 +79,7 @@ def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reaso
 
 @pytest.mark.parametrize("pending_task", [None, replace(TASK, sequence=5)])
 def test_the_base_version_of_a_reply_to_a_finished_task_is_not_checked(
-    tiny: Path, run: World, pending_task: PendingTask | None
+    tiny: Path, run: SmallFederation, pending_task: PendingTask | None
 ) -> None:
     validate_changed(tiny, run, header(base_version=9), pending_task)  # the rounds machine discards it as a duplicate
 

@@ -43,7 +43,7 @@ from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from silos.program import Silo
 from tests import in_process_run, threaded_run
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
 HEADER = Header(
@@ -73,7 +73,7 @@ def with_discriminator(reply: Reply, **facts: Any) -> Reply:
     return replace(reply, payloads=payloads)
 
 
-def check(run: World, reply: Reply) -> None:
+def check(run: SmallFederation, reply: Reply) -> None:
     uploads = run.protocol.uploads(reply.silo)
     check_reply(Message(HEADER, reply.payloads), uploads, run.context, reply.silo, samples=20)
 

@@ -44,7 +44,7 @@ from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload
 from tests.run_summaries import summary
-from tests.small_federation import DIM, World, population
+from tests.small_federation import DIM, SmallFederation, population
 from tests.threaded_run import resolved
 
 BITS = 8
@@ -75,11 +75,11 @@ BOUNDS = [
 every_bound = pytest.mark.parametrize(("name", "base", "longest"), BOUNDS, ids=[f"{n}-{b}" for n, b, _ in BOUNDS])
 
 
-def make_population(name: str, base: str, **more: Any) -> World:
+def make_population(name: str, base: str, **more: Any) -> SmallFederation:
     return population(name, objective=Objective() if base == "info_nce" else hashing(base), **more)
 
 
-def check(run: World, *payloads: Payload) -> None:
+def check(run: SmallFederation, *payloads: Payload) -> None:
     run.protocol.check(payloads)
 
 
@@ -364,7 +364,7 @@ def test_methods_without_a_public_set_keep_their_size_limit() -> None:
 
 
 # --------------------------------------------------------------------------- updates, losses and counts
-def refused(run: World, reply: Reply, **more: Any) -> str | None:
+def refused(run: SmallFederation, reply: Reply, **more: Any) -> str | None:
     """The reason why the coordinator refuses a reply of a silo with 20 samples; None if it accepts it."""
     header = Header(
         run="run-0",

@@ -43,7 +43,7 @@ SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"
 def test_a_compliant_run_reports_how_many_messages_were_checked(run: Path) -> None:
     found = held(run, "up: {kinds: [delta], bytes_per_payload: {delta: 20}, bytes_per_message: 100, bytes_in_all: 300}")
     assert not held(run, "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 100, loss: 10}}").findings
-    assert (found.held, found.free, found.findings) == (3, 0, [])  # each once, though both ends logged it
+    assert (found.checked, found.free, found.findings) == (3, 0, [])  # each once, though both ends logged it
     console = Console(record=True, width=200)
     policy.show(found, console)
     assert f"3 messages checked against {run / 'policy.yaml'}: no breach" in console.export_text()
@@ -87,11 +87,11 @@ def test_downloads_and_the_evaluator_have_separate_rules(run: Path) -> None:
         log.message("sent", message(0, "coordinator", "silo-00"), "d" * 32, 100)
     found = held(run, "down: {kinds: [model]}")
     assert [f.what for f in found.findings] == ["silo-00 down, reply with delta, 20 bytes: down.kinds allows model"]
-    assert (found.held, found.free) == (1, 4)
+    assert (found.checked, found.free) == (1, 4)
     found = held(run, "evaluator: {up: {kinds: [metrics]}}")
     assert [f.place for f in found.findings] == ["evaluator.jsonl:1"]
     assert "evaluator.up.kinds allows metrics" in found.findings[0].what
-    assert held(run, "up: {kinds: [delta]}").held == 3  # up and down apply to silos only
+    assert held(run, "up: {kinds: [delta]}").checked == 3  # up and down apply to silos only
 
 
 def test_the_rule_of_one_silo_overrides_the_general_rule_key_by_key(run: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_rule_for_an_unknown_silo_is_a_finding(run: Path) -> None:
 
 def test_a_policy_that_applies_to_no_message_is_reported_as_not_tested(run: Path) -> None:
     found = held(run, "down: {kinds: [model]}")
-    assert (found.held, found.free) == (0, 3)
+    assert (found.checked, found.free) == (0, 3)
     assert ["not tested" in f.what for f in found.findings] == [True]
 
 
@@ -200,7 +200,7 @@ def test_any_policy_stricter_than_the_tightest_compliant_one_is_broken(
     }
 
     def breaches(**up: object) -> int:
-        return len(policy.hold(audit, policy.Policy.model_validate({"up": up}), Path("p")).breaches)
+        return len(policy.check_policy(audit, policy.Policy.model_validate({"up": up}), Path("p")).breaches)
 
     assert breaches(**rule) == 0
     assert breaches(bytes_per_message=rule["bytes_per_message"] - 1) >= 1
@@ -226,7 +226,7 @@ def test_the_command_exits_with_3_for_a_broken_policy_and_with_2_for_an_invalid_
     assert facts["policy"] == {
         "ok": True,
         "file": str(run / "policy.yaml"),
-        "held": 3,
+        "checked": 3,
         "not_held": 0,
         "broken": [],
         "unknown_silos": [],

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import protocols
-from fedmq.cli import compare, scenario_keys
+from fedmq.cli import compare, key_reference
 from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Objective, Scenario
@@ -158,16 +158,16 @@ def test_every_command_a_document_prints_is_one_of_the_program_with_these_option
 
 
 def test_every_key_and_option_has_a_meaning() -> None:
-    keys = [key for _, own in (*scenario_keys.parts().values(), *scenario_keys.faults().values()) for key in own]
+    keys = [key for _, own in (*key_reference.parts().values(), *key_reference.faults().values()) for key in own]
     assert len(keys) > 150
-    keys += [key for name in protocols.names() for key in scenario_keys.options(protocols.load(name).Options)]
-    keys += [key for name in protocols.losses() for key in scenario_keys.loss(protocols.loss(name))]
+    keys += [key for name in protocols.names() for key in key_reference.options(protocols.load(name).Options)]
+    keys += [key for name in protocols.losses() for key in key_reference.loss(protocols.loss(name))]
     assert not [key.name for key in keys if len(key.meaning) < 4 or not key.values or "anything" in key.values]
 
 
 @pytest.mark.parametrize("name", protocols.losses())
 def test_a_networks_sizes_are_the_ones_that_are_told(name: str) -> None:
-    told = {key.name: int(key.default) for key in scenario_keys.loss(protocols.loss(name))[:2]}
+    told = {key.name: int(key.default) for key in key_reference.loss(protocols.loss(name))[:2]}
     model = hash_networks.build(Objective(base=name), InputSpec((7,), (5,)), 3, 0, torch.device("cpu"))
     assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, told["bits"])
     rows = {entry.shape[0] for entry in model.layout.entries if entry.name.startswith("text.")}

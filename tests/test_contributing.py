@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import protocols
-from fedmq.cli import scenario_keys
+from fedmq.cli import key_reference
 from fedmq.config import user_files
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
@@ -112,7 +112,7 @@ def test_the_option_is_explained_bounded_and_has_an_effect(
     tiny: Path, tmp_path: Path, printed: Callable[[str], Path]
 ) -> None:
     file = with_option(printed("A variant of FedAvg"))
-    options = scenario_keys.options(protocols.load(user_files.adopt(file)).Options)
+    options = key_reference.options(protocols.load(user_files.adopt(file)).Options)
     (weight,) = [key for key in options if key.name == "weight"]
     assert weight.default == "0.1"
     assert weight.meaning == "weight of the squared distance between the means; 0 gives FedAvg."

@@ -18,8 +18,8 @@ from coordinator import loop
 from coordinator.aggregation import merged_state
 from coordinator.participation import trace_of
 from coordinator.rounds import Phase
-from fedmq.config.parts import Staleness
 from fedmq.config.scenario import ProtocolChoice
+from fedmq.config.sections import Staleness
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, State
 from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity

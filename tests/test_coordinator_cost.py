@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.cost import CostModel, slowdowns
 from fedmq.config import loader as scenarios
-from fedmq.config.parts import COST_PRESETS, Cost
+from fedmq.config.sections import COST_PRESETS, Cost
 from fedmq.errors import InputError
 
 SILOS = tuple(f"silo-{index:02d}" for index in range(30))

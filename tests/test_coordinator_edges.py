@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from coordinator import checkpoint as checkpoints
+from coordinator import checkpoint_files as checkpoints
 from coordinator.checkpoint_records import RoundsRecord
 from coordinator.counters import Counters
 from coordinator.events import Failed, Send
@@ -30,7 +30,7 @@ from fedmq.clock import VirtualClock, WallClock
 from fedmq.config.faults import AnyFault
 from fedmq.data import partition
 from fedmq.evaluation import recall
-from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import fold_recalls
 from fedmq.federation.fault_effects import TaskOutcome, outcome_after
 from fedmq.federation.fault_schedule import FaultSchedule
@@ -181,8 +181,8 @@ def test_bytes_in_all_are_counted_separately_for_uploads_and_downloads(tmp_path:
     path = tmp_path / "policy.yaml"
     for most, broken in ((100, 0), (99, 2)):
         path.write_text(f"up: {{bytes_in_all: {most}}}\ndown: {{bytes_in_all: {most}}}\n")
-        found = policy.hold(audit_run(tmp_path), policy.read_policy(path), path)
-        assert found.held == 2
+        found = policy.check_policy(audit_run(tmp_path), policy.read_policy(path), path)
+        assert found.checked == 2
         assert sorted((each.way, each.bytes) for each in found.breaches) == [("down", 100), ("up", 100)][:broken]
 
 

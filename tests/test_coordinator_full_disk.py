@@ -27,7 +27,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import torch
-from coordinator import checkpoint
+from coordinator import checkpoint_files
 from fedmq.errors import DiskError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import write_tensors, write_atomically
@@ -35,13 +35,13 @@ from silos.personal_state import StateStore
 from tests.test_storage_crashes import made
 
 root, size = Path(sys.argv[1]), 1 << 16
-checkpoint.save(root / "run", made(1))
+checkpoint_files.save(root / "run", made(1))
 large = torch.zeros(size)
 record = made(2)
 record.states[2] = State(large)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 for write in (
-    lambda: checkpoint.save(root / "run", record),
+    lambda: checkpoint_files.save(root / "run", record),
     lambda: StateStore(root / "silo").keep(1, {"x": large}, settled=0),
     lambda: write_atomically(root / "model.safetensors", lambda path: write_tensors(path, {"x": large})),
 ):
@@ -49,7 +49,7 @@ for write in (
         write()
     except RunError as error:
         print(type(error).__name__, error)
-print(checkpoint.load(root / "run").rounds.version)
+print(checkpoint_files.load(root / "run").rounds.version)
 """
 
 
@@ -63,7 +63,7 @@ def test_a_full_disk_reported_by_safetensors_is_a_disk_error_and_leaves_no_file(
     assert released == f"DiskError {tmp_path}/model.safetensors: could not be written: File too large"
     assert version == "1"
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
+    assert left == ["run/version-000001/checkpoint_files.json", "run/version-000001/state-000001.safetensors"]
 
 
 def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(

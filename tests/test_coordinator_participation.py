@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.participation import Sampling, Trace, cohort_size, diurnal, read_trace, sampling_of
 from fedmq.config import loader as scenarios
-from fedmq.config.parts import Diurnal, Participation
+from fedmq.config.sections import Diurnal, Participation
 from fedmq.errors import InputError
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")

@@ -21,7 +21,7 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.data.catalogue import SETS
 from fedmq.data.extract import pooled, store
 from fedmq.data.prepare import prepare, text_features
-from fedmq.data.prepared import Prepared
+from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders import clip, clip_weights, images
 from fedmq.encoders.images import Files, decode
 from fedmq.encoders.select import image_encoder

@@ -15,7 +15,7 @@ import torch
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare, text_features
-from fedmq.data.prepared import Prepared, open_prepared
+from fedmq.data.prepared_arrays import Prepared, open_prepared
 from fedmq.data.readers import openmoji
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders import lite

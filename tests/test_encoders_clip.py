@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import protocols
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone, ProtocolChoice, Training
+from fedmq.config.sections import Modality
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders import clip, clip_weights
 from fedmq.encoders.base import InputSpec

@@ -10,7 +10,7 @@ import torch
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
-from fedmq.data.prepared import Prepared
+from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders import sentences
 from fedmq.errors import InputError
 from tests import data_set_folders

@@ -20,7 +20,7 @@ from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import metrics
-from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import BRIEF, Measure, Metric, higher_is_better, metric_of
 from fedmq.evaluation.program import Evaluator
 from fedmq.evaluation.user_metrics import GROUP, measures_of

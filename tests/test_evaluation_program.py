@@ -13,8 +13,8 @@ import torch
 from fedmq.config.loader import load
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.embedded import Embedded, rank
 from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.gallery_ranking import Embedded, rank
 from fedmq.evaluation.metrics import fold_recalls, measure
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import population as populations

@@ -126,13 +126,13 @@ def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained
     for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
         finish(trial.folder, 0.25)
         summary = json.loads(trial.folder.summary.read_text())
-        told = {"personal": {"mean_r1": own}, "own_only": True}
+        told = {"personal": {"mean_r1": own}, "personal_only": True}
         trial.folder.summary.write_text(json.dumps({**summary, **told}))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
     # Where the shared model is trained too, the requested metric of the shared model decides.
     for trial in trials.values():
         summary = json.loads(trial.folder.summary.read_text())
-        trial.folder.summary.write_text(json.dumps({**summary, "own_only": False}))
+        trial.folder.summary.write_text(json.dumps({**summary, "personal_only": False}))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fedmq.config.scenario import Evaluation
 from fedmq.errors import InputError
-from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import fold_recalls, known_names, measure
 from fedmq.experiments import grid as planning
 from fedmq.experiments import summary as made_rows

@@ -193,11 +193,11 @@ def test_events_are_counted_across_the_restarts_of_a_run(tiny: Path, tmp_path: P
 def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coordinator import checkpoint, fault_injection
+    from coordinator import checkpoint_files, fault_injection
 
     scenario = resolved(tiny, "rounds=3")
     whole = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
-    real = checkpoint.to_disk
+    real = checkpoint_files.to_disk
     for fatal in range(1, 10):
         writes = Counter[str]()
 

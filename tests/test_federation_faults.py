@@ -46,8 +46,8 @@ def script(*faults: dict[str, object], seed: int = 0) -> FaultSchedule:
     return FaultSchedule(tuple(fault(**each) for each in faults), seed, SILOS)
 
 
-def fate(*faults: dict[str, object], handed: float = 100.0, work: float = 10.0, round_: int = 0) -> TaskOutcome:
-    return script(*faults).outcome("silo-00", 1, round_, handed, work)[0]
+def fate(*faults: dict[str, object], issued_at: float = 100.0, work: float = 10.0, round_: int = 0) -> TaskOutcome:
+    return script(*faults).outcome("silo-00", 1, round_, issued_at, work)[0]
 
 
 # ----------------------------------------------------------------------------------------------- targets and times

@@ -14,28 +14,28 @@ from torch import Tensor
 from coordinator.aggregation import merged_state, reply_of
 from coordinator.cost import CostModel
 from coordinator.run_context import RunContext
-from fedmq.config.parts import Cost
+from fedmq.config.sections import Cost
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Representations
 from protocols._aggregation import update_of
 from protocols.creamfl_public import GLOBAL
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
 POLYNOMIAL = 3**-0.5
 
 
-def setting(tiny: Path, run: World, name: str, *changes: str) -> RunContext:
+def setting(tiny: Path, run: SmallFederation, name: str, *changes: str) -> RunContext:
     scenario = resolved(tiny, f"protocol={name}", *changes)
     names = tuple(silo.name for silo in run.context.silos)
     cost = CostModel(Cost(), 0, names, 1, 1, 1)
     return RunContext(scenario, run.protocol, run.context, (11, 9, 7, 5), cost, RunFolder(tiny.parent))
 
 
-def replies(run: World, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
+def replies(run: SmallFederation, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
     """Each silo's reply to a task of the given version, as the method merges it into version 2."""
     found = []
     for silo, base in zip(run.context.silos, bases, strict=False):
@@ -97,7 +97,7 @@ def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path
     assert [reply.rarity for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
 
 
-def step_of(run: World, reply: Reply) -> Tensor:
+def step_of(run: SmallFederation, reply: Reply) -> Tensor:
     return update_of(reply, run.context.layout).delta.double()
 
 

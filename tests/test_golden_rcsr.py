@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols import _aggregation, _fairness, _losses, _personal, _prototypes, _router, rcsr
+from protocols import _aggregation, _fairness, _losses, _personal_adapter, _prototypes, _router, rcsr
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 SILOS = range(4)
@@ -166,16 +166,16 @@ CHECKS: dict[str, Check] = {
 
 
 def strengths(x: Inputs, lambda_p: float) -> np.ndarray:
-    return np.array([_personal.strength(lambda_p, float(weight)) for weight in x["wR_grid"]])
+    return np.array([_personal_adapter.strength(lambda_p, float(weight)) for weight in x["wR_grid"]])
 
 
 def personal(x: Inputs, z: str) -> torch.Tensor:
-    strength = _personal.strength(float(x["lam_p"]), float(x["wR_grid"][2]))
-    return _personal.corrected(t(x[z]), t(x["W1"]), t(x["W2"]), strength)
+    strength = _personal_adapter.strength(float(x["lam_p"]), float(x["wR_grid"][2]))
+    return _personal_adapter.corrected(t(x[z]), t(x["W1"]), t(x["W2"]), strength)
 
 
 CHECKS |= {
-    "eq12_A": lambda x: _personal.correction(t(x["zI"]), t(x["W1"]), t(x["W2"])),
+    "eq12_A": lambda x: _personal_adapter.correction(t(x["zI"]), t(x["W1"]), t(x["W2"])),
     "eq12_z": lambda x: personal(x, "zI"),
     "eq12_loss_paired": lambda x: _losses.info_nce(
         _losses.unit(personal(x, "zI")), _losses.unit(personal(x, "zT")), rcsr.RcsrOptions().tau

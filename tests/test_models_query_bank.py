@@ -26,7 +26,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import ClassPrototypes
 from tests import in_process_run
-from tests.small_federation import DIM, World, population
+from tests.small_federation import DIM, SmallFederation, population
 from tests.threaded_run import resolved
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
@@ -71,7 +71,7 @@ def test_an_image_close_to_every_caption_of_the_bank_is_retrieved_less_often() -
     assert (better == 9).sum() < 0.75 * (plain == 9).sum()
 
 
-def released(bank: str) -> tuple[World, ClassPrototypes]:
+def released(bank: str) -> tuple[SmallFederation, ClassPrototypes]:
     run = population("fedbridge", {**NOW, "bank": bank})
     assert run.protocol.release(run.state) == ()
     run.round()

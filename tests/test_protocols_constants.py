@@ -20,11 +20,11 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Reply, State, take
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, Representations, RouterStatistics
-from protocols import _class_prototypes, _personal, _prototypes, creamfl_public
+from protocols import _class_prototypes, _personal_adapter, _prototypes, creamfl_public
 from protocols._losses import info_nce
 from protocols._personal_model import OWN
 from tests.replies import payload_of, weights_of, with_payload
-from tests.small_federation import DIM, World, population
+from tests.small_federation import DIM, SmallFederation, population
 
 PAIRED = ((True, True),) * 4
 SAMPLES = torch.tensor([11, 9, 7, 5], dtype=torch.float64)
@@ -35,7 +35,7 @@ def steps(count: int) -> Training:
     return Training(batch_size=64, local_epochs=count, optimizer="sgd", momentum=0.0, weight_decay=0.0)
 
 
-def plain(name: str, options: Mapping[str, Any] | None = None, count: int = 1, **more: Any) -> World:
+def plain(name: str, options: Mapping[str, Any] | None = None, count: int = 1, **more: Any) -> SmallFederation:
     run = population(name, options, training=steps(count), **more)
     run.shares = {
         index: dataclasses.replace(
@@ -46,7 +46,7 @@ def plain(name: str, options: Mapping[str, Any] | None = None, count: int = 1, *
     return run
 
 
-def at(run: World, theta: Tensor) -> tuple[Tensor, Tensor]:
+def at(run: SmallFederation, theta: Tensor) -> tuple[Tensor, Tensor]:
     """Embeddings of the first silo's pairs by a model, [n, d] each."""
     share = run.shares[0]
     assert share.image is not None
@@ -56,7 +56,7 @@ def at(run: World, theta: Tensor) -> tuple[Tensor, Tensor]:
         return run.model.image(share.image), run.model.caption(share.text[:, 0])
 
 
-def added(run: World, off: Mapping[str, Any], name: str) -> float:
+def added(run: SmallFederation, off: Mapping[str, Any], name: str) -> float:
     """The term that a method adds to the first silo's loss at the run's current state."""
     without = plain(name, off)
     without.state, without.version, without.personal = run.state, run.version, dict(run.personal)
@@ -162,7 +162,7 @@ def adapted(z: Tensor, adapter: Tensor, strength: float) -> Tensor:
     return normalize(z + strength * change, dim=1)
 
 
-def told(state: State, run: World) -> list[float | None]:
+def told(state: State, run: SmallFederation) -> list[float | None]:
     return [take(run.protocol.task(state, silo), RouterStatistics).weight for silo in run.context.silos]
 
 
@@ -171,11 +171,11 @@ def test_an_adapter_is_fitted_at_a_tenth_of_the_rate_and_at_the_silos_strength()
     silo = run.context.silos[0]
     assert told(run.state, run)[0] == 0.25
     run.train(silo, FAR)
-    begun = _personal.initial(DIM, 3, torch_generator(0, "personal", silo.name))
+    begun = _personal_adapter.initial(DIM, 3, torch_generator(0, "personal", silo.name))
     leaf = begun.clone().requires_grad_()
     pair = (adapted(z, leaf, 0.2 * 1.25) for z in at(run, run.model.flat.detach().clone()))
     (gradient,) = torch.autograd.grad(info_nce(*pair, 0.07), leaf)
-    moved = run.personal[0][_personal.STATE] - begun
+    moved = run.personal[0][_personal_adapter.STATE] - begun
     assert float(moved.norm()) > 1e-4
     torch.testing.assert_close(moved, -0.1 * FAR * gradient, rtol=2e-2, atol=2e-7)
 
@@ -186,7 +186,7 @@ def test_a_silo_is_evaluated_with_its_adapter_at_its_strength() -> None:
     adapter = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(0))
     protocol: Any = run.protocol
     payloads = protocol.task(run.state, silo)
-    own = protocol.encoders(Local(silo, share, run.model, {_personal.STATE: adapter}), payloads)
+    own = protocol.encoders(Local(silo, share, run.model, {_personal_adapter.STATE: adapter}), payloads)
     with torch.no_grad():
         found = own.image(share.image), own.caption(share.text[:, 0])  # type: ignore[index]
     for z, each in zip(at(run, run.state.theta), found, strict=True):

@@ -12,8 +12,8 @@ import torch
 
 import protocols
 from coordinator.aggregation import merged_state
-from fedmq.config.parts import Aggregation
 from fedmq.config.scenario import Objective, ProtocolChoice
+from fedmq.config.sections import Aggregation
 from fedmq.errors import InputError
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, Representations

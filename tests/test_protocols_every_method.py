@@ -26,7 +26,7 @@ from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols._aggregation import inserted, places
 from protocols._missing_branch import completed, shortened
 from protocols._personal_model import OWN
-from tests.small_federation import MIXED, World, equal_states, population
+from tests.small_federation import MIXED, SmallFederation, equal_states, population
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
@@ -42,7 +42,7 @@ def delta_of(reply: Reply) -> Delta | PartialDelta:
     return delta
 
 
-def change_of(run: World, reply: Reply) -> torch.Tensor:
+def change_of(run: SmallFederation, reply: Reply) -> torch.Tensor:
     """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
     if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
@@ -65,7 +65,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
         protocols.load("_merge")
 
 
-def sends(run: World, reply: Reply, modality: str) -> bool:
+def sends(run: SmallFederation, reply: Reply, modality: str) -> bool:
     """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
     branch = run.model.branch(modality)
@@ -83,9 +83,9 @@ def test_a_method_describes_itself_in_one_line(name: str) -> None:
 def test_traits_of_a_method_are_known_before_a_run_begins(name: str) -> None:
     run = population(name)
     before, traits = type(run.protocol).traits_of(protocols.options_of(protocols.load(name), {})), run.protocol.traits()
-    assert (before.pooled, before.own_only) == (traits.pooled, traits.own_only)
+    assert (before.pooled, before.personal_only) == (traits.pooled, traits.personal_only)
     assert traits.pooled == (name == "central")
-    assert traits.personalised or not traits.own_only
+    assert traits.personalised or not traits.personal_only
 
 
 @every_protocol
@@ -172,11 +172,11 @@ def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: st
         run.version += 1
 
 
-def shared_layers(run: World) -> tuple[str, ...] | None:
+def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:
     return run.protocol.traits().shared_layers
 
 
-def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
+def on_the_way(run: SmallFederation, reply: Reply) -> tuple[Payload, ...]:
     """A reply's payloads as sent over the wire."""
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
 

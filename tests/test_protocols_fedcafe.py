@@ -27,7 +27,7 @@ from fedmq.wire.payloads import Memory, Model
 from protocols import _memory, _training, fedcafe, objectives
 from protocols.objectives import _alternating, dcmh, shdch
 from tests import definitions, in_process_run
-from tests.small_federation import DIM, LABELS, World, equal_states, population, share
+from tests.small_federation import DIM, LABELS, SmallFederation, equal_states, population, share
 from tests.threaded_run import resolved
 
 OFF = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
@@ -510,7 +510,7 @@ def test_all_silos_initialise_the_same_class_codes() -> None:
 
 # ------------------------------------------------------------------------- validation at the coordinator
 def test_a_memory_of_the_wrong_shape_is_refused_on_arrival() -> None:
-    run: World = population("fedcafe")
+    run: SmallFederation = population("fedcafe")
     reply = run.replies(run.context.silos[:1])[0]
     bad = with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy())
 

@@ -17,7 +17,7 @@ from fedmq.config.scenario import Evaluation, MissingModality, Objective, Traini
 from fedmq.data.label_levels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import measure
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Reply
@@ -28,7 +28,7 @@ from protocols import _class_prototypes, fedhap, objectives
 from protocols import _discriminator as adversary
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
 from protocols.objectives._labelled import samples_of
-from tests.small_federation import LABELS, World, population
+from tests.small_federation import LABELS, SmallFederation, population
 from tests.threaded_run import resolved
 
 BASES = ("triplet", "dpsh", "dch", "greedyhash", "csq")
@@ -39,7 +39,9 @@ IMAGES = ((True, False),) * 3
 OFF = {"proto_triplet": False, "discriminator": False}
 
 
-def small(base: str = "triplet", name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
+def small(
+    base: str = "triplet", name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any
+) -> SmallFederation:
     objective = Objective(base=base, bits=changes.pop("bits", 8), hidden=16, **changes.pop("base_options", {}))
     return population(name, options, objective=objective, **{"training": ADAM, **changes})
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq.config.parts import Robust
 from fedmq.config.scenario import Objective, Training
+from fedmq.config.sections import Robust
 from fedmq.data.label_levels import COARSE
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics

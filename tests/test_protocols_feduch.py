@@ -22,7 +22,7 @@ from protocols import _personal_model, _training, feduch, objectives
 from protocols._losses import unit
 from protocols._similarity import Graph, batch_features, item_features, smallest
 from protocols.objectives import _reconstruction, dgcpn
-from tests.small_federation import World, population, share
+from tests.small_federation import SmallFederation, population, share
 
 BASES = ("dgcpn", "djsrh", "jdsh")
 every_base = pytest.mark.parametrize("base", BASES)
@@ -30,16 +30,16 @@ SGD = Training(optimizer="sgd", batch_size=4, local_epochs=2)
 LONE = ((True, True), (True, False), (False, True))
 
 
-def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
+def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> SmallFederation:
     objective = Objective(base=base, bits=8, hidden=16)
     return population(name, options, objective=objective, **{"training": SGD, **changes})
 
 
-def local_of(run: World, index: int) -> Local:
+def local_of(run: SmallFederation, index: int) -> Local:
     return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
 
 
-def deltas(run: World) -> list[np.ndarray]:
+def deltas(run: SmallFederation) -> list[np.ndarray]:
     return [payload.buffer for reply in run.replies() for payload in reply.payloads if isinstance(payload, Delta)]
 
 
@@ -186,7 +186,7 @@ def test_dgcpn_makes_two_updates_on_a_paired_batch_and_one_on_single_modality_ba
     assert [step.main for step in found[0]] == [True, False]
 
 
-def work_of(run: World, index: int) -> _training.Work:
+def work_of(run: SmallFederation, index: int) -> _training.Work:
     task = Task(1, 0, 0, 1e-3, ())
     work = objectives.begin(objectives.options_of(run.context.objective), local_of(run, index), run.context, task)
     assert work is not None

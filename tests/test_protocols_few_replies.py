@@ -16,14 +16,14 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import Reply
 from fedmq.wire.payloads import ClassPrototypes, Loss
 from tests import in_process_run
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 3
 HASHING = Objective(base="triplet", bits=8, hidden=16)
 
 
-def told(run: World, name: str, options: dict[str, Any], *, whole: bool) -> World:
+def told(run: SmallFederation, name: str, options: dict[str, Any], *, whole: bool) -> SmallFederation:
     """The run, whose protocol is configured for merges of whole rounds or of few replies."""
     context = dataclasses.replace(run.context, whole_rounds=whole)
     run.protocol = protocols.create(ProtocolChoice(name=name, **options), context)

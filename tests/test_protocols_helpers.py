@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedmq.config.parts import Robust
 from fedmq.config.scenario import Objective, Training
+from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
 from fedmq.models.hash_networks import Tower
 from fedmq.wire.payloads import ClassPrototypes, Loss
@@ -29,7 +29,7 @@ from protocols import (
 )
 from protocols.objectives.shdch import Level, swept_codes
 from tests.replies import payload_of, silo_of
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 
 PAIRED = ((True, True),) * 4
 
@@ -99,7 +99,7 @@ def test_a_modality_reported_only_by_silos_of_zero_weight_is_unchanged() -> None
 
 
 # ---------------------------------------------------------------------------------------------------- local training
-def run_with(run: World, silo: int, loss: _training.LossFunction) -> _training.TrainingResult:
+def run_with(run: SmallFederation, silo: int, loss: _training.LossFunction) -> _training.TrainingResult:
     local = silo_of(run, silo)
     base = run.model.flat.detach().clone()
     work = _training.EveryBatch(local, 8, loss)

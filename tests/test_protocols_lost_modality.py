@@ -9,18 +9,18 @@ import torch
 
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained
-from tests.small_federation import World, population
+from tests.small_federation import SmallFederation, population
 
 PAIRED = ((True, True),)
 
 
-def made(base: str) -> tuple[World, SiloFacts]:
+def made(base: str) -> tuple[SmallFederation, SiloFacts]:
     run = population("fedavg", kinds=PAIRED, sizes=[9], objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
     (silo,) = run.context.silos
     return run, silo
 
 
-def trained_with(run: World, silo: SiloFacts, *, image: bool = True, text: bool = True) -> Trained:
+def trained_with(run: SmallFederation, silo: SiloFacts, *, image: bool = True, text: bool = True) -> Trained:
     """Run a task of the silo with only these modalities; its dataset is restored afterwards."""
     whole = run.shares[silo.index]
     run.shares = {silo.index: replace(whole, image=whole.image if image else None, text=whole.text if text else None)}

@@ -13,10 +13,10 @@ from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta
 from protocols import _class_prototypes, _clusters
 from tests.replies import payload_of, with_payload
-from tests.small_federation import DIM, LABELS, World, population
+from tests.small_federation import DIM, LABELS, SmallFederation, population
 
 
-def prototype_kinds(run: World) -> dict[int, str]:
+def prototype_kinds(run: SmallFederation) -> dict[int, str]:
     """Silo index to the modality of the class prototypes it sends, for those that send any."""
     return {
         reply.silo.index: payload.modality
@@ -64,12 +64,12 @@ def test_prototypes_teach_silos_that_lack_a_modality(labels: tuple[str, ...], in
     assert updates[1].any()
 
 
-def in_cohorts_of(run: World, cohort: int) -> World:
+def in_cohorts_of(run: SmallFederation, cohort: int) -> SmallFederation:
     run.protocol.context = dataclasses.replace(run.context, cohort=cohort)  # type: ignore[attr-defined]
     return run
 
 
-def made(run: World) -> bool:
+def made(run: SmallFederation) -> bool:
     return bool(run.state.tensors["pseudo_classes_sizes"].any())
 
 

@@ -15,7 +15,7 @@ import protocols
 from fedmq.cli import main as cli
 from fedmq.config.options import without_effect
 from fedmq.config.scenario import Objective
-from protocols import _personal
+from protocols import _personal_adapter
 from protocols._personal_model import OWN
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
@@ -77,7 +77,7 @@ def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, t
     own = {
         f"{silo} {key}": kept[key]
         for silo, kept in run.personal.items()
-        for key in (OWN, _personal.STATE)
+        for key in (OWN, _personal_adapter.STATE)
         if key in kept
     }
     return {"model": run.state.theta, **own}

@@ -16,13 +16,13 @@ from fedmq.federation.protocol import Local, State
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model
 from protocols import _hypernetwork, plfedcmh
 from tests.replies import payload_of
-from tests.small_federation import DIM, World, equal_states, population, share
+from tests.small_federation import DIM, SmallFederation, equal_states, population, share
 
 TWO = ((True, True), (True, True))
 GENERATOR = 7
 
 
-def trained_world(rounds: int = 2, **arguments: Any) -> World:
+def trained_world(rounds: int = 2, **arguments: Any) -> SmallFederation:
     run = population("plfedcmh", **arguments)
     for _ in range(rounds):
         run.round()

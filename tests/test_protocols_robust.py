@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedmq.config.parts import Robust
+from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Reply, SiloFacts
 from fedmq.wire.layout import Layout
 from fedmq.wire.log_records import NoteKind

@@ -28,14 +28,14 @@ from protocols._personal_model import OWN
 from protocols.creamfl import LAST
 from tests.gradients import gradient_of
 from tests.replies import payload_of
-from tests.small_federation import World, population, share
+from tests.small_federation import SmallFederation, population, share
 
 BITS = 8
 SIZES = (11, 9)
 LEVELS = ("coarse:x", "coarse:y", "fine:a", "fine:b", "fine:c")
 
 
-def started(name: str, options: Mapping[str, Any] | None = None, *, epochs: int = 1, **changes: Any) -> World:
+def started(name: str, options: Mapping[str, Any] | None = None, *, epochs: int = 1, **changes: Any) -> SmallFederation:
     """Two paired silos with one caption per item, where a task is one step per epoch."""
     training = Training(
         optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=64, local_epochs=epochs
@@ -45,31 +45,31 @@ def started(name: str, options: Mapping[str, Any] | None = None, *, epochs: int 
     return run
 
 
-def enlarge(run: World, factor: float) -> None:
+def enlarge(run: SmallFederation, factor: float) -> None:
     """DCMH's and SHDCH's first outputs are so small that tanh does not bend them."""
     run.state = replace(run.state, theta=run.state.theta * factor)
 
 
-def task_of(run: World) -> Task:
+def task_of(run: SmallFederation) -> Task:
     payloads = run.protocol.task(run.state, run.context.silos[0])
     return Task(run.version + 1, run.version, run.version, 1.0, payloads)
 
 
-def trained(run: World, state: Mapping[str, Tensor] | None = None) -> Trained:
+def trained(run: SmallFederation, state: Mapping[str, Tensor] | None = None) -> Trained:
     """Result of the first silo's task at rate 1; personal state is as given and unchanged."""
     local = Local(run.context.silos[0], run.shares[0], run.model, dict(state or {}))
     return run.protocol.train(local, task_of(run))
 
 
-def update(run: World, state: Mapping[str, Tensor] | None = None) -> Tensor:
+def update(run: SmallFederation, state: Mapping[str, Tensor] | None = None) -> Tensor:
     return torch.from_numpy(take(trained(run, state).payloads, Delta).buffer.copy())
 
 
-def downloaded(run: World) -> Tensor:
+def downloaded(run: SmallFederation) -> Tensor:
     return torch.from_numpy(take(task_of(run).payloads, Model).buffer.copy())
 
 
-def outs(run: World, theta: Tensor) -> list[Out]:
+def outs(run: SmallFederation, theta: Tensor) -> list[Out]:
     """Outputs of a model on the first silo's images and captions, with gradients."""
     run.model.load(theta)
     run.model.zero_grad()
@@ -79,13 +79,13 @@ def outs(run: World, theta: Tensor) -> list[Out]:
     return [run.model.outputs("image", held.image), run.model.outputs("text", held.text[:, 0])]
 
 
-def descent(run: World, loss: Tensor) -> Tensor:
+def descent(run: SmallFederation, loss: Tensor) -> Tensor:
     """Negative gradient at the model's parameters."""
     loss.backward()  # type: ignore[no-untyped-call]
     return -gradient_of(run.model)
 
 
-def assert_same(run: World, found: Tensor, wanted: Tensor, tolerance: float = 1e-3) -> None:
+def assert_same(run: SmallFederation, found: Tensor, wanted: Tensor, tolerance: float = 1e-3) -> None:
     """Assert that both agree in each branch and are nonzero there."""
     for name in ("image", "text"):
         part = run.model.branch(name)
@@ -93,7 +93,7 @@ def assert_same(run: World, found: Tensor, wanted: Tensor, tolerance: float = 1e
         assert float((found - wanted)[part].norm()) < tolerance * float(wanted[part].norm()), name
 
 
-def labels_of(run: World) -> Tensor:
+def labels_of(run: SmallFederation) -> Tensor:
     labels = run.shares[0].labels
     assert labels is not None
     return labels.float()
@@ -160,7 +160,7 @@ def test_a_fedhap_silo_descends_both_triplets_mu_quantisation_and_lambda_adversa
 OFF = {"loss_e": False, "loss_c": False, "loss_d": False}
 
 
-def cafe(options: Mapping[str, Any]) -> World:
+def cafe(options: Mapping[str, Any]) -> SmallFederation:
     run = started("fedcafe", options)
     enlarge(run, 30.0)
     run.round()
@@ -261,13 +261,13 @@ def contrast(own: Tensor, to: Tensor, away: Tensor, tau: float) -> Tensor:
     return softplus(far - near).mean()
 
 
-def previous_of(run: World) -> Tensor:
+def previous_of(run: SmallFederation) -> Tensor:
     """Parameters like those of the silo's previous task."""
     theta = downloaded(run)
     return theta + 0.2 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
 
 
-def hidden_of(run: World, theta: Tensor) -> list[Tensor]:
+def hidden_of(run: SmallFederation, theta: Tensor) -> list[Tensor]:
     return [out.hidden for out in outs(run, theta)]
 
 

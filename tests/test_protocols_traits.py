@@ -67,7 +67,7 @@ def test_a_methods_attributes_may_have_any_names(mine: Callable[[str], str], tin
     assert summary["model_digest"] == plain["model_digest"]
     assert summary["per_silo"] == plain["per_silo"]  # participations among them
     assert summary["messages"] == plain["messages"]
-    assert "own_only" not in summary
+    assert "personal_only" not in summary
     assert "personal" not in summary
 
 
@@ -89,9 +89,9 @@ class Claiming(FedAvg):
     ("now", "before", "told"),
     [
         (Traits(personalised=True), Traits(), "personalised without encoders"),
-        (Traits(own_only=True), Traits(own_only=True), "own_only without personalised"),
+        (Traits(personal_only=True), Traits(personal_only=True), "personal_only without personalised"),
         (Traits(pooled=True), Traits(), "pooled True, but traits_of says False"),
-        (Traits(), Traits(own_only=True), "own_only False, but traits_of says True"),
+        (Traits(), Traits(personal_only=True), "personal_only False, but traits_of says True"),
         (Traits(shared_layers=("visual.head.0.weight",)), Traits(), "without a PartialDelta"),
     ],
 )
@@ -110,7 +110,7 @@ def test_shared_layers_must_be_the_models_layers_in_its_order(layers: tuple[str,
     shared = run.protocol.traits().shared_layers
     assert shared is not None
     wrong = shared[::-1] if layers is None else layers
-    said = Traits(own_only=True, personalised=True, shared_layers=wrong)
+    said = Traits(personal_only=True, personalised=True, shared_layers=wrong)
     method = type("Wrong", (type(run.protocol),), {"traits": lambda self: said})
     options = protocols.options_of(type(run.protocol), {})
     with pytest.raises(InputError, match="shared_layers"):

@@ -263,7 +263,7 @@ def test_the_commands_accept_a_silo(
 
 
 @pytest.mark.parametrize("name", protocols.names())
-def test_a_method_declares_own_only_if_and_only_if_its_shared_model_is_unusable(name: str) -> None:
+def test_a_method_declares_personal_only_if_and_only_if_its_shared_model_is_unusable(name: str) -> None:
     """Judged by what its silos send: no update at all, or one of some layers."""
     for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
         run = population(name, options, objective=OBJECTIVES.get(name))
@@ -271,7 +271,7 @@ def test_a_method_declares_own_only_if_and_only_if_its_shared_model_is_unusable(
         kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
         everything = traits.shared_layers in (None, names_of(run.context.layout))
         none = traits.personalised and not (kinds & {Delta, PartialDelta} and everything)
-        assert traits.own_only == none, options
+        assert traits.personal_only == none, options
 
 
 def names_of(layout: Layout) -> tuple[str, ...]:
@@ -279,5 +279,5 @@ def names_of(layout: Layout) -> tuple[str, ...]:
 
 
 def test_fedscmr_that_shares_all_layers_has_a_usable_shared_model() -> None:
-    assert fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions()).own_only
-    assert not fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions(shared_layers="all")).own_only
+    assert fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions()).personal_only
+    assert not fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions(shared_layers="all")).personal_only

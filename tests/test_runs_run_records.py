@@ -41,7 +41,7 @@ def test_a_summary_round_trips(tmp_path: Path) -> None:
 
 
 def test_a_summary_contains_only_the_given_keys() -> None:
-    assert {"unchanged", "personal", "our_reading", "own_only", "public_items", "released_with"}.isdisjoint(
+    assert {"unchanged", "personal", "our_reading", "personal_only", "public_items", "released_with"}.isdisjoint(
         summary().plain()
     )
     assert summary(public_items=20).plain()["public_items"] == 20

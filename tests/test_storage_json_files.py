@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator import checkpoint
+from coordinator import checkpoint_files
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
@@ -54,7 +54,7 @@ def results(root: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": results,
     "metrics.jsonl": results,
-    "checkpoints/version-*/checkpoint.json": lambda root: checkpoint.load(RunFolder(root).checkpoints),
+    "checkpoints/version-*/checkpoint_files.json": lambda root: checkpoint_files.load(RunFolder(root).checkpoints),
     "model/config.json": lambda root: released_model.open_release(root).digest,
 }
 
@@ -160,7 +160,7 @@ def test_a_wrong_line_is_named_by_number_and_an_unfinished_last_line_is_skipped(
 def test_a_release_with_unexpected_tensors_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from fedmq.data.prepared import open_prepared
+    from fedmq.data.prepared_arrays import open_prepared
     from fedmq.launch.processes import population_here
 
     root = tmp_path / "run"

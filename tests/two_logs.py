@@ -47,6 +47,6 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def held(run: Path, text: str) -> policy.Held:
+def held(run: Path, text: str) -> policy.PolicyResult:
     path = written(run, text)
-    return policy.hold(audit_run(run), policy.read_policy(path), path)
+    return policy.check_policy(audit_run(run), policy.read_policy(path), path)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
 from coordinator.rounds import Rounds, RoundsPlan
-from fedmq.config.parts import Staleness
+from fedmq.config.sections import Staleness
 from fedmq.federation.protocol import Local, Reply, SiloFacts, State, Task
 from fedmq.federation.staleness import damping, mixed
-from tests.small_federation import World
+from tests.small_federation import SmallFederation
 
 #: Virtual seconds of each silo's task; the third is a straggler.
 DURATIONS = (1.0, 1.1, 9.0, 1.3)
@@ -21,7 +21,7 @@ DURATIONS = (1.0, 1.1, 9.0, 1.3)
 class Federation:
     """A method run to its end; ``staleness`` of every reply merged, and the virtual time of the last merge."""
 
-    population: World
+    population: SmallFederation
     plan: RoundsPlan
     mixing: float = 1.0
     states: dict[int, State] = field(default_factory=dict)
@@ -80,7 +80,9 @@ class Federation:
         return trained.payloads
 
 
-def federation(population: World, rounds: int, settings: Mapping[str, object], mixing: float = 1.0) -> Federation:
+def federation(
+    population: SmallFederation, rounds: int, settings: Mapping[str, object], mixing: float = 1.0
+) -> Federation:
     silos = tuple(silo.name for silo in population.context.silos)
     eligible = tuple(silo.name for silo in population.eligible)
     return Federation(population, replace(RoundsPlan(0, rounds, silos, eligible), **settings), mixing)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 import protocols
+from fedmq.cli import key_reference
 from fedmq.cli import main as cli
-from fedmq.cli import scenario_keys
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
 #: Longest line of a page, in characters.
@@ -75,15 +75,15 @@ _OPTIONS = {
 def scenario_page() -> str:
     """Text of docs/reference/scenario.md."""
     page = [_SCENARIO]
-    for title, (purpose, keys) in scenario_keys.parts().items():
+    for title, (purpose, keys) in key_reference.parts().items():
         page.append(f"\n## {title}\n" if title else "")
         page.append(f"\n{_wrapped(purpose)}\n")
         page.append(f"\n{_OPTIONS[title]}\n" if title in _OPTIONS else "")
         page.append(f"\n{_list(keys)}")
-    return "".join(page) + _faults(scenario_keys.faults())
+    return "".join(page) + _faults(key_reference.faults())
 
 
-def _faults(of_kinds: Mapping[str, tuple[str, tuple[scenario_keys.Key, ...]]]) -> str:
+def _faults(of_kinds: Mapping[str, tuple[str, tuple[key_reference.Key, ...]]]) -> str:
     common = next(iter(of_kinds.values()))[1][:5]
     page = [_FAULTS, _list(common)]
     for kind, (purpose, keys) in of_kinds.items():
@@ -99,10 +99,10 @@ def methods_page() -> str:
     """Text of docs/reference/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
-        page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
+        page.append(_section(name, protocols.summary(name), key_reference.options(protocols.load(name).Options)))
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(_section(name, protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name))))
+        page.append(_section(name, protocols.loss_summary(name), key_reference.loss(protocols.loss(name))))
     return "".join(page)
 
 
@@ -134,11 +134,11 @@ def pages() -> dict[str, str]:
     return {"scenario.md": scenario_page(), "methods.md": methods_page(), "command_line.md": commands_page()}
 
 
-def _section(name: str, summary: str, keys: Sequence[scenario_keys.Key]) -> str:
+def _section(name: str, summary: str, keys: Sequence[key_reference.Key]) -> str:
     return f"\n### {name}\n\n{_wrapped(summary)}\n\n{_list(keys)}"
 
 
-def _list(keys: Iterable[scenario_keys.Key]) -> str:
+def _list(keys: Iterable[key_reference.Key]) -> str:
     """Keys as a Markdown list of name, values, default and meaning."""
     return "".join(
         _entry(f"- `{key.name}` ({key.values}; {_default(key.default)}): {_sentence(key.meaning)}") for key in keys
@@ -146,7 +146,7 @@ def _list(keys: Iterable[scenario_keys.Key]) -> str:
 
 
 def _default(default: str) -> str:
-    if default == scenario_keys.REQUIRED:
+    if default == key_reference.REQUIRED:
         return default
     return f"default `{default}`" if default else "empty by default"
 

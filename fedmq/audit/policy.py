@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.config.loader import input_error, read_yaml
-from fedmq.config.parts import Name, Part
+from fedmq.config.sections import Name, Part
 from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord
@@ -155,24 +155,24 @@ class Breach:
     @property
     def what(self) -> str:
         """The breach in one line."""
-        held = f"{self.message} with {self.payload}" if self.payload else self.message
-        return f"{self.process} {self.way}, {held}, {self.bytes:,} bytes: {self.rule}"
+        what = f"{self.message} with {self.payload}" if self.payload else self.message
+        return f"{self.process} {self.way}, {what}, {self.bytes:,} bytes: {self.rule}"
 
 
 @dataclass(frozen=True)
-class Held:
+class PolicyResult:
     """Result of checking a run's messages against a policy.
 
     Args:
         file: of the policy.
-        held: number of messages to which a rule applies; a message that both ends logged counts once.
+        checked: number of messages to which a rule applies; a message that both ends logged counts once.
         free: number of messages to which no rule applies.
         breaches: in the order of the logs.
         unknown: silos that the policy names and no log mentions.
     """
 
     file: Path
-    held: int
+    checked: int
     free: int
     breaches: tuple[Breach, ...]
     unknown: tuple[str, ...]
@@ -182,7 +182,7 @@ class Held:
         """Findings for the auditor; empty if every checked message complies with the policy."""
         found = [Finding(breach.place, breach.what) for breach in self.breaches]
         found += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
-        if not self.held:
+        if not self.checked:
             found.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
         return found
 
@@ -191,14 +191,14 @@ class Held:
         return {
             "ok": not self.findings,
             "file": str(self.file),
-            "held": self.held,
+            "checked": self.checked,
             "not_held": self.free,
             "broken": [{**asdict(breach), "what": breach.what} for breach in self.breaches],
             "unknown_silos": list(self.unknown),
         }
 
 
-def hold(audit: Audit, policy: Policy, file: Path) -> Held:
+def check_policy(audit: Audit, policy: Policy, file: Path) -> PolicyResult:
     """Check every sealed message of a run's logs against a policy.
 
     If the two ends of a message logged it differently (which is a finding of the audit), both versions are checked, so
@@ -238,7 +238,7 @@ def hold(audit: Audit, policy: Policy, file: Path) -> Held:
                 text = f"{places['bytes_in_all']} allows {most:,}, which this message exceeds"
                 breaches.append(Breach(place, process, way, kind, None, sums[process, way], text))
     unknown = tuple(sorted(set(policy.silos) - names))
-    return Held(file, len(checked), len(seen) - len(checked), tuple(breaches), unknown)
+    return PolicyResult(file, len(checked), len(seen) - len(checked), tuple(breaches), unknown)
 
 
 def _ends(record: MessageRecord) -> Iterator[tuple[str, Way]]:
@@ -271,26 +271,26 @@ def _broken(
             yield Breach(place, process, way, record.header.kind, kind, size, text)
     most, place_ = rule.bytes_per_message, places["bytes_per_message"]
     larger = rule.bytes_per_message_with or {}
-    if held := [kind for kind, _ in record.payloads if kind in larger]:
-        kind = max(held, key=lambda each: larger[each])
+    if limited := [kind for kind, _ in record.payloads if kind in larger]:
+        kind = max(limited, key=lambda each: larger[each])
         most, place_ = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
     if most is not None and record.bytes > most:
         text = f"{place_} allows {most:,}"
         yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
 
 
-def show(held: Held, console: Console) -> None:
+def show(result: PolicyResult, console: Console) -> None:
     """Print the findings of checking a run against a policy."""
-    findings = held.findings
+    findings = result.findings
     for finding in findings[:_SHOWN]:
         place, what = escape(printable(finding.place)), escape(printable(finding.what))
         console.print(f"[red]{place}[/red]: {what}", highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
-    free = f"; no rule applies to {held.free:,} others" if held.free else ""
+    free = f"; no rule applies to {result.free:,} others" if result.free else ""
     verdict = f"{len(findings)} findings" if findings else "no breach"
     console.print(
-        f"{held.held:,} messages checked against {held.file}: {verdict}{free}",
+        f"{result.checked:,} messages checked against {result.file}: {verdict}{free}",
         style="red" if findings else "green",
         highlight=False,
         markup=False,

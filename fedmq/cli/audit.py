@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
     from fedmq.audit.log_checks import Audit, Finding
     from fedmq.audit.membership_inference import Probe
-    from fedmq.audit.policy import Held
+    from fedmq.audit.policy import PolicyResult
     from fedmq.config.scenario import Scenario
     from fedmq.federation.protocol import Traits
 
@@ -97,7 +97,7 @@ def _audit(
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
-    held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
+    policy_result = None if allowed is None or policy_file is None else policy.check_policy(audit, allowed, policy_file)
     accounts, measured, other_model, deferred = None, None, None, None
     try:
         accounts = None if delta is None else dp_accounting.account(run, audit, delta)
@@ -105,14 +105,14 @@ def _audit(
     except InputError as error:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
-    findings = [*audit.findings, *(held.findings if held else ())]
+    findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
     if as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
-        results = {"policy": held, "accounts": accounts, "probe": measured}
+        results = {"policy": policy_result, "accounts": accounts, "probe": measured}
         facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
         print(json.dumps(facts | ({"error": str(deferred)} if deferred else {}), indent=2))
     else:
-        _show(audit, held, accounts, measured)
+        _show(audit, policy_result, accounts, measured)
     if deferred and not findings:
         raise deferred
     if deferred:
@@ -120,14 +120,14 @@ def _audit(
     return bool(findings)
 
 
-def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: Probe | None) -> None:
+def _show(audit: Audit, policy_result: PolicyResult | None, accounts: Accounts | None, measured: Probe | None) -> None:
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
     from fedmq.cli import terminal  # noqa: PLC0415
 
     out = Console()
     terminal.print_audit(audit, out)
-    if held is not None:
-        policy.show(held, out)
+    if policy_result is not None:
+        policy.show(policy_result, out)
     if accounts is not None:
         dp_accounting.show(accounts, out)
     if measured is not None:

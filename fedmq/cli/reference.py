@@ -17,7 +17,7 @@ from fedmq.errors import InputError
 from fedmq.text import one_of
 
 if TYPE_CHECKING:
-    from fedmq.cli.scenario_keys import Key
+    from fedmq.cli.key_reference import Key
 
 Names = Annotated[
     list[str] | None,
@@ -37,10 +37,10 @@ def add_reference(app: typer.Typer) -> None:
         Example: [bold]fedmq protocols ./mine.py[/bold]
         """
         import protocols  # noqa: PLC0415
-        from fedmq.cli import scenario_keys  # noqa: PLC0415 - imports pydantic
+        from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
 
         known = {
-            label: (protocols.summary(name), scenario_keys.options(protocols.load(name).Options))
+            label: (protocols.summary(name), key_reference.options(protocols.load(name).Options))
             for label, name in _references("protocols", names, protocols.names()).items()
         }
         _explain("protocols", known, named=bool(names), as_json=as_json)
@@ -52,10 +52,10 @@ def add_reference(app: typer.Typer) -> None:
         Example: [bold]fedmq losses dcmh[/bold]
         """
         import protocols  # noqa: PLC0415
-        from fedmq.cli import scenario_keys  # noqa: PLC0415 - imports pydantic
+        from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
 
         known = {
-            label: (protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name)))
+            label: (protocols.loss_summary(name), key_reference.loss(protocols.loss(name)))
             for label, name in _references("losses", names, protocols.losses()).items()
         }
         _explain("losses", known, named=bool(names), as_json=as_json)

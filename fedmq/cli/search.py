@@ -23,7 +23,7 @@ from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.retrieval.released_model import Release
-    from fedmq.runs.selection import Runs
+    from fedmq.runs.find_runs import Runs
 
 #: Opens a released model by run folder, device, silo of a personal model, and progress function.
 Opened = Callable[[Path, str | None, str | None, Callable[[str, int, int], None]], "Release"]
@@ -203,12 +203,12 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
         from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import selection  # noqa: PLC0415
+        from fedmq.runs import find_runs  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = pr_curves.parse_cutoffs(top)
         show = bar()
-        models = _models(selection.named(runs, silo), lambda run: opened(run, device, silo, show))
+        models = _models(find_runs.named(runs, silo), lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "curves")
         total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
         found = []
@@ -263,11 +263,11 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         """
         from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
         from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import selection  # noqa: PLC0415
+        from fedmq.runs import find_runs  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         show, planes = bar(), []
-        first = [replace(each, folders=each.folders[:1]) for each in selection.named(runs, silo)]
+        first = [replace(each, folders=each.folders[:1]) for each in find_runs.named(runs, silo)]
         models = _models(first, lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "tsne")
         sides = [each for each in MODALITIES if side in (None, each)]

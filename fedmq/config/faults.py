@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fedmq.config.parts import Count, Fraction, Modality, Name, NonNegative, Part, Positive
+from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Part, Positive
 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]

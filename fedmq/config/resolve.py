@@ -26,13 +26,13 @@ class MethodFacts:
     Args:
         options: all options including defaults, as plain data.
         pooled: it trains centrally on all silos' data, as an upper bound.
-        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
     """
 
     options: Mapping[str, object]
     pooled: bool
-    own_only: bool
+    personal_only: bool
     without_effect: tuple[tuple[str, object, str], ...]
 
 
@@ -99,7 +99,7 @@ class ResolvedRun:
             references to the user's Python files (``fedmq.config.user_files``).
         id: the run's name on the wire and in logs.
         pooled: the method trains centrally on all silos' data.
-        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         warnings: a line for each setting that has no effect.
     """
 
@@ -107,7 +107,7 @@ class ResolvedRun:
     scenario: Scenario
     id: str
     pooled: bool
-    own_only: bool
+    personal_only: bool
     warnings: tuple[str, ...] = ()
 
 
@@ -162,7 +162,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         *_late_faults(scenario),
     )
     run_id = name_of(scenario.model_dump(mode="json"))
-    return ResolvedRun(source, scenario, run_id, method.pooled, method.own_only, warnings)
+    return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
 
 
 def _adopted(source: Source, *, adopt: bool) -> Scenario:

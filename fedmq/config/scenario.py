@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config.faults import AnyFault, named_silos
-from fedmq.config.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
+from fedmq.config.sections import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 from fedmq.config.user_files import label
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

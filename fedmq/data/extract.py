@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
-from fedmq.data.prepared import Prepared, finish, open_prepared, save_arrays
+from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, save_arrays
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.data.splits import split_of

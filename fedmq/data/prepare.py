@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
-from fedmq.data.prepared import Array, Prepared, finish, open_prepared, save_arrays
+from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays
 from fedmq.data.readers.features import FeatureSet, checked, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmq.data.prepared import Prepared, mapped
+from fedmq.data.prepared_arrays import Prepared, mapped
 
 
 @dataclass(frozen=True)

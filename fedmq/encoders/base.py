@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.encoders.images import Pixels
 
 Array = npt.NDArray[Any]

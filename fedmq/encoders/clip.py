@@ -21,7 +21,7 @@ import torch
 from open_clip.model import CLIP
 from torch import Tensor, nn
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.encoders.clip_weights import SCALES, Weights, config_of, context_length, skeleton
 from fedmq.errors import InputError, RunError
 

@@ -19,8 +19,8 @@ from open_clip.convert import convert_state_dict
 from open_clip.model import CLIP, CustomTextCLIP, convert_to_custom_text_state_dict
 from torch import Tensor, nn
 
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RunError
 from fedmq.seeds import derive

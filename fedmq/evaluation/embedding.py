@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedmq.data.silo_dataset import SiloDataset
-from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.federation.protocol import Encoders
 
 _BATCH = 256

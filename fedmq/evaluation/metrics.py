@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
-from fedmq.evaluation.embedded import Embedded, Way, comparable, rank
+from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank
 from fedmq.evaluation.label_metrics import RankingMetrics
 from fedmq.text import nearest
 

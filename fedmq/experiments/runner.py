@@ -293,7 +293,7 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: results.read(run.folder) for candidate, run in runs.items() if run.done}
-    personal_only = any(run.summary is not None and run.summary.own_only for run in done.values())
+    personal_only = any(run.summary is not None and run.summary.personal_only for run in done.values())
     if personal_only and all(run.value(f"personal.{metric}") is not None for run in done.values()):
         metric = f"personal.{metric}"
     values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}

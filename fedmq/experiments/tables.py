@@ -166,7 +166,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
     if with_public:
         notes.append(f"also trained on a public set, unlike the others: {', '.join(with_public)}")
-    alone = [row.entry.name for row in rows if any(own.own_only for own in _summaries(row))]
+    alone = [row.entry.name for row in rows if any(own.personal_only for own in _summaries(row))]
     if alone:
         notes.append(f"do not train the shared model as a whole, only personal.* applies: {', '.join(alone)}")
     untrained = [row.entry.name for row in rows if any(own.unchanged for own in _summaries(row))]

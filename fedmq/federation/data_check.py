@@ -19,7 +19,7 @@ from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data import catalogue, extract
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.prepared import finish, save_arrays
+from fedmq.data.prepared_arrays import finish, save_arrays
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError

@@ -71,14 +71,14 @@ class TaskOutcome:
     """How a task ends, decided when it is sent.
 
     Args:
-        handed: the run's time when the task was sent [s].
+        issued_at: the run's time when the task was sent [s].
         work: the task's duration without faults [s].
         due: the run's time when its reply arrives or its failure is detected [s].
         fails: why it has no reply; None if it has one.
         sent: whether the task reaches the silo.
     """
 
-    handed: float
+    issued_at: float
     work: float
     due: float
     fails: FailureReason | None = None
@@ -114,8 +114,10 @@ def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutco
             window = _overlap(outcome, fault.time or (0.0, 0.0))
             if window is None:
                 return None
-            if window[0] <= outcome.handed:
-                return replace(outcome, due=outcome.handed + fault.noticed, fails=FailureReason.UNREACHABLE, sent=False)
+            if window[0] <= outcome.issued_at:
+                return replace(
+                    outcome, due=outcome.issued_at + fault.noticed, fails=FailureReason.UNREACHABLE, sent=False
+                )
             return replace(outcome, due=max(outcome.due, window[1]))
         case _:
             assert_never(fault)
@@ -126,8 +128,8 @@ def _outcome_of_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Tas
     window = _first_absence(fault, outcome, phase)
     if window is None:
         return None
-    if window[0] <= outcome.handed:
-        return replace(outcome, due=outcome.handed + fault.noticed, fails=FailureReason.AWAY, sent=False)
+    if window[0] <= outcome.issued_at:
+        return replace(outcome, due=outcome.issued_at + fault.noticed, fails=FailureReason.AWAY, sent=False)
     return replace(outcome, due=window[1] + outcome.work)
 
 
@@ -136,14 +138,14 @@ def _first_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Window |
     if fault.time is not None:
         return _overlap(outcome, fault.time)
     if fault.every is None or fault.away is None:
-        return outcome.handed, math.inf
-    first = math.floor(outcome.handed / fault.every - phase) + phase
+        return outcome.issued_at, math.inf
+    first = math.floor(outcome.issued_at / fault.every - phase) + phase
     begins = (first * fault.every, (first + 1) * fault.every)  # the first may have begun before the run
     return next((w for w in (_overlap(outcome, (b, b + fault.away)) for b in begins) if w), None)
 
 
 def _overlap(outcome: TaskOutcome, window: Window) -> Window | None:
-    return window if window[0] < outcome.due and outcome.handed < window[1] else None
+    return window if window[0] < outcome.due and outcome.issued_at < window[1] else None
 
 
 def attacked(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:

@@ -67,20 +67,20 @@ class FaultSchedule:
         group.sort(key=lambda silo: seeds.derive(self.seed, "fault-share", place, silo))
         return frozenset(group[: max(1, round(fault.share * len(group)))])
 
-    def strikes(self, silo: str, sequence: int, round_: int, handed: float) -> Iterator[FaultHit]:
+    def strikes(self, silo: str, sequence: int, round_: int, issued_at: float) -> Iterator[FaultHit]:
         """The faults that apply to a task by silo, round, time and probability.
 
         Args:
             silo: the silo's name.
             sequence: the task's number.
             round_: the task's base version.
-            handed: the run's time when the task was sent [s].
+            issued_at: the run's time when the task was sent [s].
         """
         for place, fault in enumerate(self.faults):
             if not isinstance(fault, Fault) or silo not in self._targets[place] or not fault.in_rounds(round_):
                 continue
             if isinstance(fault, TaskFault) and not (
-                fault.in_time(handed) and self._draw(place, silo, sequence) < fault.probability
+                fault.in_time(issued_at) and self._draw(place, silo, sequence) < fault.probability
             ):
                 continue
             yield FaultHit(place, fault)
@@ -90,7 +90,7 @@ class FaultSchedule:
         return seeds.derive(self.seed, "fault", place, silo, what) / 2**63
 
     def outcome(
-        self, silo: str, sequence: int, round_: int, handed: float, work: float
+        self, silo: str, sequence: int, round_: int, issued_at: float, work: float
     ) -> tuple[TaskOutcome, list[FaultHit]]:
         """The outcome of a task, and the faults that affect it, in the scenario's order.
 
@@ -98,11 +98,11 @@ class FaultSchedule:
             silo: the silo's name.
             sequence: the task's number.
             round_: the task's base version.
-            handed: the run's time when the task is sent [s].
+            issued_at: the run's time when the task is sent [s].
             work: the task's duration without faults [s].
         """
-        outcome, struck = TaskOutcome(handed, work, handed + work), list[FaultHit]()
-        for strike in self.strikes(silo, sequence, round_, handed):
+        outcome, struck = TaskOutcome(issued_at, work, issued_at + work), list[FaultHit]()
+        for strike in self.strikes(silo, sequence, round_, issued_at):
             if isinstance(strike.fault, _TIMED):
                 changed = outcome_after(strike.fault, outcome, self._draw(strike.place, silo, "phase"))
                 if changed is None:
@@ -136,11 +136,13 @@ class FaultSchedule:
             raise InputError("faults: modality_lost", f"{silo.name} without any modality", "silos that keep one")
         return states
 
-    def attacks(self, silo: str, sequence: int, round_: int, handed: float) -> list[tuple[Poison, np.random.Generator]]:
+    def attacks(
+        self, silo: str, sequence: int, round_: int, issued_at: float
+    ) -> list[tuple[Poison, np.random.Generator]]:
         """The attacks of a Byzantine silo on the payloads of a task, each with its own generator."""
         return [
             (strike.fault, seeds.numpy_generator(self.seed, "poison", strike.place, silo, sequence))
-            for strike in self.strikes(silo, sequence, round_, handed)
+            for strike in self.strikes(silo, sequence, round_, issued_at)
             if isinstance(strike.fault, _POISON)
         ]
 

@@ -24,7 +24,7 @@ from fedmq.config.scenario import DEVICE, Scenario
 from fedmq.data import partition
 from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepare import prepare, text_features
-from fedmq.data.prepared import Prepared, open_prepared
+from fedmq.data.prepared_arrays import Prepared, open_prepared
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
@@ -32,7 +32,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.models import hash_networks
 from fedmq.models.build import build
-from fedmq.models.objectives import OBJECTIVES, network_of
+from fedmq.models.objective_registry import OBJECTIVES, network_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked

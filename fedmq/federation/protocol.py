@@ -232,7 +232,7 @@ class Traits:
 
     Args:
         pooled: the first silo holds the training data of all silos, in both modalities.
-        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         personalised: silos have personal models, which they evaluate with :meth:`FederatedProtocol.encoders`.
         shared_layers: names of the layers that replies update by a PartialDelta, in the layout's order; None for the
             whole model.
@@ -245,7 +245,7 @@ class Traits:
     """
 
     pooled: bool = False
-    own_only: bool = False
+    personal_only: bool = False
     personalised: bool = False
     shared_layers: tuple[str, ...] | None = None
     first_round_selects_all: bool = False
@@ -307,7 +307,7 @@ class FederatedProtocol(ABC):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options alone: ``pooled`` and ``own_only`` are needed before there is a context.
+        """The traits known from the options alone; ``pooled`` and ``personal_only`` are needed before the context.
 
         Args:
             options: an instance of ``Options``.
@@ -315,7 +315,7 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """All traits in this run, with the same ``pooled`` and ``own_only`` as :meth:`traits_of`."""
+        """All traits in this run, with the same ``pooled`` and ``personal_only`` as :meth:`traits_of`."""
         return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -386,14 +386,16 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
     place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
     for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),
-        ("own_only", traits.own_only, before.own_only),
+        ("personal_only", traits.personal_only, before.personal_only),
     ):
         if at_run != from_options:
             raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")
     if traits.personalised and type(method).encoders is FederatedProtocol.encoders:
         raise InputError(place, "personalised without encoders", "personalised False, or a class that defines encoders")
-    if traits.own_only and not traits.personalised:
-        raise InputError(place, "own_only without personalised", "personalised True as well, or own_only False")
+    if traits.personal_only and not traits.personalised:
+        raise InputError(
+            place, "personal_only without personalised", "personalised True as well, or personal_only False"
+        )
     sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
     layer_names = [entry.name for entry in context.layout.entries]
     if traits.shared_layers is None:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from torch import Tensor
 
-from fedmq.config.parts import Staleness
+from fedmq.config.sections import Staleness
 
 
 def polynomial(staleness: float, exponent: float) -> float:

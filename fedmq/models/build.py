@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
 from fedmq.models.two_tower import TwoTower, feature_towers, initial_parameters, joint_dim

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.encoders.clip import blocks_of, load_tower, tower_of
 from fedmq.encoders.clip_weights import config_of, context_length, image_size, skeleton, weights

@@ -1,7 +1,7 @@
 """Networks of the hashing and supervised base losses: small towers over frozen features, in one flat buffer.
 
 Optionally the image encoder is trained as part of the image tower. Each base loss registers the plan of its network
-with ``fedmq.models.objectives``; a scenario may change the widths.
+with ``fedmq.models.objective_registry``; a scenario may change the widths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
-from fedmq.models.objectives import OBJECTIVES, CommonSpacePlan, TowerPlan, network_of
+from fedmq.models.objective_registry import OBJECTIVES, CommonSpacePlan, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout

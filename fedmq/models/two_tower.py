@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
 from fedmq.models.adapters import Adapter, MultiModalAdapter, SharedAdapters, site

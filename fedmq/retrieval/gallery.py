@@ -24,10 +24,10 @@ import numpy.typing as npt
 import torch
 
 from fedmq.config.loader import load
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone, Data
+from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
-from fedmq.data.prepared import Prepared, PreparedMeta
+from fedmq.data.prepared_arrays import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below

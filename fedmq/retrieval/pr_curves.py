@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from fedmq.errors import InputError
-from fedmq.evaluation.embedded import Way, rank
 from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.gallery_ranking import Way, rank
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import Population, build_population

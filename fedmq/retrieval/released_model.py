@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedmq.config.loader import load
-from fedmq.config.parts import Modality
 from fedmq.config.scenario import Data, Scenario
+from fedmq.config.sections import Modality
 from fedmq.data import catalogue
-from fedmq.data.prepared import Prepared
+from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.retrieval.gallery import Among, Gallery, Progress, embed, export, open_index

@@ -50,7 +50,7 @@ def opened(
     """
     release = open_release(root, device)
     scenario = release.scenario
-    names, personal_only = scenario.silo_names, programs.traits_of(scenario).own_only
+    names, personal_only = scenario.silo_names, programs.traits_of(scenario).personal_only
     if silo is None:
         if personal_only:
             method = scenario.protocol.label

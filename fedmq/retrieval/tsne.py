@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq import seeds
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.errors import InputError

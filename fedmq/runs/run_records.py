@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, RootModel, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from fedmq.evaluation.metrics import HEADLINE, Metric
 from fedmq.storage.json_files import Digest, Stored
@@ -137,7 +146,7 @@ class RunSummary(Stored):
         personal_missing: why personal models were not evaluated, by silo.
         own_metrics: entries of the user-defined metrics that were measured, by name.
         our_reading: the method fills in details that its paper leaves open.
-        own_only: the method does not train the shared model as a whole.
+        personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
@@ -168,7 +177,8 @@ class RunSummary(Stored):
     personal_missing: dict[str, str] = Field(default_factory=dict)
     own_metrics: dict[str, Annotated[Metric, BeforeValidator(_metric)]] = Field(default_factory=dict)
     our_reading: bool = False
-    own_only: bool = False
+    # Runs before November 2026 have the old name.
+    personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
     public_items: int | None = None
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)

@@ -1,8 +1,9 @@
 """Base losses, which silos minimise with any federated method. One module per base loss.
 
-A module ``protocols/objectives/<base>.py`` defines ``OBJECTIVE``, an :class:`~fedmq.models.objectives.ObjectiveKind`
-with the options, the network, and ``begin(options, local, context, task)``, which starts the loss in one task of one
-silo. Equations are module-level functions, checked against golden values.
+A module ``protocols/objectives/<base>.py`` defines ``OBJECTIVE``, an
+:class:`~fedmq.models.objective_registry.ObjectiveKind` with the options, the network, and
+``begin(options, local, context, task)``, which starts the loss in one task of one silo. Equations are module-level
+functions, checked against golden values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fedmq.config.options import parsed
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import OBJECTIVES
+from fedmq.models.objective_registry import OBJECTIVES
 from protocols._training import Work
 
 OBJECTIVES.add_package(__name__)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import Context, Local
 from fedmq.models.hash_networks import signs

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.seeds import numpy_generator
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from protocols._losses import unit
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._options import check

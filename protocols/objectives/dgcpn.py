@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
-from fedmq.models.objectives import ObjectiveKind
+from fedmq.models.objective_registry import ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._losses import unit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind
+from fedmq.models.objective_registry import ObjectiveKind
 from protocols._options import check
 from protocols._similarity import UNSUPERVISED_TOWERS, affinity, cosines, mean_square
 from protocols.objectives._reconstruction import Reconstruction

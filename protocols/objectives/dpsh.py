@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._options import check

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import CommonSpacePlan, ObjectiveKind
+from fedmq.models.objective_registry import CommonSpacePlan, ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols._losses import unit
 from protocols._options import check

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedmq.models.objectives import ObjectiveKind
+from fedmq.models.objective_registry import ObjectiveKind
 
 
 @dataclass(frozen=True)

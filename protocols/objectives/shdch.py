@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.parts import Modality
+from fedmq.config.sections import Modality
 from fedmq.data.label_levels import coarse_columns, fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from protocols import _training

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
-from fedmq.models.objectives import ObjectiveKind, TowerPlan
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from protocols._losses import unit
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples

@@ -96,7 +96,7 @@ def _wrong(found: object) -> str | None:
 
 
 OBJECTIVES: Registry[ObjectiveKind] = Registry(
-    "objective.base", "fedmq.objectives", "OBJECTIVE", _wrong, "a fedmq.models.objectives.ObjectiveKind"
+    "objective.base", "fedmq.objectives", "OBJECTIVE", _wrong, "a fedmq.models.objective_registry.ObjectiveKind"
 )
 """All objectives by name. Importing ``protocols`` adds the built-in ones."""
 

@@ -15,9 +15,9 @@ import docstring_parser
 from pydantic import BaseModel, TypeAdapter
 
 from fedmq.config.faults import FAULTS
-from fedmq.config.parts import Part
 from fedmq.config.scenario import Objective, ProtocolChoice, Scenario
-from fedmq.models.objectives import CommonSpacePlan, ObjectiveKind
+from fedmq.config.sections import Part
+from fedmq.models.objective_registry import CommonSpacePlan, ObjectiveKind
 
 #: Stands in for the default of a key that must be given.
 REQUIRED = "required"

@@ -257,6 +257,7 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, 17))
 
 
+@pytest.mark.slow  # the silos look for their failed coordinator for 12 s
 @pytest.mark.parametrize(
     ("useless", "merged", "detail"), [(99, UNDER_WAY - 1, "--resume continues"), (1, 16, "is trained")]
 )

@@ -99,19 +99,19 @@ def test_another_number_of_values_than_silos_is_refused_with_the_values(tmp_path
 
 def test_a_value_without_an_evaluated_item_is_refused_by_name(tmp_path: Path) -> None:
     values = tuple("west" if row == 0 else value for row, value in enumerate(HOSPITALS))
-    with pytest.raises(InputError, match="partition.column hospital: found 'no test item with west'"):
+    with pytest.raises(InputError, match=r"partition.column hospital: found 'no test item with west'"):
         build_population(scenario(features(tmp_path / "all.npz", values), silos=4), cache=tmp_path)
 
 
 def test_a_missing_column_is_refused_with_the_keys_there_are(tmp_path: Path) -> None:
     other = {"partition": {"kind": "column", "column": "ward"}}
-    with pytest.raises(InputError, match="partition.column ward: found 'keys hospital besides the known ones'"):
+    with pytest.raises(InputError, match=r"partition.column ward: found 'keys hospital besides the known ones'"):
         build_population(scenario(features(tmp_path / "all.npz"), **other), cache=tmp_path)
 
 
 @pytest.mark.parametrize("partition", [{"kind": "column"}, {"kind": "iid", "column": "hospital"}])
 def test_the_kind_and_the_name_of_the_column_need_each_other(tmp_path: Path, partition: dict[str, str]) -> None:
-    with pytest.raises(InputError, match="partition.kind column and partition.column need each other"):
+    with pytest.raises(InputError, match=r"partition.kind column and partition.column need each other"):
         scenario(tmp_path / "all.npz", partition=partition)
 
 

@@ -1,9 +1,9 @@
 """Prepared data sets: memory-mapped arrays in the cache, shared by all silo processes of a machine.
 
 A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
-uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``keys.json``, ``column.json`` (if the partition needs
-it) and ``meta.json``. Features are always float32: torch trains in float32, and converting once is cheaper than converting every batch. The folder is named by the
-digest of its sources and is created atomically by a rename.
+uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``keys.json``, ``column.json`` (if the partition needs it)
+and ``meta.json``. Features are always float32: torch trains in float32, and converting once is cheaper than converting
+every batch. The folder is named by the digest of its sources and is created atomically by a rename.
 """
 
 from __future__ import annotations

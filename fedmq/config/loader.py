@@ -17,6 +17,10 @@ from fedmq.errors import InputError, line_of
 from fedmq.text import did_you_mean, one_of
 
 
+#: Keys of a data section that are paths.
+DATA_PATHS = ("path", "annotations", "images")
+
+
 class _Lines(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, of which the last would silently win."""
 
@@ -338,10 +342,10 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
         InputError: a path is invalid.
     """
     data, trace = scenario.data, scenario.participation.trace
-    places = {key: getattr(data, key) for key in ("path", "annotations", "images")}
-    parts = {
-        "data": {key: _absolute(f"data.{key}", path) for key, path in places.items() if path},
-        "participation": {"trace": _absolute("participation.trace", trace)} if trace else {},
+    places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
+    parts: dict[str, dict[str, object]] = {
+        **({} if data is None else {"data": {key: absolute(f"data.{key}", path) for key, path in places.items() if path}}),
+        "participation": {"trace": absolute("participation.trace", trace)} if trace else {},
         "backbone": _weights(scenario.backbone) if weights else {},
     }
     return scenario.model_copy(
@@ -349,7 +353,12 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
     )
 
 
-def _absolute(key: str, path: Path) -> Path:
+def absolute(key: str, path: Path) -> Path:
+    """An absolute path, with ``~`` expanded; symbolic links are kept.
+
+    Raises:
+        InputError: the path is invalid; its place is the key.
+    """
     try:
         path = path.expanduser()
         path.resolve()

@@ -17,7 +17,7 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
-    "evaluation": {"personal_every": 0, "metrics": []},
+    "evaluation": {"personal_every": 0, "metrics": [], "heldout": None},
     "data": {"column": None},
     "partition": {"column": None},
 }

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fedmq.config.faults import AnyFault, named_silos
 from fedmq.config.sections import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 from fedmq.config.user_files import label
+from fedmq.errors import InputError
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
@@ -164,10 +165,11 @@ class Silos(Part):
 class Partition(Part):
     """How the training data is partitioned among the silos."""
 
-    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column"] = Field(
+    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column", "own"] = Field(
         "dir_clusters",
-        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, or one "
-        "silo per value of a column of the data",
+        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, one silo "
+        "per value of a column of the data, or own: each silo has data of its own, which its site file names, and the "
+        "scenario has no `data`",
     )
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None,
@@ -268,7 +270,13 @@ class Training(Part):
 
 
 class Evaluation(Part):
-    """What the evaluator measures and when."""
+    """What is measured on which held-out items, and when."""
+
+    heldout: Literal["shared", "own", "both"] | None = Field(
+        None,
+        description="partition.kind own: held-out items that models are evaluated on: the evaluator's (shared), those "
+        "of each silo, by the silo (own), or both; null: own, and shared with any other partition",
+    )
 
     every: int = Field(
         10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
@@ -346,7 +354,9 @@ class Scenario(Part):
     rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
     participation: Participation = Participation()
     protocol: ProtocolChoice
-    data: Data
+    data: Data | None = Field(
+        None, description="the data set that is partitioned among the silos; none with partition.kind own"
+    )
     backbone: Backbone = Backbone()
     objective: Objective = Objective()
     silos: Silos = Silos()
@@ -410,8 +420,7 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        if self.data.column != self.partition.column:
-            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
+        self._check_data()
         names = set(self.silo_names)
         unknown = sorted(set(self.missing_modality.silos) - names)
         if unknown:
@@ -445,6 +454,42 @@ class Scenario(Part):
                 "sweep: add --processes)"
             )
         return self
+
+    def _check_data(self) -> None:
+        """Refuse sections that do not fit where the data are."""
+        if (self.data is None) is not (self.partition.kind == "own"):
+            raise ValueError(
+                "data is required, except with partition.kind own, where each silo's data are in its site file"
+                if self.data is None
+                else "data with partition.kind own; each silo's data are in its site file, so remove the section"
+            )
+        if self.data is not None and self.data.column != self.partition.column:
+            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
+        if self.data is None and self.missing_modality != MissingModality():
+            raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
+        if self.data is not None and self.evaluation.heldout in ("own", "both"):
+            raise ValueError(f"evaluation.heldout {self.evaluation.heldout} needs partition.kind own")
+
+    @property
+    def dealt(self) -> Data:
+        """The data set that is partitioned among the silos.
+
+        Raises:
+            InputError: there is none, as each silo has data of its own.
+        """
+        if self.data is None:
+            raise InputError("data", "nothing", "a data set: with partition.kind own only the sites have data")
+        return self.data
+
+    @property
+    def evaluator(self) -> bool:
+        """Whether the run has an evaluator with held-out items of its own."""
+        return self.data is not None or self.evaluation.heldout in ("shared", "both")
+
+    @property
+    def silos_evaluate(self) -> bool:
+        """Whether silos evaluate the shared model on their own held-out items."""
+        return self.data is None and self.evaluation.heldout != "shared"
 
     @property
     def silo_names(self) -> tuple[str, ...]:

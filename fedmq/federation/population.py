@@ -198,7 +198,7 @@ def build_population(
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress, device)
+        else prepare(scenario.dealt, scenario.backbone, cache, scenario.seed, progress, device)
     )
     flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
     silos = tuple(
@@ -303,7 +303,7 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
     column, values = scenario.partition.column or "", prepared.column
     if values is None:
         allowed = "a column of a manifest, or a key of a features file"
-        raise InputError("partition.column", f"{column} with data.name {label(scenario.data.name)}", allowed)
+        raise InputError("partition.column", f"{column} with data.name {label(scenario.dealt.name)}", allowed)
     silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
     parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
     for name, dealt in zip(("train", scenario.evaluation.split), parts, strict=False):

@@ -332,10 +332,10 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     if chosen is None and (root / own).is_dir():
         return open_gallery(root / own, release.used)
     scenario = release.scenario
-    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    prepared = prepare(scenario.dealt, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
         release.check_data(prepared)
-        source = of_data(scenario.data, scenario.backbone, prepared, own)
+        source = of_data(scenario.dealt, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
     elif not chosen.is_file():

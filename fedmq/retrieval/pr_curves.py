@@ -71,7 +71,7 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:
-        raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
+        raise InputError(f"data.name of {release.run.root}", scenario.dealt.name, "a data set with labels")
     return population
 
 

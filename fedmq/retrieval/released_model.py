@@ -169,7 +169,7 @@ class Release:
         Raises:
             InputError: there is none because the data are vectors or bags of words.
         """
-        data, backbone = self.scenario.data, self.scenario.backbone
+        data, backbone = self.scenario.dealt, self.scenario.backbone
         allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
         if backbone.name == "features":
             raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)

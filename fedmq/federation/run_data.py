@@ -1,0 +1,105 @@
+"""What all processes of a run know about its data: the silos, the shapes of the inputs, and the labels' names.
+
+In a simulated partition it follows from the data set, which every process has. With ``partition.kind own`` the silos
+state it and the coordinator sends every process what they agree on (:mod:`fedmq.federation.agreement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Modality
+from fedmq.data.label_levels import trained_columns
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.splits import SPLITS
+from fedmq.encoders.base import InputSpec
+from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.models import hash_networks
+from fedmq.models.build import build
+from fedmq.models.objective_registry import OBJECTIVES, network_of
+from fedmq.models.two_tower import TwoTower
+
+#: Numbers of items int64 [5, 3]: of each split (``SPLITS``) with both modalities, an image only, and captions only.
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Facts about the data of a run.
+
+    Args:
+        silos: facts of each silo, in a fixed order.
+        inputs: shapes and dtypes of the model inputs.
+        label_names: names of the labels, in order; empty if there are none.
+        cache: cache folder, which holds shared weights.
+        digest: digest (hex) of the data, which a resumed run must find again.
+        content: digest (hex) of what does not depend on the machine, which is released with the model.
+        counts: numbers of items, by silo; of a silo with own data only its own.
+        public: loads the public items, which belong to no silo; returns None if there are none.
+    """
+
+    silos: tuple[SiloFacts, ...]
+    inputs: InputSpec
+    label_names: tuple[str, ...]
+    cache: Path
+    digest: str = ""
+    content: str = ""
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+    public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
+
+    @cached_property
+    def _by_name(self) -> dict[str, SiloFacts]:
+        return {silo.name: silo for silo in self.silos}
+
+    def facts(self, name: str) -> SiloFacts:
+        """Facts of one silo."""
+        return self._by_name[name]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Number of training items of each silo."""
+        return tuple(int(self.counts[silo.name][SPLITS.index("train")].sum()) for silo in self.silos)
+
+    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
+        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
+        if network_of(scenario.objective) is not None:
+            return hash_networks.build(
+                scenario.objective,
+                self.inputs,
+                hash_networks.classes_of(self.label_names),
+                scenario.seed,
+                torch.device(device),
+                trained=scenario.backbone if scenario.backbone.end_to_end else None,
+            )
+        return build(
+            scenario.backbone, self.inputs, scenario.seed, device=device, modalities=modalities, cache=self.cache
+        )
+
+    def context(self, scenario: Scenario, model: TwoTower) -> Context:
+        """The context for both halves of a method."""
+        return Context(
+            scenario.seed,
+            scenario.rounds,
+            self.silos,
+            model.layout,
+            model.dim,
+            scenario.training,
+            scenario.objective,
+            tuple(self.label_names[column] for column in self.label_columns(scenario)),
+            max_age=scenario.aggregation.max_age,
+            public=self.public,
+            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
+        )
+
+    def label_columns(self, scenario: Scenario) -> list[int]:
+        """Columns of the labels that the scenario's objective trains on."""
+        kind = OBJECTIVES.find(scenario.objective.base)
+        return trained_columns(self.label_names, both_levels=kind.both_levels)

@@ -64,7 +64,9 @@ def test_every_list_that_python_or_json_writes_is_read(labels: list[str]) -> Non
     assert captions_of("here", str(labels)) == labels
 
 
-@given(st.lists(st.text("ab cd", min_size=1).map(str.strip).filter(bool), min_size=2, max_size=4), st.sampled_from(",;"))
+@given(
+    st.lists(st.text("ab cd", min_size=1).map(str.strip).filter(bool), min_size=2, max_size=4), st.sampled_from(",;")
+)
 def test_several_words_with_another_separator_are_never_one_label(labels: list[str], separator: str) -> None:
     with pytest.raises(InputError, match="separated by"):
         labels_of("here", f"{separator} ".join(labels))
@@ -85,9 +87,7 @@ def test_a_column_of_numbers_that_pandas_wrote_with_gaps_has_the_labels_it_had_b
     assert [labels_of_row(found, row) for row in range(4)] == [["1"], ["1"], [], ["2.0"]]
 
 
-@pytest.mark.parametrize(
-    "labels", ['"dog,sky"', '"dog|sky"', "\"['dog', 'sky']\"", "[\"['dog', 'sky']\"]", '"[dog]"']
-)
+@pytest.mark.parametrize("labels", ['"dog,sky"', '"dog|sky"', "\"['dog', 'sky']\"", "[\"['dog', 'sky']\"]", '"[dog]"'])
 def test_texts_of_json_that_hold_several_labels_are_refused(tmp_path: Path, labels: str) -> None:
     path = data_set_folders.write(tmp_path / "list.jsonl", f'{{"image": "a", "labels": {labels}}}\n{{"image": "b"}}')
     with pytest.raises(InputError, match="line 1: labels"):

@@ -37,7 +37,11 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
         ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
         ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
-        ("list.jsonl", '{"image": "a", "key": 1}\n{"image": "b", "key": 1}', r"line 2: image of the item '1': found 'b'"),
+        (
+            "list.jsonl",
+            '{"image": "a", "key": 1}\n{"image": "b", "key": 1}',
+            r"line 2: image of the item '1': found 'b'",
+        ),
         ("list.jsonl", '{"image": "a", "split": "val"}\n{"image": "./a"}', r"line 2: split: found 'nothing', .*line 1"),
         ("list.csv", "image,split\na,train\na,test\n", "line 3: split: found 'test', allowed: train, as in line 2"),
         ("list.jsonl", '{"image": "a", "split": "train"}\n\n{"image": "b"}', "line 3: split: found 'nothing'"),

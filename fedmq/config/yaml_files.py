@@ -21,9 +21,7 @@ MAX_BYTES = 1 << 18
 #: Maximum number of values after each alias has been replaced by what it stands for.
 MAX_NODES = 100_000
 
-_BOOL, _INT, _FLOAT, _NULL, _MERGE = (
-    f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null", "merge")
-)
+_BOOL, _INT, _FLOAT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null", "merge"))
 #: Plain scalars of the core schema (YAML 1.2.2, section 10.3.2), each with the characters that they can start with.
 _CORE = {
     _BOOL: (r"true|True|TRUE|false|False|FALSE", "tTfF"),

@@ -52,13 +52,14 @@ def test_values_that_contradict_their_tag_are_refused(tmp_path: Path, text: str)
         yaml_files.read_yaml(tmp_path / "x.yaml")
 
 
+printable = st.text(st.characters(exclude_categories=["C"]))
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["C"])),
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), printable,
     st.from_regex(r"[-+]?[0-9_:.eEox]{1,6}|on|Off|YES|no|y|null|~|<<|=", fullmatch=True),
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["C"])), st.lists(scalars), max_size=4))
+@given(st.dictionaries(printable, st.lists(scalars), max_size=4))
 def test_what_is_written_is_read_back_also_by_a_reader_of_yaml_1_1(value: dict[str, object]) -> None:
     text = yaml_files.dump(value)
     assert yaml_files.parse(text) == value
@@ -72,6 +73,10 @@ def bomb(levels: int) -> str:
     return "\n".join([*lines, ""])
 
 
+#: A mapping that merges nine times a mapping that merges nine times another, and so on.
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+
+
 def test_a_few_aliases_are_read(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\nd: {<<: *a, e: 2}\n")
     assert yaml_files.read_yaml(tmp_path / "x.yaml")["d"] == {"b": 1, "e": 2}
@@ -82,11 +87,11 @@ def test_a_few_aliases_are_read(tmp_path: Path) -> None:
     [
         pytest.param(bomb(9), id="lists"),
         pytest.param(bomb(9).replace("[", "{k: [").replace("]", "]}"), id="mappings"),
-        pytest.param("a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)), id="merges"),
+        pytest.param(MERGES, id="merges"),
         pytest.param("a: &a [*a]\n", id="itself"),
         pytest.param("a: &a {b: *a}\n", id="its own value"),
     ],
-)  # fmt: skip
+)
 def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)

@@ -249,7 +249,8 @@ COLUMN = np.array([0, 1] * 5)
     "labels",
     [COLUMN, COLUMN[:, None], COLUMN[None], COLUMN + 1, COLUMN[:, None] + 1, COLUMN[:, None] == 1, COLUMN.astype(float),
      COLUMN[:, None].astype(np.float32), np.eye(2, dtype=int)[COLUMN], 2 * np.eye(2)[COLUMN] - 1, COLUMN.astype("u8")],
-    ids=["flat", "column", "row", "from 1", "column from 1", "bools", "floats", "float column", "one-hot", "-1 and 1", "u8"],
+    ids=["flat", "column", "row", "from 1", "column from 1", "bools", "floats", "float column", "one-hot", "-1 and 1",
+         "u8"],
 )  # fmt: skip
 @pytest.mark.parametrize("ending", ["npz", "safetensors", "mat"])
 def test_two_classes_are_the_same_labels_in_every_shape_type_and_file(tmp_path: Path, labels: Any, ending: str) -> None:

@@ -72,7 +72,8 @@ def test_errors_in_a_manifest_name_the_line(name: str, content: str, expected: s
 
 ONE_CAPTION_A_LINE = {
     "list.csv": "image,caption,labels\na.png,one,x\nb.png,two,y\n./a.png,three,x\na.png,one,z\n",
-    "list.jsonl": '{"image": "a.png", "caption": "one", "label": "x"}\n{"image": "b.png", "caption": "two", "label": "y"}\n'
+    "list.jsonl": '{"image": "a.png", "caption": "one", "label": "x"}\n'
+    '{"image": "b.png", "caption": "two", "label": "y"}\n'
     '{"image": "./a.png", "caption": "three", "label": "x"}\n{"image": "a.png", "caption": "one", "label": "z"}\n',
     "keyed.csv": "key,image,caption,label\na.png,p,one,x\nb.png,q,two,y\na.png,p,three,x|z\n",
 }

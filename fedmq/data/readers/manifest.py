@@ -153,6 +153,41 @@ class _Item:
     labels: dict[str, None] = field(default_factory=dict)
 
 
+def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: tuple[str, ...]) -> dict[str, _Item]:
+    """The items by key, in file order.
+
+    Raises:
+        InputError: a line is malformed, or lines of one item differ in image, split or column.
+    """
+    items: dict[str, _Item] = {}
+    for number, record in records:
+        place = f"{path}: line {number}"
+        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
+            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
+        image = record.get("image")
+        if not isinstance(image, str) or not image.strip():
+            raise InputError(f"{place}: image", image, "the path of an image")
+        image = whole(image.strip(), f"{place}: image")
+        file = root / image
+        if _contains_root(file, root):
+            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
+        key, split = _key(place, record, image), record.get("split")
+        split = "" if split is None else str(split).strip()
+        value = _value(place, record, more[0]) if more else ""
+        item = items.setdefault(key, _Item(number, file, split, value))
+        if os.path.normpath(file) != os.path.normpath(item.file):
+            allowed = f"{item.file}, as in line {item.line}, or another key"
+            raise InputError(f"{place}: image of the item {key!a}", image, allowed)
+        if split != item.split:
+            allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
+            raise InputError(f"{place}: split", split or "nothing", allowed)
+        if value != item.value:
+            raise InputError(f"{place}: {more[0]}", value, f"{item.value}, as in line {item.line} for {key!a}")
+        item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
+        item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
+    return items
+
+
 def read_manifest(data: Data) -> RawSet:
     """Read the items in file order.
 
@@ -167,32 +202,7 @@ def read_manifest(data: Data) -> RawSet:
         raise InputError("partition.column", data.column, f"a column of its own, not one of {', '.join(KNOWN)}")
     more = () if data.column is None else (data.column,)
     root = data.images or path.parent
-    items: dict[str, _Item] = {}
-    for number, record in readers[path.suffix.lower()](path, more):
-        place = f"{path}: line {number}"
-        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
-            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
-        image = record.get("image")
-        if not isinstance(image, str) or not image.strip():
-            raise InputError(f"{place}: image", image, "the path of an image")
-        image = whole(image.strip(), f"{place}: image")
-        file = root / image
-        if _contains_root(file, root):
-            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
-        key, split = _key(place, record, image), record.get("split")
-        split = "" if split is None else str(split).strip()
-        value = "" if data.column is None else _value(place, record, data.column)
-        item = items.setdefault(key, _Item(number, file, split, value))
-        if os.path.normpath(file) != os.path.normpath(item.file):
-            allowed = f"{item.file}, as in line {item.line}, or another key"
-            raise InputError(f"{place}: image of the item {key!a}", image, allowed)
-        if split != item.split:
-            allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
-            raise InputError(f"{place}: split", split or "nothing", allowed)
-        if value != item.value:
-            raise InputError(f"{place}: {data.column}", value, f"{item.value}, as in line {item.line} for {key!a}")
-        item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
-        item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
+    items = _items(path, readers[path.suffix.lower()](path, more), root, more)
     lines, paths = [item.line for item in items.values()], [item.file for item in items.values()]
     splits = [item.split for item in items.values()]
     if any(splits) and not all(splits):

@@ -8,9 +8,10 @@ from typing import Annotated
 from pydantic import Field, ValidationError, field_validator
 
 from fedmq.config import user_files
-from fedmq.config.loader import DATA_PATHS, absolute, input_error, place_of, read_yaml
+from fedmq.config.loader import DATA_PATHS, absolute, input_error, place_of
 from fedmq.config.scenario import Data, Device
 from fedmq.config.sections import Modality, Name, Part
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 
 _ALLOWED = "a site file (YAML) with a key such as data; docs/howto/own_sites.md describes it"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from typing import assert_never
 
 from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of
@@ -281,7 +282,7 @@ class Loop:
                 self.evaluation.evaluate(version, self.states[version])
             return
         if name in self.evaluation.asked:
-            self.evaluation.ask(name)
+            self.evaluation.ask(name, again=True)
         self._seen.add(name)
         if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
             self.counters.add_seconds("startup", self.clock.stopwatch() - self._began)
@@ -471,7 +472,7 @@ class Loop:
 
     def _forget_states(self, version: int) -> None:
         """Drop the states that no pending task or evaluation is based on."""
-        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
+        needed = {version, *self.evaluation.versions, *(task.base_version for task in self.rounds.pending.values())}
         self.states = {number: state for number, state in self.states.items() if number in needed}
 
     # ------------------------------------------------------------------------------------------------------ display
@@ -486,7 +487,7 @@ class Loop:
                 round=machine.version,
                 rounds=self.run_context.scenario.rounds,
                 training=len(machine.pending),
-                missing=tuple(name for name in (*self._facts, EVALUATOR) if not self.roster.online(name)),
+                missing=tuple(filterfalse(self.roster.online, (*self._facts, *self.evaluation.evaluators))),
                 refused=(dict(self.roster.refused), self.roster.refusal),
                 online=sum(self.roster.online(name) for name in self._facts),
                 lost=sum(not self.roster.online(name) for name in self._seen),

@@ -15,8 +15,10 @@ import torch
 
 import protocols
 from coordinator import checkpoint_files as checkpoints
+from coordinator.admission import OwnDataAdmission
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
+from coordinator.data_agreement import admission_of, gathered
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import Expelled
 from coordinator.fault_injection import FaultInjector, ProcessCommand
@@ -35,15 +37,17 @@ from fedmq.errors import InputError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
-from fedmq.wire.codec import MAX_BODY_HEADER
+from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
@@ -55,6 +59,8 @@ from fedmq.wire.transports.registry import listen
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 LEAST_BODY = 1 << 26
+#: Largest accepted body of a run whose silos have data of their own, before the model is known [bytes].
+_OWN_BODY = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def check(scenario: Scenario, population: Population) -> None:
         InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
             one of the user's own metrics cannot be loaded.
     """
-    run_context_of(scenario, population, RunFolder(Path()))
+    run_context_of(scenario, population.counted(), RunFolder(Path()))
     population.build_model(scenario, device_of(scenario.device), ("image", "text"))
     measures_of(scenario.evaluation)
 
@@ -138,15 +144,16 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
-    run_context, theta = run_context_of(scenario, population, folder)
-    if revoked.issuperset(run_context.plan.eligible):
-        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
-    saved = _checkpoint(run_context) if arguments.resume else None
+    population = None
+    if scenario.data is not None:
+        population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
+    saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
+    data = None if population is None else population.counted()
+    setting = None if data is None else _resumable(arguments, data, saved, revoked)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
-        max_body, wire = largest_body(run_context), None
+        admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
+        max_body, wire = _own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
         if peers is None:
             # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
             # largest body are read, so that their refusal is logged by name; larger ones close the connection.
@@ -154,35 +161,54 @@ def run_coordinator(
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
+            assert population is not None  # noqa: S101 - silos with data of their own have processes of their own
             log.note(NoteKind.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body)
+            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, admission)
+            if isinstance(admission, OwnDataAdmission):
+                listening(roster.uri)
+                data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
+        if data is None:
+            log.note(NoteKind.ENDED, phase=Phase.STOPPED.value)
+            return CoordinatorResult(Phase.STOPPED, None)
+        run_context, theta = setting or _resumable(arguments, data, saved, revoked)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        listening(roster.uri)
+        if population is not None:
+            listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
-        summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
+        stated = None if admission is None else admission.record(arguments.run.id)
+        summary = finish(loop, data, clock, theta, stated) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
 
 
-def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
-    """The checkpoint that a run resumes from; None if there is none yet.
+def _resumable(
+    arguments: CoordinatorArguments,
+    data: RunData,
+    saved: checkpoints.Checkpoint | None,
+    revoked: frozenset[str],
+) -> tuple[RunContext, torch.Tensor]:
+    """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
     Raises:
-        InputError: the data or the trace is not what the run began with.
+        InputError: as said there; no eligible silo is left; the data or the trace is not what the run began with.
     """
-    folder, trace = run_context.folder, run_context.scenario.participation.trace
-    saved = checkpoints.load(folder.checkpoints)
+    setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
+    run_context, folder = setting[0], setting[0].folder
+    scenario, trace = run_context.scenario, run_context.scenario.participation.trace
+    if revoked.issuperset(run_context.plan.eligible):
+        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     if saved and saved.trace not in ("", run_context.trace_file):
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {trace}", found, f"the run's trace ({saved.trace[:12]})")
-    return saved
+    return setting
 
 
 def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints.Checkpoint | None) -> MessageLog:
@@ -194,6 +220,11 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
+
+
+def _own_largest_body(scenario: Scenario) -> int:
+    """Largest accepted message body [bytes] of a run whose model depends on what the silos state."""
+    return MAX_BODY if scenario.backbone.end_to_end or scenario.backbone.adapter_site == "blocks" else _OWN_BODY
 
 
 def _allow_descriptors() -> None:
@@ -219,47 +250,55 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozense
     """
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     silos = arguments.scenario.silo_names
-    missing = [name for name in (*silos, EVALUATOR) if name not in accepted]
+    evaluator = [EVALUATOR] if arguments.scenario.evaluator else []
+    missing = [name for name in (*silos, *evaluator) if name not in accepted]
     if arguments.resume and EVALUATOR not in missing and len(missing) < len(silos):
         return identity, accepted, frozenset(missing)
     if missing:
-        allowed = "a public key for the evaluator and every silo; a resumed run (--resume) can do without a silo's"
+        every = "the evaluator and every silo" if evaluator else "every silo"
+        allowed = f"a public key for {every}; a resumed run (--resume) can do without a silo's"
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
     return identity, accepted, frozenset()
 
 
-def run_context_of(scenario: Scenario, population: Population, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
+def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
     """The fixed facts of a run, and the initial parameters (float32 [P]).
+
+    Args:
+        scenario: as resolved.
+        data: the run's data, with the numbers of items.
+        folder: the run folder.
 
     Raises:
         InputError: the method, the data and the scenario's options do not fit together.
     """
-    _check_labels(scenario, population)
+    _check_labels(scenario, data)
     try:
-        model = population.build_model(scenario, "cpu", ())
+        model = data.build_model(scenario, "cpu", ())
     except FieldError as error:
         found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
-    context = population.context(scenario, model)
+    context = data.context(scenario, model)
     method = protocols.create(scenario.protocol, context)
-    eligible = sum(map(method.eligible, population.silos))
+    eligible = sum(map(method.eligible, data.silos))
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
-        raise InputError("missing_modality", "no such silo is left", allowed)
+        place = "missing_modality" if scenario.data is not None else "the silos' modalities"
+        raise InputError(place, "no such silo is left", allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
-    digests = population.prepared.digest, "" if path is None else file_digest(path)
-    samples = tuple(len(rows) for rows in population.train)
+    digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)
-    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
+    pairs = data.pairs(scenario.evaluation.split)
+    run_context = RunContext(scenario, method, context, data.samples, cost, folder, trace, *digests, pairs)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
-    sent = _sent(run_context, population)
+    sent = _sent(run_context)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
@@ -269,18 +308,17 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     return run_context, model.flat.detach().clone()
 
 
-def _check_labels(scenario: Scenario, population: Population) -> None:
+def _check_labels(scenario: Scenario, data: RunData) -> None:
     """Refuse an objective base that needs labels if no training item has one."""
-    labels, base = population.prepared.labels, scenario.objective.base
-    if labels is None or not OBJECTIVES.find(base).needs_labels:
-        return
-    if not labels[np.concatenate(population.train)].any():
+    base = scenario.objective.base
+    if data.label_names and not data.labelled and OBJECTIVES.find(base).needs_labels:
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
 
 
-def _sent(run_context: RunContext, population: Population) -> list[frozenset[type[Payload]]]:
+def _sent(run_context: RunContext) -> list[frozenset[type[Payload]]]:
     """Payload kinds that each eligible silo uploads."""
-    return [run_context.protocol.uploads(silo) for silo in population.silos if run_context.protocol.eligible(silo)]
+    protocol, silos = run_context.protocol, run_context.context.silos
+    return [protocol.uploads(silo) for silo in silos if protocol.eligible(silo)]
 
 
 def _loop(
@@ -343,24 +381,29 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
+def finish(
+    loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, stated: AgreementRecord | None
+) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:
         loop: the finished loop.
-        population: the silos and their data.
+        data: the run's data, with the numbers of items.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
+        stated: what the processes stated about their data; None without messages.
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    config = _release(run_context, state.theta, protocol.release(state), population.prepared.content)
+    config = _release(run_context, state.theta, protocol.release(state), data.content)
     # Logged before the summary is written, so that a run with a summary always has this record.
-    released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
+    released = {"model_digest": config.model_digest, "data_digest": data.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context))
     unchanged = shared and torch.equal(state.theta, initial)
-    summary = summary_of(loop, population, clock, config, unchanged=unchanged)
+    if stated is not None:
+        write_json(folder.agreement, stated.plain())
+    summary = summary_of(loop, data, clock, config, stated, unchanged=unchanged)
     write_json(folder.summary, summary.plain())
     html_report.write(folder)
     return summary

@@ -15,11 +15,15 @@ from fedmq.clock import Clock
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
-from fedmq.federation.population import Population, device_here
+from fedmq.federation.population import device_here
+from fedmq.federation.run_data import RunData
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluationLine,
     MessageCounts,
+    OwnHeldOut,
+    OwnHeldOutLine,
     Processes,
     ReleaseConfig,
     RunSummary,
@@ -29,24 +33,34 @@ from fedmq.runs.run_records import (
     Traffic,
 )
 
+#: Keys of a line of ``metrics.jsonl`` that a summary does not have.
+_OF_A_LINE = ("kind", "version")
 #: Phases whose time is measured; the rest of the total counts as training.
 _MEASURED = ("startup", "merge", "evaluation")
 
 
 def summary_of(
-    loop: Loop, population: Population, clock: Clock, config: ReleaseConfig, *, unchanged: bool
+    loop: Loop,
+    data: RunData,
+    clock: Clock,
+    config: ReleaseConfig,
+    stated: AgreementRecord | None,
+    *,
+    unchanged: bool,
 ) -> RunSummary:
     """The summary of a run whose last version is evaluated.
 
     Args:
         loop: the finished loop.
-        population: the silos and their data.
+        data: the run's data, with the numbers of items.
         clock: the run's clock.
         config: configuration of the released model.
+        stated: what the processes stated about their data; None without messages.
         unchanged: whether the model's parameters equal the initial ones.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
+    own = _last_own_heldout(loop)
     summary = RunSummary(
         protocol=scenario.protocol.name,
         scenario=scenario.name,
@@ -56,9 +70,9 @@ def summary_of(
         model_digest=config.model_digest,
         data_digest=config.data_digest,
         metrics=last.metrics,
-        per_silo=_per_silo(population, counters, last),
-        per_silo_mean=means(last.per_silo),
-        fairness=fairness_of(last.per_silo),
+        per_silo=_per_silo(data, counters, last, stated),
+        per_silo_mean=means(last.per_silo) if last.per_silo else {},
+        fairness=fairness_of(last.per_silo) if last.per_silo else {},
         bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
         messages=_messages(loop),
         tasks=TaskCounts(
@@ -66,26 +80,41 @@ def summary_of(
         ),
         seconds=_seconds(counters, clock),
         processes=Processes(
-            silos=len(population.silos), peak_pss_mb=round(psutil.Process().memory_full_info().pss / 2**20, 1)
+            silos=len(data.silos), peak_pss_mb=round(psutil.Process().memory_full_info().pss / 2**20, 1)
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, config, last, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, config, last, own, unchanged=unchanged))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
+    """The evaluator's last evaluation; without an evaluator one without figures."""
     lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, EvaluationLine)]
-    return max(reversed(lines), key=lambda line: line.version)
+    nothing = EvaluationLine(kind="evaluation", version=0, metrics={}, per_silo={})
+    return max(reversed(lines), key=lambda line: line.version, default=nothing)
 
 
-def _per_silo(population: Population, counters: Counters, last: EvaluationLine) -> dict[str, SiloSummary]:
+def _last_own_heldout(loop: Loop) -> OwnHeldOut | None:
+    """The silos' last evaluation; None if they do not evaluate."""
+    lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, OwnHeldOutLine)]
+    if not lines:
+        return None
+    last = max(reversed(lines), key=lambda line: line.version)
+    return OwnHeldOut.model_validate({name: value for name, value in last.plain().items() if name not in _OF_A_LINE})
+
+
+def _per_silo(
+    data: RunData, counters: Counters, last: EvaluationLine, stated: AgreementRecord | None
+) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
-    for silo in population.silos:
+    for silo, samples in zip(data.silos, data.samples, strict=True):
+        said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-            "samples": len(population.train[silo.index]),
+            "samples": samples,
             "participations": counters.participations[silo.name],
-            **last.per_silo[silo.name],
+            **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
+            **last.per_silo.get(silo.name, {}),
         }
         result[silo.name] = SiloSummary.model_validate(values)
     return result
@@ -125,9 +154,13 @@ def _versions_of(loop: Loop) -> dict[str, str]:
     }
 
 
-def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool) -> dict[str, object]:
+def _optional_keys(
+    loop: Loop, config: ReleaseConfig, last: EvaluationLine, own: OwnHeldOut | None, *, unchanged: bool
+) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
+    if own is not None:
+        optional["own_heldout"] = own
     if config.released_with:
         optional["released_with"] = config.released_with
     if unchanged:
@@ -137,7 +170,8 @@ def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, u
         optional |= {name: value for name, value in line if name.startswith("personal")}
     if loop.evaluation.missing:
         optional["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
-    if own_metrics := described(measures_of(loop.run_context.scenario.evaluation), last.metrics):
+    measures = measures_of(loop.run_context.scenario.evaluation)
+    if own_metrics := described(measures, last.metrics or ({} if own is None else own.metrics)):
         optional["own_metrics"] = own_metrics
     if traits.our_reading:
         optional["our_reading"] = True

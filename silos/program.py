@@ -18,15 +18,17 @@ from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.config.site import Site
+from fedmq.data.item_digests import item_digests
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
-from fedmq.evaluation.program import HeldOut
+from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import Encoders, Local, Task
+from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
+from fedmq.federation.site_data import SiteData, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
@@ -37,7 +39,7 @@ from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload
+from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
 from silos.personal_state import StateStore
 from silos.slots import Slots, slots_folder
@@ -64,6 +66,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
+        site: the silo's site, which has its data if the silos have data of their own; None without a site file.
     """
 
     run: ResolvedRun
@@ -73,6 +76,7 @@ class SiloArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    site: Site | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -124,8 +128,8 @@ class Silo:
             if isinstance(fault, Drift):
                 all_rows = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
-        share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = population.label_columns(self.scenario)
+        share = population.load(rows, image=self.facts.image, text=self.facts.text)
+        columns = population.run_data.label_columns(self.scenario)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
             share = replace(share, labels=share.labels[:, columns].contiguous())
         self.dataset = share
@@ -134,7 +138,7 @@ class Silo:
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
-        """The payloads of the reply to a message of kind task or evaluate.
+        """The payloads of the answer to a message of kind task, evaluate or evaluate_own.
 
         Raises:
             RemoteWireError: the message has a model whose layout is not this scenario's.
@@ -142,7 +146,13 @@ class Silo:
         for payload in message.payloads:
             if isinstance(payload, Model):
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
-        return self.answer(message) if message.header.kind is Kind.TASK else (self.measure(message),)
+        match message.header.kind:
+            case Kind.TASK:
+                return self.answer(message)
+            case Kind.EVALUATE_OWN:
+                return (self.measure_shared(message),)
+            case _:
+                return (self.measure(message),)
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
         """Train and return the payloads of the reply.
@@ -183,7 +193,30 @@ class Silo:
         # From the state after its last merged task, so that a pending task has no influence.
         encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
-        return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        measured = heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        # Of data of its own the silo's part is all there is.
+        return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
+
+    def measure_shared(self, message: Message) -> OwnMetrics:
+        """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
+
+        Args:
+            message: of kind evaluate_own, with the model and what else its inference needs.
+
+        Raises:
+            RemoteWireError: no model, more than one, or one of another layout.
+        """
+        model, before = self.model, self.model.flat.detach().clone()
+        if not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+            # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
+            model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+        try:
+            load_inference(model, message.payloads)
+            heldout = HeldOut.load(self.scenario, self.population)
+            return heldout.own_metrics(encoders_of(model), binary=model.binary, name=self.facts.name)
+        finally:
+            forget_inference(model)
+            self.model.load(before.cpu().numpy())
 
     def personal_encoders(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
         """The encoders of the silo's personal model, and the towers that they use.
@@ -247,21 +280,29 @@ def run_silo(
     )
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
-        silo = _loaded(arguments, identity)
-        kept = _keeps_state(silo, log)
-        link.start()
-        progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
+        start = SiloStart.of(arguments, identity)
+        silo = start.silo
+        kept = silo is not None and _keeps_state(silo, log)
+        link.start(start.statement)
+        progress(f"{arguments.name}: {start.samples} samples, connecting to {arguments.connect}")
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
                 break
             last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
-                case Kind.LAYOUT:
+                case Kind.AGREEMENT:
+                    if silo is None:
+                        silo = start.agreed(message)
+                        kept = _keeps_state(silo, log)
+                    link.send(Kind.AGREEMENT, message.payloads, sequence=0, reply_to=None, base_version=0)
+                case Kind.ERROR:
+                    raise_refused(message, arguments.name)
+                case Kind.LAYOUT if silo is not None:
                     agree(message.layout, silo.context.layout)
                     progress(f"{arguments.name}: joined")
                     joined()
-                case Kind.TASK | Kind.EVALUATE:
+                case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None:
                     reply_to(link, silo, slots, message, progress)
                     release_unused_memory()  # memory of a failed task
                     if not kept and not silo.store.empty:
@@ -277,12 +318,59 @@ def run_silo(
         slots.close()
 
 
-def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
-    """Build the silo and load its data."""
+@dataclass(frozen=True)
+class SiloStart:
+    """A silo before it joins: its data are loaded and described.
+
+    Args:
+        arguments: how it was started.
+        identity: its key.
+        statement: what it states about its data.
+        samples: number of its training items.
+        silo: ready for tasks; None until the silos have agreed on labels and inputs.
+        data: of a silo with data of its own; None in a simulated partition.
+    """
+
+    arguments: SiloArguments
+    identity: Identity
+    statement: tuple[Payload, ...]
+    samples: int
+    silo: Silo | None
+    data: SiteData | None = None
+
+    @classmethod
+    def of(cls, arguments: SiloArguments, identity: Identity) -> SiloStart:
+        """Load the data.
+
+        Raises:
+            InputError: the data cannot be read, or a silo with data of its own has no site file.
+        """
+        scenario, name, run = arguments.scenario, arguments.name, arguments.run
+        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        if scenario.data is None:
+            data = SiteData.load(here, arguments.site, run.id)
+            return cls(arguments, identity, data.statement, data.samples, None, data)
+        population = build_population(here, folder=arguments.data, pooled=run.pooled)
+        silo = _silo(arguments, identity, population)
+        items = item_digests(population.prepared, scenario.dealt)
+        statement = population.statement(population.facts(name), items, run.id)
+        return cls(arguments, identity, (statement,), len(silo.dataset), silo)
+
+    def agreed(self, message: Message) -> Silo:
+        """The silo, once the silos have agreed on labels and inputs.
+
+        Raises:
+            RemoteWireError: the agreement does not fit the silo.
+        """
+        assert self.data is not None  # noqa: S101 - only silos with data of their own are sent an agreement
+        population = self.data.population(self.arguments.name, message.payloads)
+        return _silo(self.arguments, self.identity, population)
+
+
+def _silo(arguments: SiloArguments, identity: Identity, population: Population) -> Silo:
     scenario = arguments.scenario
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
-    here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
+    silo = Silo(arguments, population, noise=noise)
     keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
     return silo
 
@@ -338,7 +426,7 @@ def reply_to(
         elif reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
-            Kind.ERROR,
+            Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
             (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
@@ -346,6 +434,7 @@ def reply_to(
         )
         return
     number, base = header.sequence, header.base_version
-    link.send(Kind.REPLY, payloads, sequence=number, reply_to=number, base_version=base)
+    kind = Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.REPLY
+    link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
     done = f"task {header.sequence} of round {message.task.round}" if message.task else f"measuring version {base}"
     progress(f"{silo.facts.name}: {done} done")

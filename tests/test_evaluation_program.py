@@ -15,8 +15,8 @@ from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, rank
+from fedmq.evaluation.heldout import HeldOut
 from fedmq.evaluation.metrics import fold_recalls, measure
-from fedmq.evaluation.program import HeldOut
 from fedmq.federation import population as populations
 from fedmq.federation.population import build_population, device_of
 from fedmq.federation.protocol import Encoders

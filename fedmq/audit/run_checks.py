@@ -27,6 +27,7 @@ from fedmq.runs.run_records import (
     Figures,
     MergeLine,
     MetricsLine,
+    OwnHeldOutLine,
     PersonalLine,
     ReleaseConfig,
     RunSummary,
@@ -378,6 +379,8 @@ def _measured(line: MetricsLine) -> list[Figures]:
             return [line.metrics, *line.per_silo.values()]
         case PersonalLine():
             return [*line.personal_whole_split.values(), *line.personal_per_silo.values()]
+        case OwnHeldOutLine():
+            return [line.metrics, *(each.figures for each in line.per_silo.values())]
         case MergeLine():
             return []
 

@@ -17,7 +17,6 @@ from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.text import did_you_mean, one_of
 
-
 #: Keys of a data section that are paths.
 DATA_PATHS = ("path", "annotations", "images")
 
@@ -295,12 +294,12 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
     data, trace = scenario.data, scenario.participation.trace
     places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
     parts: dict[str, dict[str, object]] = {
-        **({} if data is None else {"data": {key: absolute(f"data.{key}", path) for key, path in places.items() if path}}),
+        "data": {key: absolute(f"data.{key}", path) for key, path in places.items() if path},
         "participation": {"trace": absolute("participation.trace", trace)} if trace else {},
         "backbone": _weights(scenario.backbone) if weights else {},
     }
     return scenario.model_copy(
-        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items()}
+        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items() if changed}
     )
 
 

@@ -467,6 +467,9 @@ class Scenario(Part):
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
+        others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
+        if self.data is None and others:
+            raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")
         if self.data is not None and self.evaluation.heldout in ("own", "both"):
             raise ValueError(f"evaluation.heldout {self.evaluation.heldout} needs partition.kind own")
 

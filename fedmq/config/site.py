@@ -32,6 +32,7 @@ class Site(Part):
         None, description="address of the coordinator"
     )
     out: Path | None = Field(None, description="folder for the message log and the personal state")
+    file: Path | None = Field(None, exclude=True, description="set by fedmq: the site file itself")
 
     @field_validator("modalities")
     @classmethod
@@ -39,6 +40,10 @@ class Site(Part):
         if given is not None and len(set(given)) != len(given):
             raise ValueError("each modality once")
         return given
+
+    def place(self, key: str) -> str:
+        """Place of a key such as ``data.path`` in the site file."""
+        return key if self.file is None else place_in(self.file, key)
 
     def has(self, modality: Modality) -> bool:
         """Whether the site uses a modality, if its data have it."""
@@ -55,6 +60,8 @@ def read_site(path: Path) -> Site:
         raw = read_yaml(path)
     except InputError as error:
         raise InputError(error.place, error.found, _ALLOWED) from None
+    if "file" in raw:
+        raise InputError(place_in(path, "file"), raw["file"], "no such key: fedmq sets it")
     try:
         site = Site.model_validate(raw)
     except ValidationError as error:
@@ -72,7 +79,7 @@ def read_site(path: Path) -> Site:
             changes["data"] = site.data.model_copy(update=data)
     except InputError as error:
         raise InputError(place_in(path, error.place), error.found, error.allowed) from None
-    return site.model_copy(update=changes)
+    return site.model_copy(update={**changes, "file": path})
 
 
 def place_in(path: Path, key: str) -> str:

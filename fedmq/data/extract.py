@@ -281,11 +281,13 @@ def prepare_raw(
             "content": [raw.image_digest, raw.text_digest(todo.kind)],
             "backbone": backbone.model_dump(mode="json"),
             "weights": [todo.image.digest, todo.text.digest if todo.text else None],
+            "later": todo.image.later,
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
         }
         scale = {"mean": todo.image.mean, "std": todo.image.std}
-        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column)
+        words = raw.vocabulary if todo.kind == "bag" else ()
+        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column, vocabulary=words)
 
     return open_prepared(build_once(folder, fill))
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
@@ -43,6 +43,7 @@ class PreparedMeta(Stored):
         text_dtype: dtype name of the caption inputs.
         captions: maximum number of captions of an item.
         label_names: names of the L labels.
+        vocabulary: words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
     """
@@ -57,6 +58,7 @@ class PreparedMeta(Stored):
     text_dtype: str
     captions: int | None = None
     label_names: list[str]
+    vocabulary: list[str] = Field(default_factory=list)
     mean: list[float]
     std: list[float]
 
@@ -105,6 +107,11 @@ class Prepared:
     def label_names(self) -> tuple[str, ...]:
         """Names of the L labels; empty if the data set has none."""
         return tuple(self.meta.label_names)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Words of the bags of words, in the order of their columns; empty if unknown, or for other texts."""
+        return tuple(self.meta.vocabulary)
 
     @property
     def inputs(self) -> InputSpec:
@@ -209,6 +216,7 @@ def finish(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     column: Sequence[str] | None = None,
+    vocabulary: Sequence[str] = (),
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
@@ -225,6 +233,7 @@ def finish(
         label_names=list(label_names),
         mean=list(mean),
         std=list(std),
+        **({"vocabulary": list(vocabulary)} if vocabulary else {}),
     )
     if column is not None:
         (folder / "column.json").write_text(json.dumps(list(column)), encoding="utf-8")

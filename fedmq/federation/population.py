@@ -11,9 +11,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +20,24 @@ import torch
 
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, Scenario
+from fedmq.config.sections import Modality
 from fedmq.config.user_files import label
 from fedmq.data import partition
-from fedmq.data.label_levels import trained_columns
+from fedmq.data.item_digests import ItemDigests, salted_digest
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, open_prepared
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
+from fedmq.federation.agreement import as_agreed, counts_of, mask_of
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models import hash_networks
-from fedmq.models.build import build
-from fedmq.models.objective_registry import OBJECTIVES, network_of
+from fedmq.federation.run_data import Counts, RunData
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import write_atomically
+from fedmq.wire.payloads import DataStatement
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
@@ -57,6 +57,7 @@ class Population:
         database: all rows outside the evaluated split, the public split and a separate validation split.
         galleries: rows of the database assigned to each silo: its training rows, and its part of the others.
         cache: cache folder, which also holds shared weights.
+        agreed: what the silos have agreed on with ``partition.kind own``; None in a simulated partition.
     """
 
     prepared: Prepared
@@ -68,58 +69,68 @@ class Population:
     galleries: tuple[I64, ...]
     cache: Path
 
+    agreed: RunData | None = None
+
     @cached_property
-    def _by_name(self) -> dict[str, SiloFacts]:
-        return {silo.name: silo for silo in self.silos}
+    def run_data(self) -> RunData:
+        """What all processes of the run know about its data."""
+        if self.agreed is not None:
+            return self.agreed
+        prepared = self.prepared
+        return RunData(self.silos, prepared.inputs, prepared.label_names, self.cache, public=self.public_dataset)
+
+    def counted(self) -> RunData:
+        """The same with the numbers of items and the digests, which only the coordinator needs."""
+        prepared, counts = self.prepared, {silo.name: self.counts_of(silo) for silo in self.silos}
+        labels = prepared.labels
+        labelled = labels is None or bool(labels[np.concatenate(self.train)].any())
+        return replace(
+            self.run_data, labelled=labelled, digest=prepared.digest, content=prepared.content, counts=counts
+        )
+
+    def statement(self, silo: SiloFacts | None, items: ItemDigests, run: str) -> DataStatement:
+        """What a process of a simulated run states about its data; the digest is that of the whole data set.
+
+        Args:
+            silo: the silo; None for the evaluator.
+            items: digests of the items of the data set.
+            run: the run's id.
+        """
+        if silo is None:
+            evaluated = np.union1d(self.evaluated, self.database)
+            counts, mask = counts_of(self.prepared, evaluated, image=True, text=True), mask_of(image=True, text=True)
+        else:
+            counts, mask = self.counts_of(silo), mask_of(image=silo.image, text=silo.text)
+        return DataStatement(salted_digest(items, run), mask, counts)
+
+    def counts_of(self, silo: SiloFacts) -> Counts:
+        """Numbers of the items that a silo holds."""
+        parts = (self.train[silo.index], self.heldout[silo.index], self.galleries[silo.index])
+        rows = np.unique(np.concatenate(parts))
+        return counts_of(self.prepared, rows, image=silo.image, text=silo.text)
 
     def facts(self, name: str) -> SiloFacts:
         """Facts of one silo."""
-        return self._by_name[name]
+        return self.run_data.facts(name)
 
-    def build_model(
-        self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
-    ) -> TwoTower:
-        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        if network_of(scenario.objective) is not None:
-            classes = hash_networks.classes_of(self.prepared.label_names)
-            return hash_networks.build(
-                scenario.objective,
-                self.prepared.inputs,
-                classes,
-                scenario.seed,
-                torch.device(device),
-                trained=scenario.backbone if scenario.backbone.end_to_end else None,
-            )
-        return build(
-            scenario.backbone,
-            self.prepared.inputs,
-            scenario.seed,
-            device=device,
-            modalities=modalities,
-            cache=self.cache,
-        )
+    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
+        """Build the two towers, as :meth:`RunData.build_model`."""
+        return self.run_data.build_model(scenario, device, modalities)
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """The context for both halves of a method."""
-        names = self.prepared.label_names
-        return Context(
-            scenario.seed,
-            scenario.rounds,
-            self.silos,
-            model.layout,
-            model.dim,
-            scenario.training,
-            scenario.objective,
-            tuple(names[column] for column in self.label_columns(scenario)),
-            max_age=scenario.aggregation.max_age,
-            public=self.public_dataset,
-            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
-        )
+        return self.run_data.context(scenario, model)
 
-    def label_columns(self, scenario: Scenario) -> list[int]:
-        """Columns of the data set's labels that the scenario's objective trains on."""
-        kind = OBJECTIVES.find(scenario.objective.base)
-        return trained_columns(self.prepared.label_names, both_levels=kind.both_levels)
+    def load(self, rows: I64, *, image: bool, text: bool) -> SiloDataset:
+        """Load rows into memory, with the run's labels and vocabulary.
+
+        Args:
+            rows: int64 [n], rows of the data set, in the order to keep.
+            image: whether to load images.
+            text: whether to load captions.
+        """
+        dataset = load_silo_dataset(self.prepared, rows, image=image, text=text)
+        return dataset if self.agreed is None else as_agreed(dataset, self.prepared, self.agreed)
 
     def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None if there are none."""
@@ -214,6 +225,30 @@ def build_population(
         train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
         silos = (replace(silos[0], image=True, text=True), *silos[1:])
     return Population(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
+
+
+def own_population(
+    scenario: Scenario, name: str, prepared: Prepared, agreed: RunData, *, held: bool = True
+) -> Population:
+    """The population as a process with data of its own sees it: only its own rows.
+
+    Args:
+        scenario: as resolved.
+        name: of the silo, or of the evaluator.
+        prepared: its data set.
+        agreed: what the silos have agreed on.
+        held: whether the process is a silo, which trains on its training rows.
+    """
+    nothing, database = np.zeros(0, np.int64), _database(scenario, prepared)
+    evaluated = prepared.rows(scenario.evaluation.split)
+
+    def of(rows: I64) -> Parts:
+        return tuple(rows if silo.name == name and held else nothing for silo in agreed.silos)
+
+    train = of(prepared.rows("train"))
+    return Population(
+        prepared, agreed.silos, train, of(evaluated), evaluated, database, of(database), agreed.cache, agreed
+    )
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:

@@ -40,6 +40,8 @@ class RunData:
         inputs: shapes and dtypes of the model inputs.
         label_names: names of the labels, in order; empty if there are none.
         cache: cache folder, which holds shared weights.
+        vocabulary: words of the bags of words, in order; empty in a simulated partition, and for other texts.
+        labelled: whether a training item has a label.
         digest: digest (hex) of the data, which a resumed run must find again.
         content: digest (hex) of what does not depend on the machine, which is released with the model.
         counts: numbers of items, by silo; of a silo with own data only its own.
@@ -50,6 +52,8 @@ class RunData:
     inputs: InputSpec
     label_names: tuple[str, ...]
     cache: Path
+    vocabulary: tuple[str, ...] = ()
+    labelled: bool = True
     digest: str = ""
     content: str = ""
     counts: Mapping[str, Counts] = field(default_factory=dict)
@@ -67,6 +71,10 @@ class RunData:
     def samples(self) -> tuple[int, ...]:
         """Number of training items of each silo."""
         return tuple(int(self.counts[silo.name][SPLITS.index("train")].sum()) for silo in self.silos)
+
+    def pairs(self, split: str) -> tuple[int, ...]:
+        """Number of items of a split that have both modalities, of each silo."""
+        return tuple(int(self.counts[silo.name][SPLITS.index(split), 0]) for silo in self.silos)
 
     def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
         """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""

@@ -345,7 +345,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
             "a folder of images, or a scenario file (YAML) for its data",
         )
     else:
-        data = load(chosen).data
+        data = load(chosen).dealt
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")

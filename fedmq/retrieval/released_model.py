@@ -17,7 +17,7 @@ from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.program import load_inference
+from fedmq.evaluation.heldout import load_inference
 from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.two_tower import TwoTower

@@ -47,6 +47,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def agreement(self) -> Path:
+        """What the processes stated about their data, and what the silos agreed on."""
+        return self.root / "agreement.json"
+
+    @property
     def metrics(self) -> Path:
         """One line per evaluation and per merge."""
         return self.root / "metrics.jsonl"

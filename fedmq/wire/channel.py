@@ -76,14 +76,20 @@ class Channel:
         self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
 
+        self._statement: tuple[Payload, ...] = ()
         self._session: Session | None = None
         self._initiated: Initiated | None = None
         self._received_at = self._beat_at = self._hello_at = 0.0
         self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
-    def start(self) -> None:
-        """Start connecting."""
+    def start(self, statement: tuple[Payload, ...] = ()) -> None:
+        """Start connecting.
+
+        Args:
+            statement: what this process states about its data, the first message of each session; empty sends none.
+        """
+        self._statement = statement
         self._thread.start()
 
     def receive(self, timeout: float | None = None) -> Message | None:
@@ -264,3 +270,13 @@ class Channel:
         connection.send(ready)
         self._session, self._unanswered = session, 0
         self._received_at = self._beat_at = now
+        if self._statement:
+            header = Header(
+                run=self._run,
+                kind=Kind.STATEMENT,
+                sender=self._identity.name,
+                receiver=COORDINATOR,
+                sequence=0,
+                sent_at=self._now(),
+            )
+            self._send_sealed(connection, session, Message(header, self._statement))

@@ -104,6 +104,7 @@ def mirflickr_photos(data: Data) -> RawSet:
             pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers), root),
             captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
+            vocabulary=tuple(vocabulary) if len(known) == len(vocabulary) else (),
             labels=labels,
             label_names=tuple(path.stem for path in files),
         )
@@ -182,6 +183,7 @@ def nuswide_photos(data: Data) -> RawSet:
                 for row in kept
             ),
             bag=bag[kept],
+            vocabulary=tuple(words) if len(set(words)) == len(words) else (),
             labels=labels[kept],
             label_names=tuple(files[index].stem.removeprefix("Labels_") for index in top),
         )

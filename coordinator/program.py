@@ -56,7 +56,7 @@ from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
-_LEAST_BODY = 1 << 26
+LEAST_BODY = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def run_coordinator(
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
-        summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
+        summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
 
@@ -210,13 +210,13 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def largest_body(run_context: RunContext) -> int:
+def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
     """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
 
     Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
     """
     tensors = run_context.traits.reply_bytes
-    return max(_LEAST_BODY, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
+    return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
@@ -351,7 +351,7 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
+def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:

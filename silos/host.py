@@ -30,7 +30,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.transports.shared import beat_patience
 from silos.personal_state import StateStore
-from silos.program import KEPT_MODELS, Silo, SiloArguments, StateNotes, reply
+from silos.program import KEPT_MODELS, Silo, SiloArguments, StateNotes, reply_to
 from silos.slots import Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that it answered for last.
@@ -167,6 +167,6 @@ def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Call
         agree(message.layout, host.model.layout)
         joined()
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
-        reply(host.channels.channels[name], host.silo(name), slots, message, lambda _: None)
+        reply_to(host.channels.channels[name], host.silo(name), slots, message, lambda _: None)
         release_unused_memory()  # memory of a failed task
         member.notes.after_task(message.header.sequence)

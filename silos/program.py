@@ -44,7 +44,7 @@ from silos.slots import Slots, slots_folder
 
 #: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
 #: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.
-_ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
+FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
 KEPT_MODELS = 3
@@ -162,7 +162,7 @@ class Silo:
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
-        payloads = tuple(self._transform(payload, task) for payload in sent)
+        payloads = tuple(self.transform(payload, task) for payload in sent)
         # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.attacks(name, number, version, header.sent_at):
@@ -204,7 +204,8 @@ class Silo:
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
         return self.protocol.encoders(Local(self.facts, self.dataset, model, state), message.payloads), model
 
-    def _transform(self, payload: Payload, task: Task) -> Payload:
+    def transform(self, payload: Payload, task: Task) -> Payload:
+        """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
         if not isinstance(payload, update_transforms.TRANSFORMED):
             return payload
         # A second update in the same reply needs different noise.
@@ -261,7 +262,7 @@ def run_silo(
                     progress(f"{arguments.name}: joined")
                     joined()
                 case Kind.TASK | Kind.EVALUATE:
-                    reply(link, silo, slots, message, progress)
+                    reply_to(link, silo, slots, message, progress)
                     release_unused_memory()  # memory of a failed task
                     notes.after_task(message.header.sequence)
                 case _:
@@ -326,18 +327,21 @@ def reportable(error: Exception) -> str:
             return name
 
 
-def reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
-    """Answer a message of kind task or evaluate: with the payloads, or with the error of a task that failed.
-
-    Raises:
-        DiskError: the personal state could not be stored; the process must end, and repeat the task when restarted.
-    """
+def reply_to(
+    link: Channel,
+    silo: Silo,
+    slots: Slots,
+    message: Message,
+    progress: Callable[[str], None],
+    fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
+) -> None:
+    """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
     header = message.header
     try:
         with slots.one():
             payloads = silo.respond(message)
             release_unused_memory()  # before the slot is released to the next silo
-    except _ENDING:
+    except fatal:
         raise
     except Exception as error:
         reported = reportable(error)

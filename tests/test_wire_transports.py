@@ -479,7 +479,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         point = EntryPoint(scheme, value, registry.GROUP)
         monkeypatch.setattr(registry, "entry_points", lambda group: (point,) if group == registry.GROUP else ())
 
-    monkeypatch.setattr(registry, "_TRANSPORTS", dict(registry._TRANSPORTS))
+    monkeypatch.setattr(registry, "TRANSPORTS", dict(registry.TRANSPORTS))
     return offer
 
 

@@ -33,11 +33,11 @@ _HELLO_SECONDS = 2.0
 #: Unanswered hellos before ``progress`` reports it, once until there is a session.
 _QUIET_HELLOS = 5
 #: Longest wait of the thread before it checks the clock again [s].
-_STEP_SECONDS = 0.25
+STEP_SECONDS = 0.25
 #: Messages received per step: a peer that floods the channel must not keep this side from sending heartbeats.
 _MESSAGES_PER_STEP = 256
 #: Steps after which a message that does not fit into the queue is dropped and its session ended.
-_MAX_SEND_STEPS = int(BEAT_SECONDS / _STEP_SECONDS)
+_MAX_SEND_STEPS = int(BEAT_SECONDS / STEP_SECONDS)
 
 
 class Channel:
@@ -227,7 +227,7 @@ class Channel:
         # Logged first: a log may list a message that was not sent, but must not lack one that was.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         for _ in range(_MAX_SEND_STEPS):
-            if connection.send(sealed.frames, timeout_s=_STEP_SECONDS):
+            if connection.send(sealed.frames, timeout_s=STEP_SECONDS):
                 return
             # Keep receiving while the queue is full: it also fills when the coordinator has just ended, and its stop
             # message cannot be read once the session has been ended.

@@ -18,7 +18,8 @@ from fedmq.wire.transports.shared import SHARED, SharedConnection, SharedListene
 GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
+#: The transports registered in this process, by scheme.
+TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
 
 
 def register(scheme: str, transport: Transport) -> None:
@@ -29,14 +30,14 @@ def register(scheme: str, transport: Transport) -> None:
     """
     if _SCHEME.fullmatch(scheme) is None:
         raise ValueError(f"{scheme!r} is not a URI scheme: a lower-case letter, then letters, digits, + . -")
-    if scheme in _TRANSPORTS:
+    if scheme in TRANSPORTS:
         raise ValueError(f"the scheme {scheme} is already registered")
-    _TRANSPORTS[scheme] = transport
+    TRANSPORTS[scheme] = transport
 
 
 def schemes() -> tuple[str, ...]:
     """The schemes registered in this process, without entry points that have not been loaded yet."""
-    return tuple(_TRANSPORTS)
+    return tuple(TRANSPORTS)
 
 
 def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Listener:
@@ -107,12 +108,12 @@ def _checked(uri: str, place: str, *, listening: bool) -> Transport:
 
 def _transport_of(uri: str, place: str) -> Transport:
     scheme, separator, _ = uri.partition("://")
-    if separator and scheme in _TRANSPORTS:
-        return _TRANSPORTS[scheme]
+    if separator and scheme in TRANSPORTS:
+        return TRANSPORTS[scheme]
     offered = {point.name: point for point in entry_points(group=GROUP)}
     if not separator or scheme not in offered:
-        forms = [transport.form for transport in _TRANSPORTS.values()]
-        forms += [f"{name}://..." for name in sorted(offered.keys() - _TRANSPORTS.keys())]
+        forms = [transport.form for transport in TRANSPORTS.values()]
+        forms += [f"{name}://..." for name in sorted(offered.keys() - TRANSPORTS.keys())]
         raise InputError(place, uri, f"{', '.join(forms[:-1])} or {forms[-1]}")
     point = offered[scheme]
     entry_place, allowed = (

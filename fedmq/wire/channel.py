@@ -146,7 +146,7 @@ class Channel:
             connection = self.attach(connect(self._uri))
             try:
                 while not self.finished:
-                    self.step(connection, _STEP_SECONDS)
+                    self.step(connection, STEP_SECONDS)
             finally:
                 connection.close()
         except BaseException as error:

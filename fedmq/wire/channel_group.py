@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedmq.errors import RemoteWireError
-from fedmq.wire.channel import Channel
+from fedmq.wire.channel import STEP_SECONDS, Channel
 from fedmq.wire.messages import Message
 from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
 from fedmq.wire.transports.shared import Branch
 
-#: Longest wait of the thread before all channels look at the clock again [s].
-_STEP_SECONDS = 0.25
 #: Handshakes in progress at a time, so that the coordinator answers each before it is repeated.
 _HANDSHAKES = 16
 
@@ -84,11 +82,11 @@ class ChannelGroup:
                 checked = -math.inf
                 while links:
                     now = time.monotonic()
-                    everyone = now - checked >= _STEP_SECONDS
+                    everyone = now - checked >= STEP_SECONDS
                     checked = now if everyone else checked
                     links = _step(links, everyone=everyone)
                     with contextlib.suppress(RemoteWireError):  # not two frames: nobody can tell whose they were
-                        shared.pump(_STEP_SECONDS)
+                        shared.pump(STEP_SECONDS)
             finally:
                 shared.close()
         except BaseException as error:

@@ -51,7 +51,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload, digest
-from fedmq.wire.transports.base import QUEUE
+from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
 
@@ -152,12 +152,8 @@ def run_coordinator(
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
         if peers is None:
-            # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
-            # largest body are read, so that their refusal is logged by name; larger ones close the connection.
-            queue = QUEUE * arguments.silos_per_connection
-            wire = closing.enter_context(
-                contextlib.closing(listen(arguments.bind, max_frame=2 * max_body, queue=queue))
-            )
+            # Before anything is written, so that an unusable address leaves no folder behind.
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
@@ -174,6 +170,11 @@ def run_coordinator(
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+    """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
+    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
 
 
 def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:

@@ -103,7 +103,6 @@ def read_iapr(data: Data) -> RawSet:
         keys.append(path.relative_to(notes).with_suffix("").as_posix())
         paths.append(_iapr_image(data.images, image) if data.images else notes.parent / image)
         captions.append((caption,) if caption else ())
-    root = data.images or notes.parent
     regions = _regions(folder)
     labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
     return checked(RawSet(str(notes), tuple(keys), Files(tuple(paths)), tuple(captions), None, labels, label_names))

@@ -29,6 +29,6 @@ def same_rows(array: npt.NDArray[Any]) -> I64:
     [0, 1, 0, 3, 4]
     """
     return first_of_equals(
-        hashlib.blake2b(np.ascontiguousarray(row), digest_size=16).digest() if row.any() else number
+        hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=16).digest() if row.any() else number
         for number, row in enumerate(array)
     )

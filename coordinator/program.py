@@ -55,7 +55,9 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload, digest
+from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.shared import beat_patience
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 LEAST_BODY = 1 << 26
@@ -74,6 +76,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
     run: ResolvedRun
@@ -82,6 +85,7 @@ class CoordinatorArguments:
     out: Path
     resume: bool = False
     data: Path | None = None
+    silos_per_connection: int = 1
 
     @property
     def scenario(self) -> Scenario:
@@ -155,9 +159,8 @@ def run_coordinator(
         admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
         max_body, wire = _own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
         if peers is None:
-            # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
-            # largest body are read, so that their refusal is logged by name; larger ones close the connection.
-            wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
+            # Before anything is written, so that an unusable address leaves no folder behind.
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
@@ -166,7 +169,10 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, admission)
+            patience = beat_patience(arguments.silos_per_connection)
+            roster = Roster(
+                wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience, admission=admission
+            )
             if isinstance(admission, OwnDataAdmission):
                 listening(roster.uri)
                 data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
@@ -183,6 +189,11 @@ def run_coordinator(
         summary = finish(loop, data, clock, theta, stated) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+    """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
+    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
 
 
 def _resumable(

@@ -91,6 +91,7 @@ class Roster:
         log: the coordinator's message log.
         clock: clock for liveness and time stamps.
         max_body: largest accepted message body [bytes].
+        patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides by the data that peers state which of them join; None lets all join that prove their key.
     """
 
@@ -103,9 +104,11 @@ class Roster:
         log: MessageLog,
         clock: Clock,
         max_body: int,
+        *,
+        patience: float = 1.0,
         admission: Admission | None = None,
     ) -> None:
-        self._max_body, self._admission = max_body, admission
+        self._max_body, self._patience, self._admission = max_body, patience, admission
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -320,8 +323,8 @@ class Roster:
         return sealed.size
 
     def silent(self, seconds: float, at: float) -> list[str]:
-        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
-        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds]
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
+        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
 
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""

@@ -160,6 +160,11 @@ class Silos(Part):
 
     count: int = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
 
 
 class Partition(Part):

@@ -1,8 +1,8 @@
 """Digests of a data set's items, and the salted digest by which a process states what data it holds.
 
 An item has three SHA-256 digests: of its key, split and label names (as JSON), of its image, and of its captions. An
-image's is over the bytes of its file, of a row of features over its float32 values; captions' is over their texts, or
-over the float32 values. None of them depends on the machine. The salted digest hashes them together with the run's id,
+image's is over its stamp (``Pictures.stamps``: the content and how it is decoded), of a row of features over its
+float32 values; captions' is over their texts, or over the float32 values. None of them depends on the machine. The salted digest hashes them together with the run's id,
 so that it says nothing to somebody who does not have the data, and two runs cannot be linked by it.
 """
 
@@ -22,9 +22,7 @@ from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.raw_set import RawSet
-from fedmq.data.readers.openmoji import Drawings
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import Files, Pictures, files_below, is_folder
 from fedmq.errors import InputError
 from fedmq.progress import Progress, tell
 from fedmq.storage.run_folder import write_atomically
@@ -33,7 +31,6 @@ from fedmq.storage.run_folder import write_atomically
 ItemDigests = npt.NDArray[np.uint8]
 
 _FILE = "item_digests.npy"
-_CHUNK = 1 << 20
 _REPORTED = 256  # items between two reports of progress
 
 
@@ -114,29 +111,9 @@ def _of_raw(prepared: Prepared, data: Data) -> Iterator[tuple[bytes, bytes]]:
     if raw.keys != prepared.keys:
         found, allowed = "other items than those that were prepared", "the data as they were when the run began"
         raise InputError(raw.place, found, allowed)
-    for row in range(len(raw)):
-        yield _of_picture(raw.pictures, row), _of_text(raw, row, kind)
-
-
-def _of_picture(pictures: Pictures, row: int) -> bytes:
-    """Digest of a picture: of the bytes of its files where it has any, otherwise of its pixels."""
-    digest = hashlib.sha256()
-    match pictures:
-        case Files():
-            path = pictures.paths[row]
-            for file in sorted(files_below(path)) if is_folder(path) else [path]:
-                try:
-                    with file.open("rb") as opened:
-                        while chunk := opened.read(_CHUNK):
-                            digest.update(chunk)
-                except OSError as error:
-                    raise InputError(str(file), error.strerror or str(error), "a readable file") from None
-        case Drawings():
-            digest.update(pictures.stamp(row).encode())
-        case _:
-            for frame in pictures.frames(row):
-                digest.update(_of_array(frame))
-    return digest.digest()
+    stamps = raw.pictures.stamps() if raw.stamps is None else raw.stamps
+    for row, stamp in enumerate(stamps):
+        yield hashlib.sha256(stamp.encode()).digest(), _of_text(raw, row, kind)
 
 
 def _of_text(raw: RawSet, row: int, kind: TextKind) -> bytes:

@@ -165,7 +165,8 @@ def run_evaluator(
     try:
         start = EvaluatorStart.of(arguments)
         evaluator = start.evaluator
-        link.start(start.statement)
+        link.statement = start.statement
+        link.start()
         progress(f"{EVALUATOR}: {start.items} held-out items, connecting to {arguments.connect}")
         while True:
             message = link.receive()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
+from fedmq.data.duplicates import same_rows
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
 
@@ -151,6 +152,15 @@ def _floats(path: Path, name: str, value: Array, dimensions: tuple[int, ...]) ->
             row = start + int(np.flatnonzero(~fine)[0])
             raise InputError(f"{path}: {name}", f"a value in row {row} that is not finite", "finite float32 values")
     return wide
+
+
+def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
+    """Image features as float32 [n, d], finite.
+
+    Raises:
+        InputError: another shape or dtype, or a value that is not finite.
+    """
+    return _floats(path, "image", value, (2,))
 
 
 def _captions(path: Path, value: Array | None, n: int, most: int) -> npt.NDArray[np.int64]:
@@ -293,7 +303,7 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
         captions=captions,
         labels=labels,
         label_names=label_names,
-        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed),
+        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed, same_rows(image)),
         split_given="split" in arrays,
         keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
     )

@@ -217,7 +217,7 @@ def read_manifest(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(items),
-            pictures=Files(tuple(paths), root, data.frames if videos else 1, folders),
+            pictures=Files(tuple(paths), data.frames if videos else 1, folders),
             captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,

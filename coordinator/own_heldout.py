@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from fedmq.errors import RemoteWireError
-from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.fairness import fairness_of, means, weighted_means
 from fedmq.evaluation.metrics import HEADLINE, Metric, objection
 from fedmq.federation.protocol import State
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
@@ -46,16 +46,6 @@ def own_heldout_line(
         **({"missing": dict(sorted(missing.items()))} if missing else {}),
     }
     return OwnHeldOutLine.model_validate(plain)
-
-
-def weighted_means(figures: Mapping[str, Mapping[str, float]], items: Mapping[str, int]) -> dict[str, float]:
-    """Means over silos, each weighted by its number of items, of the metrics that all silos have."""
-    if not figures:
-        return {}
-    first, *others = figures.values()
-    common = [name for name in first if all(name in other for other in others)]
-    total = sum(items[silo] for silo in figures)
-    return {name: sum(items[silo] * figures[silo][name] for silo in figures) / total for name in common}
 
 
 class OwnHeldOutRequests:

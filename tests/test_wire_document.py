@@ -60,12 +60,15 @@ def describe(spec: Field) -> str:
             bounds = "" if spec.high == float("inf") else f" in [{spec.low:g}, {spec.high:g}]"
             return f"number{bounds}{', or nil' if spec.nullable else ''}"
         case Word():
-            named = {fields.DIGEST: "digest", fields.NAME: "name"}
-            return named.get(spec.pattern) or "`image`, `text` or `both`"
+            named = {fields.DIGEST: "digest", fields.NAME: "name", payloads.ENCODER: "digest or `none`"}
+            choices = spec.pattern.pattern.split("|")
+            listed = f"{', '.join(f'`{each}`' for each in choices[:-1])} or `{choices[-1]}`"
+            return named.get(spec.pattern) or listed
         case Text():
             return f"str, at most {spec.longest} bytes"
         case Names():
-            return f"array of {spec.least} to {spec.most} layer names"
+            named = {fields.LAYER: "layer names", fields.NAME: "names", fields.LABEL: "label names"}
+            return f"array of {spec.least} to {spec.most} {named[spec.pattern]}"
         case Numbers():
             return f"map of at most {spec.most} metric names to numbers"
         case NumbersByName():
@@ -92,7 +95,11 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     described = rows(section("Messages"))
     assert list(described) == [kind.value for kind in Kind]
     words = {
-        "any but error": frozenset(PAYLOADS) - {"error"},
+        "any of training": frozenset(PAYLOADS)
+        - {"error", "data_statement", "data_format", "silo_modalities", "own_metrics"},
+        "data_statement, data_format": frozenset({"data_statement", "data_format"}),
+        "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
+        "own_metrics or error": frozenset({"own_metrics", "error"}),
         "metrics or none": frozenset({"metrics"}),
         "exactly one error": frozenset({"error"}),
     }

@@ -24,6 +24,8 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.messages import Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
+    DataFormat,
+    DataStatement,
     Delta,
     DiscriminatorDelta,
     Error,
@@ -35,11 +37,13 @@ from fedmq.wire.payloads import (
     Metrics,
     ModalityPrototypes,
     Model,
+    OwnMetrics,
     PartialDelta,
     Payload,
     Representations,
     RouterStatistics,
     SecretShare,
+    SiloModalities,
 )
 from fedmq.wire.sealed_sessions import Session, seal_message
 
@@ -77,12 +81,20 @@ def golden_messages() -> dict[str, Message]:
         "share_uint64": SecretShare(np.array([2**64 - 1], np.uint64), 7, 64),
         "metrics": Metrics({"mean_r1": 0.5, "i2t_r1": 0.25}, {"silo-00": {"mean_r1": 0.125}, "silo-01": {}}),
     }
+    statement = DataStatement(LAYOUT.digest, 3, np.arange(15, dtype=np.int64).reshape(5, 3))
+    nothing = np.zeros(0, np.float32)
+    shapes = np.array([512]), np.array([768])
+    stated = DataFormat(("Katze", "犬"), ("a",), *shapes, "float32", "float32", "none", LAYOUT.digest, nothing, nothing)
     info = TaskInfo(round=2, rounds=200, settled=1, learning_rate=0.001)
     everything = tuple(payloads.values())
     messages = {f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in payloads.items()}
     return {
         **messages,
         "reply-everything": Message(up(Kind.REPLY, reply_to=5), everything),
+        "statement": Message(up(Kind.STATEMENT), (statement, stated)),
+        "agreement": Message(down(Kind.AGREEMENT), (stated, SiloModalities(("silo-00", "silo-01"), np.array([3, 1])))),
+        "evaluate_own": Message(down(Kind.EVALUATE_OWN), (payloads["model"],)),
+        "own_result": Message(up(Kind.OWN_RESULT, reply_to=5), (OwnMetrics(20, {"mean_r1": 0.5}),)),
         "layout": Message(down(Kind.LAYOUT), layout=LAYOUT),
         "task": Message(down(Kind.TASK), (payloads["model"], payloads["modality_prototypes"]), info),
         "evaluate": Message(down(Kind.EVALUATE), (payloads["model"],)),

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from fedmq.audit.data_checks import LoggedData, check_data
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
@@ -60,6 +61,7 @@ class LoggedRun:
         personal: digests of the silos' evaluations of their personal models that the coordinator accepted, by silo and
             version.
         refused: silos from which the coordinator refused a message that it could read.
+        data: what the silos stated about their data, and their own evaluations.
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class LoggedRun:
     measured: dict[int, set[str]] = field(default_factory=dict)
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    data: LoggedData = field(default_factory=LoggedData)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
@@ -94,8 +97,11 @@ class LoggedRun:
     def _take_message(self, place: str, record: MessageRecord) -> None:
         """Add a message of the coordinator's log."""
         header = record.header
+        self.data.take(record)
         if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
             self.evaluated[header.base_version] = place, record
+        elif header.kind is Kind.EVALUATE_OWN:
+            self.evaluated.setdefault(header.base_version, (place, record))
         elif header.kind is Kind.REPLY and record.action == "received":
             if header.sender == EVALUATOR:
                 self.measured.setdefault(header.base_version, set()).update(record.digests)
@@ -172,6 +178,8 @@ def check_run_folder(
                 named.setdefault(silo, folder.summary.name)
     if files.lines is not None:
         yield from _check_metrics(folder, course, files.lines, inline=inline)
+        if not inline:
+            yield from check_data(folder, course.data, files.lines, summary)
         yield from _out_of_bounds(str(folder.metrics), files.lines, summary)
         if summary is not None:
             yield from _check_summary(folder, course, files.lines, summary, inline=inline)
@@ -277,13 +285,15 @@ def _release(
     if summary is None or inline:
         return
     if summary.versions not in course.evaluated:
-        yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary.versions}, which is released"
+        if summary.own_heldout is None or summary.own_heldout.items or summary.own_heldout.missing:
+            yield f"{COORDINATOR}.jsonl", f"nobody was ever sent version {summary.versions} to evaluate it"
         return
     place, request = course.evaluated[summary.versions]
     sent = dict(zip((kind for kind, _ in request.payloads), request.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
-            yield place, f"the evaluator was sent another {kind} than is released"
+            whose = "the evaluator" if request.header.receiver == EVALUATOR else request.header.receiver
+            yield place, f"{whose} was sent another {kind} than is released"
 
 
 def _other(path: Path, what: str, found: str, expected: object) -> Iterator[Discrepancy]:
@@ -352,7 +362,7 @@ def _of_the_last_evaluation(
     """
     last = max(evaluations, key=lambda line: line.version, default=None)
     per_silo = {} if last is None else last.per_silo
-    if last is None or summary.metrics != last.metrics:
+    if summary.metrics != ({} if last is None else last.metrics) or (last is None and summary.own_heldout is None):
         yield place, f"metrics are not those of the last evaluation in {metrics}"
     for silo, entry in summary.per_silo.items():
         if entry.figures != per_silo.get(silo, {}):

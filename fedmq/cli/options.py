@@ -18,7 +18,14 @@ Settings = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
-Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
+OwnKeys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="Folder of the process's keys; or [bold]keys[/bold] in the site file."),
+]
+OwnConnect = Annotated[
+    str | None,
+    typer.Option("--connect", metavar="URI", help="Address of the coordinator; tcp://127.0.0.1:5555 by default."),
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]

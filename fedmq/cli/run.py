@@ -18,8 +18,9 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, out, starting
-from fedmq.cli.options import AsJson, Connect, Device, File, Keys, Quiet, Seed, Settings
+from fedmq.cli.options import AsJson, Device, File, Keys, OwnConnect, OwnKeys, Quiet, Seed, Settings
 from fedmq.cli.scenarios import resolved, resolved_file, warn
+from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
 
@@ -238,13 +239,14 @@ def coordinator_command(
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     warn([run])
-    data = build_population(scenario, bar()).prepared.folder
+    data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
+    others = " and the evaluator" if scenario.evaluator else ""
     stop = until_stopped(f"the same command and --out {folder.root} --resume")
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
             CoordinatorArguments(run, bind, keys, folder.root, resume, data),
             listening=lambda uri: err.print(
-                f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
+                f"listening on {uri} for {scenario.silos.count} silos{others}", highlight=False
             ),
             status=status,
             stop_wanted=stop,
@@ -260,10 +262,13 @@ def coordinator_command(
 
 def silo_command(
     file: File,
-    name: Annotated[str, typer.Option("--name", help="silo-00, silo-01, ...")],
-    keys: Keys,
-    connect: Connect = "tcp://127.0.0.1:5555",
+    name: Annotated[
+        str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
+    ] = None,
+    keys: OwnKeys = None,
+    connect: OwnConnect = None,
     device: Device = None,
+    site: SiteFile = None,
     out_dir: Annotated[
         Path | None,
         typer.Option(
@@ -278,21 +283,20 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
-    check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
-    out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
-    arguments = SiloArguments(run, name, connect, keys, out_dir, device)
+    here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
+    arguments = SiloArguments(run, here.name, here.connect, here.keys, here.out, here.device, site=here.site)
     run_silo(arguments, progress=_print_progress)
 
 
 def evaluator_command(
     file: File,
-    keys: Keys,
-    connect: Connect = "tcp://127.0.0.1:5555",
+    keys: OwnKeys = None,
+    connect: OwnConnect = None,
     device: Device = None,
+    site: SiteFile = None,
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log; runs/<name>-evaluator by default.")
     ] = None,
@@ -305,12 +309,11 @@ def evaluator_command(
     """
     starting()
     from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415
-    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+    from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
-    check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
-    out_dir = out_dir or Path("runs") / f"{run.scenario.name}-evaluator"
-    arguments = EvaluatorArguments(run, connect, keys, out_dir, device)
+    here = whereabouts(run, site, name=EVALUATOR, keys=keys, connect=connect, device=device, out=out_dir)
+    arguments = EvaluatorArguments(run, here.connect, here.keys, here.out, here.device, site=here.site)
     run_evaluator(arguments, progress=_print_progress)
 
 

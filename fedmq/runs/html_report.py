@@ -11,7 +11,7 @@ from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of, shown
 from fedmq.runs.html_figures import Figure
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
+from fedmq.runs.run_records import EvaluationLine, MergeLine, OwnHeldOutLine, PersonalLine, RunSummary
 from fedmq.storage.run_folder import RunFolder, write_text
 
 _HEIGHT = 380  # of a figure [pixels]
@@ -92,7 +92,7 @@ def _losses(merges: Sequence[MergeLine]) -> Figure:
 def _spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
     """Standard deviation of R@1 over silos, of the shared model and, if evaluated, of the personal models."""
     figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
-    shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
+    shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations if line.per_silo}
     stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
     known = {version: std for version, std in stds if std is not None}
     for name, found in (("shared model", shared), ("personal models", known)):
@@ -116,12 +116,13 @@ def _reported(merges: Sequence[MergeLine]) -> dict[str, dict[str, dict[int, floa
 
 def _silos(summary: RunSummary) -> str:
     colours = {2: "#2a6fbb", 1: "#d98c2b"}
-    silos = summary.per_silo
+    silos, own = summary.per_silo, {} if summary.own_heldout is None else summary.own_heldout.per_silo
+    figures = {name: entry.figures or (own[name].figures if name in own else {}) for name, entry in silos.items()}
     figure = Figure("Mean R@1 on each silo's held-out items (orange: one modality)", "", "fraction", _HEIGHT)
     figure.draw(
         "bar",
         x=list(silos),
-        y=[entry.figures[HEADLINE] for entry in silos.values()],
+        y=[figures[name].get(HEADLINE) for name in silos],
         marker={"color": [colours[len(entry.modalities)] for entry in silos.values()]},
         hovertext=[
             f"{' + '.join(entry.modalities)}, {entry.samples} samples, {entry.participations} replies"
@@ -143,15 +144,22 @@ def write(folder: RunFolder) -> None:
         InputError: the run is not finished, or its files are invalid.
     """
     summary, lines = read_summary(folder), read_metrics(folder)
-    evaluations = [line for line in lines if isinstance(line, EvaluationLine)]
+    evaluations = [line for line in lines if isinstance(line, EvaluationLine)] or [
+        EvaluationLine(kind="evaluation", version=line.version, metrics=line.metrics, per_silo={})
+        for line in lines
+        if isinstance(line, OwnHeldOutLine)
+    ]
     merges = [line for line in lines if isinstance(line, MergeLine)]
     personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
     first, own = evaluations[0].metrics, tuple(summary.own_metrics.values())
+    alone = summary.own_heldout if not summary.metrics else None
+    measured, fairness = (summary.metrics, summary.fairness) if alone is None else (alone.metrics, alone.fairness)
+    where = "" if alone is None else f" of the silos' own held-out items ({alone.items})"
     rows = [
         (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}", _title(name, own))
-        for name, value in summary.metrics.items()
+        for name, value in measured.items()
     ]
     up, down = summary.bytes.up, summary.bytes.down
     traffic = [(kind, f"{up.get(kind, 0):,}", f"{down.get(kind, 0):,}") for kind in sorted({*up, *down})]
@@ -160,12 +168,12 @@ def write(folder: RunFolder) -> None:
         f"<p>{summary.versions} merges, {len(summary.per_silo)} silos, "
         f"model digest <code>{html.escape(summary.model_digest)}</code></p>",
         _curves(evaluations, merges, personal, own),
-        "<h2>Retrieval</h2>",
+        f"<h2>Retrieval{where}</h2>",
         _table(("metric", "before training", "after", "what it is"), rows),
         _silos(summary),
         _table(
             ("fairness over silos", "value", "what it is"),
-            [(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
+            [(name, f"{value:.4f}", _title(name)) for name, value in fairness.items()],
         ),
         "<h2>Traffic [bytes of payload tensors]</h2>",
         _table(("payload", "from the silos", "to the silos"), traffic),

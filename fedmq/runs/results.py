@@ -11,7 +11,15 @@ from functools import cached_property
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine, RunSummary
+from fedmq.runs.run_records import (
+    AnyMetricsLine,
+    EvaluationLine,
+    MergeLine,
+    MetricsLine,
+    OwnHeldOutLine,
+    PersonalLine,
+    RunSummary,
+)
 from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 
@@ -58,7 +66,7 @@ class EvaluationResult:
     Args:
         version: of the model, the number of merges before it.
         now: the run's time of that version [s].
-        metrics: value by name, on the whole split.
+        metrics: value by name, on the whole split; without an evaluator on the silos' own held-out items.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
         per_silo_mean: mean over silos by metric, each silo on its part of the split.
     """
@@ -104,6 +112,10 @@ class FinishedRun:
     @cached_property
     def figures(self) -> Mapping[str, object]:
         """Its results, by the keys of the summary."""
+        if self.summary is not None and (own := self.summary.own_heldout) is not None and not self.summary.metrics:
+            # Without an evaluator these are the figures that there are.
+            found = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
+            return {**self.summary.plain(), **found}
         if self.summary is not None:
             return self.summary.plain()
         first = self.evaluations[0]
@@ -183,6 +195,9 @@ def read(folder: RunFolder) -> FinishedRun:
             mean = means(line.per_silo) if line.per_silo else {}
             fairness = fairness_of(line.per_silo)
             evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness, mean)
+        elif isinstance(line, OwnHeldOutLine):
+            found = line.metrics, line.fairness, line.per_silo_mean
+            evaluations.setdefault(version, EvaluationResult(version, times[version], *found))
         elif isinstance(line, PersonalLine):
             personal[version] = Personal(times[version], line)
     if not evaluations:

@@ -98,7 +98,8 @@ def payload(kind: str) -> Callable[[type[PayloadT]], type[PayloadT]]:
 
 _MODALITY = re.compile(r"image|text|both")
 _DTYPE = re.compile(r"float32|uint8|int32|none")
-_ENCODER = re.compile(r"[0-9a-f]{64}|none")
+#: Digest of a frozen encoder, or none.
+ENCODER = re.compile(r"[0-9a-f]{64}|none")
 #: Most label names, and most words of a vocabulary.
 _MOST_LABELS, _MOST_WORDS = 10_000, 50_000
 _SHAPE = Tensor(("int64",), ("r",), low=1, least=0)
@@ -374,8 +375,8 @@ class DataFormat(Payload):
     text_shape: Annotated[I64, replace(_SHAPE, shape=("d",))]
     image_dtype: Annotated[str, Word(_DTYPE)]
     text_dtype: Annotated[str, Word(_DTYPE)]
-    image_encoder: Annotated[str, Word(_ENCODER)]
-    text_encoder: Annotated[str, Word(_ENCODER)]
+    image_encoder: Annotated[str, Word(ENCODER)]
+    text_encoder: Annotated[str, Word(ENCODER)]
     mean: Annotated[F32, _SCALE]
     std: Annotated[F32, _SCALE]
 

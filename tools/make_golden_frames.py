@@ -1,4 +1,4 @@
-"""Write the golden frames in tests/frames/: messages of wire version 1, byte by byte, with fixed keys.
+"""Write the golden frames in tests/frames/: messages of every wire version, byte by byte, with fixed keys.
 
     python tools/make_golden_frames.py
 
@@ -9,6 +9,7 @@ files. Each file is JSON with bytes in hexadecimal.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import Ephemeral, complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Header, Kind, Message, TaskInfo
+from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
@@ -48,6 +49,7 @@ RUN = "golden-1"
 SESSION = bytes(range(16))
 UP_KEY = bytes(range(32))
 DOWN_KEY = bytes(range(32, 64))
+HEAD = "0123456789abcdef" * 4
 LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "float32"), ("logit_scale", (), "float32")])
 
 
@@ -86,7 +88,7 @@ def golden_messages() -> dict[str, Message]:
         "layout": Message(down(Kind.LAYOUT), layout=LAYOUT),
         "task": Message(down(Kind.TASK), (payloads["model"], payloads["modality_prototypes"]), info),
         "evaluate": Message(down(Kind.EVALUATE), (payloads["model"],)),
-        "heartbeat": Message(up(Kind.HEARTBEAT)),
+        "heartbeat": Message(up(Kind.HEARTBEAT), head=HEAD),
         "stop": Message(down(Kind.STOP)),
         "error": Message(up(Kind.ERROR, reply_to=5), (Error("training_failed", "größer → ∞"),)),
     }
@@ -111,11 +113,19 @@ def down(kind: Kind) -> Header:
     )
 
 
-def golden_session(name: str) -> Session:
+def golden_session(name: str, wire_version: int) -> Session:
     """One end of the session with the fixed keys; ``name`` is ``silo-00`` or ``coordinator``."""
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
-    return Session(run=RUN, name=name, peer=peer, session=SESSION, send_key=keys[0], receive_key=keys[1])
+    return Session(
+        run=RUN,
+        name=name,
+        peer=peer,
+        session=SESSION,
+        send_key=keys[0],
+        receive_key=keys[1],
+        wire_version=wire_version,
+    )
 
 
 def golden_identity(name: str, seed: int) -> Identity:
@@ -140,6 +150,7 @@ def describe(message: Message) -> dict[str, Any]:
         ],
         "task": None if message.task is None else vars(message.task),
         "layout": None if message.layout is None else message.layout.to_plain(),
+        **({"head": message.head} if message.header.wire_version > 1 else {}),
     }
 
 
@@ -157,17 +168,17 @@ def plain(value: Any) -> Any:
             return value
 
 
-def sealed_entry(message: Message) -> dict[str, Any]:
-    session = golden_session(message.header.sender)
+def sealed_entry(message: Message, wire_version: int) -> dict[str, Any]:
+    session = golden_session(message.header.sender, wire_version)
     sealed = seal_message(session, message)
     return {
         "wire_version": sealed.header.wire_version,
         "key": (UP_KEY if message.header.sender == "silo-00" else DOWN_KEY).hex(),
         "clear": bytes(sealed.frames[0]).hex(),
-        "body": b"".join(encode_body(message)).hex(),
+        "body": b"".join(encode_body(replace(message, header=sealed.header))).hex(),
         "sealed": bytes(sealed.frames[1]).hex(),
         "tag": sealed.tag,
-        "message": describe(Message(sealed.header, message.payloads, message.task, message.layout)),
+        "message": describe(replace(message, header=sealed.header)),
     }
 
 
@@ -181,7 +192,7 @@ def handshake_entry() -> dict[str, Any]:
     confirm(responded, ready)
     first = seal_message(session, Message(up(Kind.HEARTBEAT)))
     return {
-        "wire_version": 1,
+        "wire_version": session.wire_version,
         "hello": [frame.hex() for frame in hello],
         "welcome": [frame.hex() for frame in welcome],
         "ready": [bytes(frame).hex() for frame in ready],
@@ -192,8 +203,8 @@ def handshake_entry() -> dict[str, Any]:
 
 def main() -> None:
     FRAMES.mkdir(exist_ok=True)
-    entries = {f"v1-{name}": sealed_entry(message) for name, message in golden_messages().items()}
-    entries["v1-handshake"] = handshake_entry()
+    entries = {f"v{WIRE_VERSION}-{name}": sealed_entry(each, WIRE_VERSION) for name, each in golden_messages().items()}
+    entries[f"v{WIRE_VERSION}-handshake"] = handshake_entry()
     for name, entry in entries.items():
         path = FRAMES / f"{name}.json"
         if not path.exists():

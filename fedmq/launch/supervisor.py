@@ -51,6 +51,8 @@ _STOP_PATIENCE = 20.0
 _EVALUATOR_GRACE = 1.0
 #: Time after which the user is told that the processes are still stopping [s].
 _SLOW_STOP_SECONDS = 2.0
+#: Longest folder in which the socket of a run has a path that Unix allows, 107 bytes [bytes].
+_LONGEST_PARENT = 80
 #: Prefix of the temporary folders with runs' keys and sockets.
 _PRIVATE = "fedmq-run-"
 #: File in such a folder that its run has locked.
@@ -298,11 +300,12 @@ def private_folder() -> Iterator[Path]:
     A run ended by SIGKILL cannot remove its folder; the next run does, as the folder's lock is then free. The path is
     short, because paths of Unix sockets must be.
     """
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
+    parent = _short_folder()
+    for lock in parent.glob(f"{_PRIVATE}*/{_LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+b") as file:
             if try_lock(file):
                 shutil.rmtree(lock.parent)
-    private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
+    private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=parent))
     try:
         # Locked under another name first, so that no other run takes the folder for an abandoned one.
         with (private / "fresh").open("xb") as file:
@@ -312,6 +315,14 @@ def private_folder() -> Iterator[Path]:
             yield private
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def _short_folder() -> Path:
+    """The system's folder for temporary files, or another one if the path of a socket in it would be too long."""
+    usual = Path(tempfile.gettempdir())
+    found = [usual, *map(Path, ("/tmp", "/var/tmp", "/dev/shm"))]  # noqa: S108 - mkdtemp makes a private folder in it
+    short = (each for each in found if len(os.fsencode(each)) <= _LONGEST_PARENT and os.access(each, os.W_OK))
+    return next(short, usual)
 
 
 def simulate(

@@ -41,7 +41,9 @@ _HEADER_KEYS = (
     "session",
     "counter",
 )
-_BODY_KEYS = ("payloads", "task", "layout")
+_BODY_KEYS = ("payloads", "task", "layout", "head")
+#: Those of wire version 1.
+_BODY_KEYS_1 = ("payloads", "task", "layout")
 _TASK_KEYS = ("round", "rounds", "settled", "learning_rate")
 _LENGTH_BYTES = 4
 
@@ -63,8 +65,8 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
     if not isinstance(header, Header):
         header = decode_header(header)
     try:
-        payloads, task, layout = _decode_body(byte_view(body), max_body)
-        return Message(header, payloads, task, layout)
+        payloads, task, layout, head = _decode_body(byte_view(body), max_body, header.wire_version)
+        return Message(header, payloads, task, layout, head)
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
     except RecursionError as error:
@@ -103,7 +105,7 @@ def decode_header(raw: BytesLike) -> Header:
 
 
 def encode_body(message: Message) -> list[BytesLike]:
-    """Encode everything but the header.
+    """Encode everything but the header, for the wire version in the header; version 1 has no ``head``.
 
     Returns:
         Buffers whose concatenation is the body; each tensor is a view of the payload's array.
@@ -111,7 +113,7 @@ def encode_body(message: Message) -> list[BytesLike]:
     Raises:
         LocalWireError: the body or its msgpack part is larger than the wire allows.
     """
-    plain = {
+    plain: dict[str, object] = {
         "payloads": [
             [payload.KIND, {name: _plain(spec, getattr(payload, name)) for name, spec in payload.FIELDS.items()}]
             for payload in message.payloads
@@ -119,10 +121,12 @@ def encode_body(message: Message) -> list[BytesLike]:
         "task": None if message.task is None else {key: getattr(message.task, key) for key in _TASK_KEYS},
         "layout": None if message.layout is None else message.layout.to_plain(),
     }
-    head = pack(plain)
-    if len(head) > MAX_BODY_HEADER:
-        raise LocalWireError(f"the body's msgpack part has {len(head)} bytes, allowed {MAX_BODY_HEADER}")
-    buffers: list[BytesLike] = [len(head).to_bytes(_LENGTH_BYTES, "little") + head]
+    if message.header.wire_version > 1:
+        plain["head"] = message.head
+    packed = pack(plain)
+    if len(packed) > MAX_BODY_HEADER:
+        raise LocalWireError(f"the body's msgpack part has {len(packed)} bytes, allowed {MAX_BODY_HEADER}")
+    buffers: list[BytesLike] = [len(packed).to_bytes(_LENGTH_BYTES, "little") + packed]
     size = len(buffers[0])
     for array in (array for payload in message.payloads for array in tensors(payload)):
         padding = -size % ALIGNMENT
@@ -217,7 +221,9 @@ def _plain(spec: Field, value: Any) -> Any:
             return value
 
 
-def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None]:
+def _decode_body(
+    body: memoryview, max_body: int, wire_version: int
+) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None, str | None]:
     if body.nbytes > max_body:
         raise FieldError(f"body: {body.nbytes} bytes, allowed {max_body}", Reason.OVERSIZED)
     if body.nbytes < _LENGTH_BYTES:
@@ -226,7 +232,7 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
     if end > body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its msgpack part ends at {end}")
     plain = unpack(body[_LENGTH_BYTES:end], MAX_BODY_HEADER)
-    _require_keys("body", plain, _BODY_KEYS)
+    _require_keys("body", plain, _BODY_KEYS if wire_version > 1 else _BODY_KEYS_1)
     task = None
     if plain["task"] is not None:
         _require_keys("task", plain["task"], _TASK_KEYS)
@@ -241,7 +247,7 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
         payloads.append(payload)
     if end != body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its last part ends at {end}")
-    return tuple(payloads), task, layout
+    return tuple(payloads), task, layout, plain.get("head")
 
 
 def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:

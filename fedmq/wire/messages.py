@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedmq.wire.fields import I63, U64, FieldError, check_name, check_real, check_whole, shown
+from fedmq.wire.fields import DIGEST, I63, U64, FieldError, check_name, check_real, check_whole, shown
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import PAYLOADS, Error, Metrics, Payload
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: Wire versions supported by this release; the handshake picks the highest common one.
-WIRE_VERSIONS: tuple[int, ...] = (1,)
+WIRE_VERSIONS: tuple[int, ...] = (1, 2)
 SESSION_BYTES = 16
 MAX_PAYLOADS = 64
 #: Names of the two processes that are not silos; every other name is a silo's.
@@ -28,6 +28,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     WELCOME = "welcome"
     READY = "ready"
+    REFUSAL = "refusal"
     LAYOUT = "layout"
     TASK = "task"
     REPLY = "reply"
@@ -115,6 +116,7 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
+    Kind.REFUSAL: frozenset(),
     Kind.LAYOUT: frozenset(),
     Kind.TASK: _DATA,
     Kind.REPLY: _DATA,
@@ -159,6 +161,7 @@ class Message:
         payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
         task: required in a task, optional in an evaluate message, None in all others.
         layout: required in a layout message, None in all others.
+        head: hash (hex) of the last record in the sender's message log; None if unknown. Not sent in wire version 1.
 
     Raises:
         FieldError: an argument is missing or not allowed.
@@ -168,6 +171,7 @@ class Message:
     payloads: tuple[Payload, ...] = ()
     task: TaskInfo | None = None
     layout: Layout | None = None
+    head: str | None = None
 
     def __post_init__(self) -> None:
         kind = self.header.kind
@@ -184,3 +188,5 @@ class Message:
             raise FieldError(f"task: missing from, or not allowed in, a message of kind {kind}")
         if (kind is Kind.LAYOUT) is (self.layout is None):
             raise FieldError(f"layout: missing from, or not allowed in, a message of kind {kind}")
+        if self.head is not None and (type(self.head) is not str or DIGEST.fullmatch(self.head) is None):
+            raise FieldError(f"head: {shown(self.head)} is not a digest")

@@ -27,7 +27,7 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
-HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY})
+HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REFUSAL})
 
 # update_into needs a block less one byte of extra room after its output; the tag is written there afterwards.
 _SLACK = TAG_BYTES
@@ -206,7 +206,8 @@ def seal_message(session: Session, message: Message) -> Sealed:
     """
     if message.header.kind in HANDSHAKE_KINDS:
         raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
-    return session.seal(message.header, encode_body(message))
+    header = replace(message.header, wire_version=session.wire_version)
+    return session.seal(header, encode_body(replace(message, header=header)))
 
 
 def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:

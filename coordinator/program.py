@@ -68,6 +68,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
     """
 
     run: ResolvedRun
@@ -76,6 +77,7 @@ class CoordinatorArguments:
     out: Path
     resume: bool = False
     data: Path | None = None
+    stop_silos: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -160,6 +162,7 @@ def run_coordinator(
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        loop.stop_silos = arguments.stop_silos
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
@@ -246,6 +249,10 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         raise InputError("missing_modality", "no such silo is left", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)

@@ -126,7 +126,9 @@ class _Supervisor:
         """Start the coordinator; returns the connection on which it reports."""
         ours, theirs = CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
-        arguments = CoordinatorArguments(self.run, bind, self.keys, self.folder.root, self.resume, self.data)
+        arguments = CoordinatorArguments(
+            self.run, bind, self.keys, self.folder.root, self.resume, self.data, stop_silos=True
+        )
         self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
@@ -448,7 +450,7 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
         folder = supervisor.folder
-        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        command = f"fedmq scenario --resume {folder.root}"
         raise RunError(f"the coordinator died with exit code {code}; continue with {command}")
     return None
 

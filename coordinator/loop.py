@@ -280,8 +280,8 @@ class Loop:
         self._note_answer(header)
         if self.evaluation.unreadable(header):
             return
-        answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.reply_to is not None
-        if answers and header.sender in self._facts:
+        answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
+        if answers and header.reply_to is not None:
             self._fail(Failed(header.sender, header.reply_to, unusable.reason))
 
     def _on_ready(self, ready: Ready) -> None:

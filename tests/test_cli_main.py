@@ -92,7 +92,8 @@ def test_bad_input_prints_one_line_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["scenario"], "Missing argument 'FILE'; see fedmq scenario --help"),
+        (["scenario"], "FILE: found 'no scenario', allowed: a scenario (YAML), or --resume RUN"),
+        (["evaluator"], "Missing argument 'FILE'; see fedmq evaluator --help"),
         (["scenaro", "x.yaml"], "No such command 'scenaro'"),
         (["scenario", "x.yaml", "--sed", "1"], "No such option: --sed"),
         (["scenario", "x.yaml", "--seed", "abc"], "--seed: found 'abc', allowed: "),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -93,15 +93,20 @@ def scenario_command(
         launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN)
         simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
     if simulated.outcome.summary is None:
-        command = f"fedmq scenario --resume {folder.root}"
-        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
+        _exit_stopped(f"fedmq scenario --resume {folder.root}")
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
     if as_json:
         print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
     else:
         terminal.print_summary(summary, folder, out)
+
+
+def _exit_stopped(command: str, others: str = "") -> NoReturn:
+    """Print the command that continues a stopped run, and exit."""
+    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
+    err.print(text, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
 
 
 @contextlib.contextmanager
@@ -291,10 +296,7 @@ def coordinator_command(
             stop_wanted=stop,
         )
     if outcome.summary is None:
-        waiting = "" if stop_silos else "; silos and evaluator wait"
-        text = f"stopped{waiting}; continue with [bold]{escape(command)}[/bold]"
-        err.print(text, highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
+        _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     terminal.print_summary(outcome.summary, folder, out)
 
 

@@ -222,7 +222,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     # Pixels and token ids are shared between models, but the prepared folder also depends on the model applied later.
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
-    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart)
+    dealt = () if raw.column is None else (data.column, raw.column)
+    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart, *dealt)
     digest = key_of(data.name, image_key, text_key, *facts)
     return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
@@ -283,7 +284,8 @@ def prepare_raw(
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
         }
-        finish(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
+        scale = {"mean": todo.image.mean, "std": todo.image.std}
+        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column)
 
     return open_prepared(build_once(folder, fill))
 

@@ -45,6 +45,7 @@ class RawSet:
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
+        column: n values of ``data.column``, by which ``partition.kind column`` deals the items; None without it.
     """
 
     place: str
@@ -55,6 +56,7 @@ class RawSet:
     labels: U8 | None = None
     label_names: tuple[str, ...] = ()
     split: U8 | None = None
+    column: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -70,6 +72,7 @@ class RawSet:
             bag=None if self.bag is None else self.bag[chosen],
             labels=None if self.labels is None else self.labels[chosen],
             split=None if self.split is None else self.split[chosen],
+            column=None if self.column is None else tuple(self.column[row] for row in chosen),
         )
 
     def labelled(self) -> RawSet:

@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class FeatureSet:
         split: uint8 [n], indices into ``SPLITS``.
         split_given: whether the file contains the split; otherwise it was sampled.
         keys: n unique item keys.
+        column: n values of the key ``data.column``; None without it.
     """
 
     image: npt.NDArray[np.float32]
@@ -52,6 +53,7 @@ class FeatureSet:
     split: npt.NDArray[np.uint8]
     split_given: bool
     keys: tuple[str, ...]
+    column: tuple[str, ...] | None = None
 
 
 #: Exceptions that NumPy and zipfile raise on a damaged .npz file.
@@ -78,7 +80,7 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     with safetensors.safe_open(path, framework="numpy") as opened:
         metadata, names = opened.metadata() or {}, list(opened.keys())
     # Safetensors has no string arrays, but string metadata.
-    strings = {"label_names": np.array(json.loads(metadata["label_names"]))} if "label_names" in metadata else {}
+    strings = {name: np.array(json.loads(text)) for name, text in metadata.items() if text.startswith("[")}
 
     def read(key: str) -> Array:
         if key in strings:
@@ -90,8 +92,8 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     return [*names, *strings], read
 
 
-def _read_arrays(path: Path) -> dict[str, Array]:
-    """Read the arrays of the known keys.
+def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
+    """Read the arrays of the known keys, and of the key by which the partition deals the items.
 
     Raises:
         InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
@@ -113,8 +115,12 @@ def _read_arrays(path: Path) -> dict[str, Array]:
             raise InputError(
                 f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
             )
+    if column is not None and (column in KNOWN or column not in names):
+        others = [name for name in names if name not in KNOWN]
+        found = f"keys {', '.join(others)} besides the known ones" if others else "no key besides the known ones"
+        raise InputError(f"{path}: partition.column {column}", found, "a key of its own: strings or whole numbers [n]")
     arrays = {}
-    for name in (name for name in KNOWN if name in names):
+    for name in (name for name in (*KNOWN, *filter(None, [column])) if name in names):
         try:
             arrays[name] = read(name)
         except broken as error:
@@ -203,6 +209,16 @@ def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.
     return multi, _names(path, "label_names", names, multi.shape[1])
 
 
+def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
+    """The values of the key by which the partition deals the items."""
+    if value.shape != (n,) or value.dtype.kind not in "USiu":
+        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings or whole numbers [{n}]")
+    try:
+        return tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
+
+
 def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
     """Validate arrays with the keys of :func:`read_features`, from any kind of file.
 
@@ -246,7 +262,7 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
     )
 
 
-def read_features(path: Path, seed: int = 0) -> FeatureSet:
+def read_features(path: Path, seed: int = 0, column: str | None = None) -> FeatureSet:
     """Read a ``features`` data set.
 
     Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64. Optional:
@@ -257,8 +273,11 @@ def read_features(path: Path, seed: int = 0) -> FeatureSet:
     Args:
         path: .npz or .safetensors file.
         seed: seed of the 80/10/10 split if the file has no ``split``.
+        column: further key [n] by whose values the partition deals the items.
 
     Raises:
         InputError: the file or an array is invalid; the message gives file, key, found and allowed values.
     """
-    return checked(path, _read_arrays(path), seed)
+    arrays = _read_arrays(path, column)
+    found = checked(path, arrays, seed)
+    return found if column is None else replace(found, column=_values(path, column, arrays[column], len(found.image)))

@@ -29,7 +29,7 @@ KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
 Record = Mapping[str, object]
 
 
-def _csv(path: Path) -> Iterator[tuple[int, Record]]:
+def _csv(path: Path, more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         header = next(reader, [])
@@ -38,8 +38,8 @@ def _csv(path: Path) -> Iterator[tuple[int, Record]]:
             raise InputError(
                 f"{path}: line 1", f"{twice[0]!r} twice", "each column once; only captions may have several"
             )
-        if unknown := [name for name in header if name not in KNOWN]:
-            raise InputError(f"{path}: line 1", unknown[0], f"fields {', '.join(KNOWN)}")
+        if unknown := [name for name in header if name not in (*KNOWN, *more)]:
+            raise InputError(f"{path}: line 1", unknown[0], f"fields {', '.join((*KNOWN, *more))}")
         if header and "image" not in header:
             raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", "a column image, with paths of images")
         for fields in reader:
@@ -51,7 +51,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Record]]:
                 raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
             single, several = dict[str, str](), dict[str, list[str]]()
             for name, value in zip(header, fields, strict=True):
-                if name in ("image", "split", "key"):
+                if name in ("image", "split", "key", *more):
                     single[name] = value
                 else:
                     # Columns `captions` and `caption` are joined in column order.
@@ -69,7 +69,7 @@ def _unique_fields(pairs: list[tuple[str, object]]) -> Record:
     return record
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, Record]]:
+def _jsonl(path: Path, _more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -101,6 +101,14 @@ def _key(place: str, record: Record, image: str) -> str:
     return os.path.normpath(image) if key is None or key == "" else str(key)
 
 
+def _value(place: str, record: Record, column: str) -> str:
+    """The item's value in the column that the partition deals by."""
+    value = record.get(column)
+    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
+        raise InputError(f"{place}: {column}", repr(value)[:80], "a text or a whole number for every item")
+    return whole(str(value).strip(), f"{place}: {column}")
+
+
 def _contains_root(path: Path, root: Path) -> bool:
     """Whether ``path`` is the manifest's root folder or above it, so that it cannot be a folder of frames."""
     normal, start = (Path(os.path.normpath(each.absolute())) for each in (path, root))
@@ -117,13 +125,16 @@ def read_manifest(data: Data) -> RawSet:
     readers = {".csv": _csv, ".jsonl": _jsonl, ".ndjson": _jsonl}
     if path is None or path.suffix.lower() not in readers:
         raise InputError("data.path", str(path), "a .csv or .jsonl file")
+    if data.column in KNOWN:
+        raise InputError("partition.column", data.column, f"a column of its own, not one of {', '.join(KNOWN)}")
+    more = () if data.column is None else (data.column,)
     root = data.images or path.parent
     keys: dict[str, int] = {}
-    paths, captions, labels, splits = [], [], [], []
-    for number, record in readers[path.suffix.lower()](path):
+    paths, captions, labels, splits, values = [], [], [], [], []
+    for number, record in readers[path.suffix.lower()](path, more):
         place = f"{path}: line {number}"
-        if unknown := [name for name in record if name not in KNOWN]:
-            raise InputError(place, str(unknown[0]), f"fields {', '.join(KNOWN)}")
+        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
+            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
         image = record.get("image")
         if not isinstance(image, str) or not image.strip():
             raise InputError(f"{place}: image", image, "the path of an image")
@@ -139,6 +150,7 @@ def read_manifest(data: Data) -> RawSet:
         paths.append(path_of)
         captions.append(_strings(place, record, *CAPTIONS))
         labels.append(_strings(place, record, "labels", "label"))
+        values += [_value(place, record, column) for column in more]
         split = record.get("split")
         splits.append("" if split is None else str(split).strip())
     lines = tuple(keys.values())
@@ -160,5 +172,6 @@ def read_manifest(data: Data) -> RawSet:
             split=split_numbers(str(path), splits, {"validation": "val", "valid": "val"}, lines)
             if any(splits)
             else None,
+            column=tuple(values) if more else None,
         )
     )

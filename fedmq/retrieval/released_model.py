@@ -85,6 +85,7 @@ class ModelFolder:
         folder: with ``config.json`` and ``model.safetensors``.
         config: ``config.json``.
         backbone: as in the configuration; a local copy may have other paths of the frozen weights.
+        objective: as in the run's scenario.
         cache: folder of shared frozen weights.
         device: ``cpu`` or ``cuda:N``.
         default_seed: seed of random frozen weights, for configurations that do not record it.
@@ -93,6 +94,7 @@ class ModelFolder:
     folder: Path
     config: ReleaseConfig
     backbone: Backbone
+    objective: Objective
     cache: Path
     device: str
     default_seed: int = 0
@@ -116,11 +118,10 @@ class ModelFolder:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
             InputError: the release is damaged or of another model, or the frozen weights are not those of the run.
         """
-        objective = Objective.model_validate(self.config.objective)
         if (recorded := self.config.frozen.get("blocks")) is not None:
             self._check_frozen("blocks", clip_weights_digest(self.backbone, self.seed, self.cache), recorded)
         model = build_towers(
-            self.backbone, objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
+            self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
         if model.layout.digest != self.config.layout_digest:
             raise InputError(str(self.folder), "parameters of another model", "the release of this very scenario")
@@ -282,14 +283,14 @@ def open_model(folder: Path, device: str | None = None, weights: str | None = No
     config = read_json(path, ReleaseConfig, "the configuration of a released model")
     try:
         backbone = Backbone.model_validate(config.backbone)
-        Objective.model_validate(config.objective)
+        objective = Objective.model_validate(config.objective)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = f"{path}: {'.'.join(map(str, first['loc'])) or 'backbone'}"
         raise InputError(place, str(first["input"]), str(first["msg"])) from None
     if weights is not None:
         backbone = backbone.model_copy(update={"pretrained": weights})
-    return ModelFolder(folder, config, backbone, cache_folder(), device_of(device or "cpu"))
+    return ModelFolder(folder, config, backbone, objective, cache_folder(), device_of(device or "cpu"))
 
 
 def open_release(root: Path, device: str | None = None) -> Release:
@@ -316,5 +317,6 @@ def open_release(root: Path, device: str | None = None) -> Release:
                 raise OtherModelError(path, found.get(what, "nothing"), expected.get(what, "nothing"), what)
     scenario = load(run.scenario)
     place = device_of(device or scenario.device)
-    files = ModelFolder(run.model, config, scenario.backbone, cache_folder(), place, scenario.seed)
+    backbone, objective = scenario.backbone, scenario.objective
+    files = ModelFolder(run.model, config, backbone, objective, cache_folder(), place, scenario.seed)
     return Release(run, scenario, files)

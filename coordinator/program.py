@@ -51,7 +51,9 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload
+from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.shared import beat_patience
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 LEAST_BODY = 1 << 26
@@ -68,6 +70,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
     run: ResolvedRun
@@ -76,6 +79,7 @@ class CoordinatorArguments:
     out: Path
     resume: bool = False
     data: Path | None = None
+    silos_per_connection: int = 1
 
     @property
     def scenario(self) -> Scenario:
@@ -148,9 +152,8 @@ def run_coordinator(
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
         if peers is None:
-            # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
-            # largest body are read, so that their refusal is logged by name; larger ones close the connection.
-            wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
+            # Before anything is written, so that an unusable address leaves no folder behind.
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
@@ -158,7 +161,8 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body)
+            patience = beat_patience(arguments.silos_per_connection)
+            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         listening(roster.uri)
         phase = loop.run()
@@ -166,6 +170,11 @@ def run_coordinator(
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+    """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
+    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
 
 
 def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:

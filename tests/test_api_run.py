@@ -191,6 +191,6 @@ def test_the_page_on_python_works_as_printed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "python.md", "exec"), names)  # noqa: S102 - the page is this project's
+        exec(compile(block, "python.md", "exec"), names)
     assert names["finished"].summary.versions == 3
     assert names["texts"].shape == (2, 512)

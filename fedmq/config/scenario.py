@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedmq.config import yaml_files
 from fedmq.config.faults import AnyFault, named_silos
 from fedmq.config.sections import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 from fedmq.config.user_files import label
@@ -159,6 +159,11 @@ class Silos(Part):
 
     count: int = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
 
 
 class Partition(Part):
@@ -459,4 +464,4 @@ class Scenario(Part):
 
     def dump(self) -> str:
         """The scenario as YAML with every default written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_files.dump(self.model_dump(mode="json"))

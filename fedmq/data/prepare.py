@@ -12,8 +12,9 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
+from fedmq.data.duplicates import same_rows
 from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays
-from fedmq.data.readers.features import FeatureSet, checked, read_features
+from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
@@ -53,10 +54,12 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Prepare precomputed features of a named set from published .mat, .h5 or .npz files."""
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
-    read = arrays.read_arrays(data)
+    path, read = data.path or Path(data.name), arrays.read_arrays(data)
     entry = catalogue.find(data.name)
-    split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
-    found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
+    split = split_of(
+        read.get("split"), len(read["image"]), data, entry.draw, lambda: same_rows(image_rows(path, read["image"]))
+    )
+    found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
     for part in (found.image, found.text, found.split, found.labels):
         if part is not None:

@@ -90,7 +90,7 @@ def scenario_command(
     elif extend is not None:
         begin_extension(folder, scenario)
     with terminal.display(scenario, err, quiet=quiet) as status:
-        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN)
+        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
         simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
     if simulated.outcome.summary is None:
         _exit_stopped(f"fedmq scenario --resume {folder.root}")
@@ -107,6 +107,10 @@ def _exit_stopped(command: str, others: str = "") -> NoReturn:
     text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
     err.print(text, highlight=False, soft_wrap=True)
     sys.exit(FAILED)
+
+
+def _notice(text: str) -> None:
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -288,7 +292,7 @@ def coordinator_command(
     stop = until_stopped(command)
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
-            CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, stop_silos),
+            CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, stop_silos=stop_silos),
             listening=lambda uri: err.print(
                 f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
             ),

@@ -11,7 +11,7 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "data": ("path", "annotations", "images"),
-    "silos": ("slots",),
+    "silos": ("slots", "hosts"),
     "participation": ("trace", "minimum"),
     "aggregation": ("task_limit",),
 }
@@ -22,6 +22,8 @@ _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
     "participation": {"minimum": None},
     "aggregation": {"task_limit": None},
     "training": {"schedule_rounds": None},
+    "data": {"column": None},
+    "partition": {"column": None},
 }
 
 

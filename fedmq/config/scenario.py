@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedmq.config import yaml_files
 from fedmq.config.faults import AnyFault, named_silos
 from fedmq.config.sections import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 from fedmq.config.user_files import label
@@ -74,6 +74,9 @@ class Data(Part):
         "refuse", description="items without a picture or a caption: refuse the data set, or skip them"
     )
     labelled: bool = Field(False, description="leave out items without a label")
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None, description="column or key of the file with a group for each item; set by partition.column"
+    )
 
 
 class Backbone(Part):
@@ -156,14 +159,25 @@ class Silos(Part):
 
     count: int = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
 
 
 class Partition(Part):
     """How the training data is partitioned among the silos."""
 
-    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes"] = Field(
+    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column"] = Field(
         "dir_clusters",
-        description="iid, Dirichlet over labels, Dirichlet over text clusters, or a number of classes per silo",
+        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, or one "
+        "silo per value of a column of the data",
+    )
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None,
+        description="column: name of the manifest's column or of the features file's key; the silos get its distinct "
+        "values in sorted order",
     )
     alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="dir_clusters: number of text clusters")
@@ -182,9 +196,11 @@ class Partition(Part):
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
 
     @model_validator(mode="after")
-    def _shots(self) -> Partition:
+    def _keys_of_kind(self) -> Partition:
         if self.shots is not None and self.kind != "shards_classes":
             raise ValueError(f"partition.shots needs partition.kind shards_classes, found {self.kind}")
+        if (self.column is None) is (self.kind == "column"):
+            raise ValueError("partition.kind column and partition.column need each other")
         return self
 
 
@@ -231,6 +247,11 @@ class Training(Part):
         "rounds - 1 in runs of at most 5 rounds",
     )
     floor: Fraction = Field(0.01, description="cosine and linear: final learning rate, as a fraction of learning_rate")
+    schedule_rounds: Count | None = Field(
+        None,
+        description="rounds over which the learning rate and the methods' schedules run, at most rounds; later rounds "
+        "keep the final learning rate; null: rounds. `--extend` sets it to the number of rounds before",
+    )
     step_rounds: Count = Field(30, description="step: rounds between steps")
     step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
 
@@ -372,6 +393,16 @@ class Scenario(Part):
             return given
         return {**given, "training": {**training, "warmup_rounds": most}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _column_to_read(cls, given: object) -> object:
+        """Tell the data set's reader which column the partition needs."""
+        partition, data = (given.get(key) for key in ("partition", "data")) if isinstance(given, dict) else (None, None)
+        if not isinstance(given, dict) or not isinstance(partition, dict) or not isinstance(data, dict):
+            return given
+        column = partition.get("column")
+        return given if column is None else {**given, "data": {"column": column, **data}}
+
     @field_validator("protocol", mode="before")
     @classmethod
     def _short_form(cls, value: object) -> object:
@@ -389,6 +420,8 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
+        if self.data.column != self.partition.column:
+            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         names = set(self.silo_names)
         unknown = sorted(set(self.missing_modality.silos) - names)
         if unknown:
@@ -402,15 +435,21 @@ class Scenario(Part):
         if strange:
             known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
             raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
+        planned = self.training.schedule_rounds
+        if planned is not None and planned > self.rounds:
+            raise ValueError(f"training.schedule_rounds ({planned}) must be at most rounds ({self.rounds})")
         if (
-            self.training.warmup_rounds >= self.rounds > 1
+            self.training.warmup_rounds >= self.schedule_rounds > 1
             and self.training.schedule in ("cosine", "linear")
             and self.training.warmup_rounds > 0
         ):
             raise ValueError(
-                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below "
+                f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds})"
             )
-        robust, count = self.aggregation.robust, self.silos.count
+        robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
+        if minimum is not None and minimum > count:
+            raise ValueError(f"participation.minimum ({minimum}) must be at most silos.count ({count})")
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
             raise ValueError(
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
@@ -422,6 +461,11 @@ class Scenario(Part):
                 "sweep: add --processes)"
             )
         return self
+
+    @property
+    def schedule_rounds(self) -> int:
+        """Rounds over which the learning rate and the methods' schedules run."""
+        return self.training.schedule_rounds or self.rounds
 
     @property
     def silo_names(self) -> tuple[str, ...]:
@@ -436,4 +480,4 @@ class Scenario(Part):
 
     def dump(self) -> str:
         """The scenario as YAML with every default written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_files.dump(self.model_dump(mode="json"))

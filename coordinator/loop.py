@@ -39,7 +39,7 @@ from coordinator.reply_validation import validate_reply
 from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.task_errors import TaskErrors, text_of
+from coordinator.task_errors import TaskErrors, reason_of, text_of
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
@@ -50,7 +50,7 @@ from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
+from fedmq.wire.messages import EVALUATOR, Kind, Message
 
 _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
@@ -202,7 +202,7 @@ class Loop:
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
             self.counters.failed += 1
-            if event.reason is FailureReason.ERROR:
+            if event.reason in (FailureReason.ERROR, FailureReason.POLICY):
                 self._errors.task_failed(event.silo)
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
@@ -304,18 +304,18 @@ class Loop:
                 self.roster.refuse(header.sender, error, 0)
                 self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            self._on_error(header, text_of(message))
+            self._on_error(message)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _on_error(self, header: Header, text: str) -> None:
-        """Handle a peer's report of an error: of a task, or of the peer itself."""
-        silo, number = header.sender, header.reply_to
+    def _on_error(self, message: Message) -> None:
+        """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
+        silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
         if number is not None and silo in self._facts:
             if self._is_open(silo, number):
                 self._errors.reported(silo, text)
-            self._set_outcome(silo, number, Failed(silo, number, FailureReason.ERROR))
+            self._set_outcome(silo, number, Failed(silo, number, reason_of(message)))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:

@@ -51,10 +51,12 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload, digest
+from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.shared import beat_patience
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
-_LEAST_BODY = 1 << 26
+LEAST_BODY = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
     run: ResolvedRun
@@ -76,6 +79,7 @@ class CoordinatorArguments:
     out: Path
     resume: bool = False
     data: Path | None = None
+    silos_per_connection: int = 1
 
     @property
     def scenario(self) -> Scenario:
@@ -148,9 +152,8 @@ def run_coordinator(
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
         if peers is None:
-            # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
-            # largest body are read, so that their refusal is logged by name; larger ones close the connection.
-            wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
+            # Before anything is written, so that an unusable address leaves no folder behind.
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
@@ -159,14 +162,20 @@ def run_coordinator(
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
             log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
-            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body)
+            patience = beat_patience(arguments.silos_per_connection)
+            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
-        summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
+        summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+    """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
+    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
 
 
 def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
@@ -203,13 +212,13 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def largest_body(run_context: RunContext) -> int:
+def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
     """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
 
     Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
     """
     tensors = run_context.traits.reply_bytes
-    return max(_LEAST_BODY, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
+    return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
@@ -344,7 +353,7 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
+def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:

@@ -22,8 +22,8 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.audit.verdict import Evidence, verdict
 from fedmq.cli import main as cli
 from fedmq.cli.audit_output import print_audit
-from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
+from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.messages import Reason

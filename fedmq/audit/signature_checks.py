@@ -16,8 +16,8 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import digest_of
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.wire.keys import fingerprint
 from fedmq.wire.log_records import LogRecord, MessageRecord, SignatureRecord, StartRecord, signed_statement

@@ -11,12 +11,16 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "data": ("path", "annotations", "images"),
-    "silos": ("slots",),
+    "silos": ("slots", "hosts"),
     "participation": ("trace",),
 }
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
-_LATER_KEYS: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
+_LATER_KEYS: Mapping[str, Mapping[str, object]] = {
+    "evaluation": {"personal_every": 0, "metrics": []},
+    "data": {"column": None},
+    "partition": {"column": None},
+}
 
 
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:

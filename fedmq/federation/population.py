@@ -21,6 +21,7 @@ import torch
 
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, Scenario
+from fedmq.config.user_files import label
 from fedmq.data import partition
 from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepare import prepare, text_features
@@ -227,10 +228,11 @@ def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if it was computed before."""
+    later = set[str]() if scenario.partition.column else {"column"}  # partitions of earlier releases stay valid
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
-        "partition": scenario.partition.model_dump(mode="json"),
+        "partition": scenario.partition.model_dump(mode="json", exclude=later),
         "silos": scenario.silos.count,
         "seed": scenario.seed,
         "split": scenario.evaluation.split,
@@ -272,11 +274,16 @@ def _compute_partition(
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
     others = np.setdiff1d(_database(scenario, prepared), train)
-    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache, progress)
-    plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
-    shares = [train[part] for part in partition.deal(plan, groups)]
-    heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
-    rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
+    if scenario.partition.kind == "column":
+        shares, heldout, rest = _dealt_by_column(scenario, prepared, (train, evaluated, others))
+    else:
+        groups, evaluated_groups, other_groups = _groups(
+            scenario, prepared, (train, evaluated, others), cache, progress
+        )
+        plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
+        shares = [train[part] for part in partition.deal(plan, groups)]
+        heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
+        rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
     galleries = [np.sort(np.concatenate(both)) for both in zip(shares, rest, strict=True)]
     parts = [*shares, *heldout, *galleries]
     return {
@@ -284,6 +291,27 @@ def _compute_partition(
         "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
         "evaluated": evaluated.astype(np.int64),
     }
+
+
+def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64]) -> tuple[list[I64], ...]:
+    """Each silo's training, evaluated and other rows, ascending, by the column that the partition names.
+
+    Raises:
+        InputError: the data set has no such column, its values are not as many as silos, or a value has no training or
+            no evaluated item.
+    """
+    column, values = scenario.partition.column or "", prepared.column
+    if values is None:
+        allowed = "a column of a manifest, or a key of a features file"
+        raise InputError("partition.column", f"{column} with data.name {label(scenario.data.name)}", allowed)
+    silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
+    parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
+    for name, dealt in zip(("train", scenario.evaluation.split), parts, strict=False):
+        for index, part in enumerate(dealt):
+            if not len(part):
+                value = values[int(np.flatnonzero(silo == index)[0])]
+                raise InputError(f"partition.column {column}", f"no {name} item with {value}", "one for every value")
+    return parts
 
 
 def _groups(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -40,7 +41,7 @@ from fedmq.wire.log_records import (
     sealed,
     signed_statement,
 )
-from fedmq.wire.messages import Kind, Message
+from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import digest, tensor_bytes
 
 
@@ -147,6 +148,8 @@ class MessageLog:
             accepted: public keys that it accepts, by name.
             facts: of the run.
         """
+        # All others exchange messages with the coordinator alone; a thousand silos need not list a thousand keys each.
+        peers = sorted(accepted) if self.process == COORDINATOR else [COORDINATOR]
         self._append(
             StartRecord,
             action="start",
@@ -156,7 +159,7 @@ class MessageLog:
             privacy=dict(facts.privacy),
             data=facts.data,
             key=identity.key.public_key().public_bytes_raw().hex(),
-            peers={name: key.public_bytes_raw().hex() for name, key in accepted.items()},
+            peers={name: accepted[name].public_bytes_raw().hex() for name in peers if name in accepted},
         )
         self._signer = identity, facts.run
         self.sign(SignedAt.START)
@@ -186,10 +189,7 @@ class MessageLog:
             line = record.line
             with writing(self.path):
                 try:
-                    unwritten = memoryview(line)
-                    # A nearly full disk accepts part of the line and reports an error only at the next write.
-                    while unwritten:
-                        unwritten = unwritten[self._file.write(unwritten) :]
+                    write_all(self._file, line)
                 except BaseException:
                     # An incomplete record would break the chain for all later ones.
                     self._file.truncate(self._size)
@@ -270,6 +270,18 @@ class MessageLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_all(file: RawIOBase, line: bytes) -> None:
+    """Write a line to an unbuffered file, in several parts if need be.
+
+    Raises:
+        OSError: a part could not be written. A nearly full disk accepts part of a line and reports an error only at the
+            next write.
+    """
+    unwritten = memoryview(line)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) or 0 :]
 
 
 def _encodable(text: str) -> str:

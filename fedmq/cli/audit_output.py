@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -71,7 +72,7 @@ def _table(audit: Audit) -> Table:
 
 def payload_lines(audit: Audit, process: str) -> list[str]:
     """Number, kind and size of the payloads that a process sent; a kind without tensors holds numbers or words only."""
-    sizes = audit.left.get(process, {})
+    sizes: Mapping[str, int] = audit.left.get(process, {})
     return [
         f"{count:,} {kind}: {f'{sizes[kind]:,}' if sizes.get(kind) else 'numbers only'}"
         for kind, count in sorted(audit.sent.get(process, {}).items())

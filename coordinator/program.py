@@ -70,6 +70,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
@@ -80,6 +81,7 @@ class CoordinatorArguments:
     resume: bool = False
     data: Path | None = None
     silos_per_connection: int = 1
+    stop_silos: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -165,6 +167,7 @@ def run_coordinator(
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        loop.stop_silos = arguments.stop_silos
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
@@ -256,6 +259,10 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         raise InputError("missing_modality", "no such silo is left", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.peers import Ready, Unusable
@@ -261,6 +261,10 @@ class Roster:
     def silent(self, seconds: float, at: float) -> list[str]:
         """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
         return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]."""
+        return {peer.name: peer.heard for peer in self._by_name.values()}
 
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""

@@ -52,7 +52,7 @@ from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import EVALUATOR, Kind, Message
+from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 
 _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.

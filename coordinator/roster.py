@@ -12,7 +12,7 @@ from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
-from fedmq.wire.handshake import Accepted, Responded, confirm, refuse, respond
+from fedmq.wire.handshake import Accepted, Responded, confirm, reject, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -205,9 +205,9 @@ class Roster:
         try:
             welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
         except RemoteWireError as error:
-            refusal = refuse(self._identity, self._accepted, frames, error, self._clock.now())
-            if refusal is not None:
-                self._listener.send(address, refusal)
+            rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
+            if rejection is not None:
+                self._listener.send(address, rejection)
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.
@@ -267,6 +267,7 @@ class Roster:
         if peer is None:
             return 0
         complete = message if isinstance(message, Message) else Message(message)
+        complete = replace(complete, head=self._log.sent_head)
         sealed = seal_message(peer.session, complete)
         self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1

@@ -13,7 +13,7 @@ from coordinator.roster import Roster
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
-from fedmq.wire.handshake import HelloRefusedError, complete, initiate, refuse, respond
+from fedmq.wire.handshake import HelloRefusedError, complete, initiate, reject, respond
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
 from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -184,7 +184,7 @@ def test_a_refusal_is_believed_only_with_the_coordinators_signature_over_this_he
         (load_identity(tmp_path / "rogue", COORDINATOR), hello),
         (coordinator.identity, earlier),
     ):
-        answer = refuse(identity, coordinator.accepted, frames, error, 0.0)
+        answer = reject(identity, coordinator.accepted, frames, error, 0.0)
         assert answer is not None
         with pytest.raises(RemoteWireError) as caught:
             complete(initiated, coordinator.accepted, answer, 0.0)
@@ -230,7 +230,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     init_keys(tmp_path / "keys", (COORDINATOR, SILO))
     coordinator = load_identity(tmp_path / "keys", COORDINATOR)
     error = RemoteWireError("unknown_sender", "no key of silo-00 is accepted here")
-    line = reported(tmp_path, tmp_path / "keys", lambda hello: refuse(coordinator, {}, hello, error, 0.0))
+    line = reported(tmp_path, tmp_path / "keys", lambda hello: reject(coordinator, {}, hello, error, 0.0))
     assert "does not accept this key of silo-00" in line
     assert words(load_identity(tmp_path / "keys", SILO)) in line
     notes = [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, NoteRecord)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -140,8 +139,7 @@ def messages(draw: st.DrawFn, kind: str | None = None) -> Message:
         names = draw(st.lists(words(LAYER), min_size=1, max_size=5, unique=True))
         shapes = st.lists(st.integers(0, 9), max_size=3)
         layout = Layout.of((name, draw(shapes), draw(st.sampled_from(DTYPES))) for name in names)
-    head = draw(st.none() | st.just("0f" * 32))
-    return Message(draw(headers(message_kind)), tuple(draw(payloads(each)) for each in kinds), task, layout, head)
+    return Message(draw(headers(message_kind)), tuple(draw(payloads(each)) for each in kinds), task, layout)
 
 
 def joined(message: Message) -> tuple[bytes, bytes]:
@@ -152,7 +150,6 @@ def assert_same(one: Message, other: Message) -> None:
     assert one.header == other.header
     assert one.task == other.task
     assert one.layout == other.layout
-    assert one.head == other.head
     assert [payload.KIND for payload in one.payloads] == [payload.KIND for payload in other.payloads]
     for mine, theirs in zip(one.payloads, other.payloads, strict=True):
         for name in mine.FIELDS:
@@ -226,7 +223,7 @@ def test_random_bytes_raise_nothing_but_a_remote_error(clear: bytes, body: bytes
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
-    | st.binary(max_size=9) | st.sampled_from([*PAYLOADS, "payloads", "task", "layout", "head", "float32", "buffer"]),
+    | st.binary(max_size=9) | st.sampled_from([*PAYLOADS, "payloads", "task", "layout", "float32", "buffer"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
@@ -344,17 +341,15 @@ def test_a_duplicate_key_is_refused() -> None:
 
 def test_extension_types_are_refused() -> None:
     assert refused(body_of(b"\xd6\xff\x00\x00\x00\x00")) == "malformed"
-    assert (
-        refused(body_of({"payloads": [], "task": msgpack.ExtType(5, b""), "layout": None, "head": None})) == "malformed"
-    )
+    assert refused(body_of({"payloads": [], "task": msgpack.ExtType(5, b""), "layout": None})) == "malformed"
 
 
 def test_values_of_the_wrong_type_are_refused() -> None:
     for bad in ({"round": 0}, [0, 1, 2, 0.1], {"round": 0, "rounds": 1, "settled": 0, "learning_rate": "1"}):
-        assert refused(body_of({"payloads": [], "task": bad, "layout": None, "head": None})) == "malformed"
-    assert refused(body_of({"payloads": {}, "task": None, "layout": None, "head": None})) == "malformed"
+        assert refused(body_of({"payloads": [], "task": bad, "layout": None})) == "malformed"
+    assert refused(body_of({"payloads": {}, "task": None, "layout": None})) == "malformed"
     assert refused(body_of([])) == "malformed"
-    assert refused(body_of({"payloads": [GEOMETRY] * 65, "task": None, "layout": None, "head": None})) == "malformed"
+    assert refused(body_of({"payloads": [GEOMETRY] * 65, "task": None, "layout": None})) == "malformed"
 
 
 def test_sizes_above_the_limits_are_oversized() -> None:
@@ -463,14 +458,3 @@ def test_metrics_round_trip_as_floats() -> None:
 def test_error_text_keeps_unicode() -> None:
     message = Message(header(kind=Kind.ERROR), (Error("failed", "Fehler: größer als 3 → Ende"),))
     assert_same(decode(*joined(message)), message)
-
-
-def test_only_version_2_carries_the_head_of_the_senders_log() -> None:
-    for version, expected in ((1, None), (2, "0f" * 32)):
-        sent = Message(replace(header(), wire_version=version), (Loss(1.0),), head="0f" * 32)
-        assert decode(*joined(sent)).head == expected
-
-
-@pytest.mark.parametrize("head", ["0f", 5, "0F" * 32, b"0f" * 32])
-def test_a_head_that_is_not_a_digest_is_malformed(head: object) -> None:
-    assert refused(body_of({"payloads": [], "task": None, "layout": None, "head": head})) == "malformed"

@@ -16,7 +16,11 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
-_LATER_KEYS: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
+_LATER_KEYS: Mapping[str, Mapping[str, object]] = {
+    "evaluation": {"personal_every": 0, "metrics": []},
+    "partition": {"least": 1},
+    "missing_modality": {"per": "silo"},
+}
 
 
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:

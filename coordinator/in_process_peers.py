@@ -40,7 +40,7 @@ class InProcessPeers:
 
     def __init__(self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock) -> None:
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
-        self._queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
+        self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
         self._joined: set[str] = set()
         self.sent = 0
         self.received = 0
@@ -49,9 +49,9 @@ class InProcessPeers:
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""
-        if not self._queue:
+        if not self.queue:
             return None
-        item = self._queue.popleft()
+        item = self.queue.popleft()
         if isinstance(item, Ready):
             self._joined.add(item.name)
             return b"", [item]
@@ -119,7 +119,7 @@ class InProcessPeers:
             return 0
         self.sent += 1
         if isinstance(message, Message) and message.header.kind in (Kind.TASK, Kind.EVALUATE):
-            self._queue.append(message)
+            self.queue.append(message)
         return 1
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:

@@ -55,7 +55,7 @@ from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
 #: Until the queue is empty no peer counts as silent, because its messages may still be queued.
-_MESSAGES_AT_ONCE = 256
+MESSAGES_AT_ONCE = 256
 #: Event number of events that are not on the timeline: a silo joined or was lost, or the operator requested a stop.
 _NO_EVENT = 0
 
@@ -233,7 +233,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------------- from outside
     def _receive(self, wait: float) -> None:
         """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
-        for _ in range(_MESSAGES_AT_ONCE):
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 received = self.roster.receive(wait)
             except RemoteWireError as error:

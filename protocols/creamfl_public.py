@@ -206,7 +206,14 @@ class CreamFlPublic(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the representations, distil them into the global model, and recompute its representations."""
-        replies = _aggregation.ordered(replies)
+        targets = self.targets(state, _aggregation.ordered(replies))
+        theta, loss = self._distilled(state.theta, targets, round_)
+        return MergeResult(
+            replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
+        )
+
+    def targets(self, state: State, replies: Sequence[Reply]) -> dict[str, Tensor]:
+        """What the coordinator distils: by modality, the weighted mean of the replies' representations, [N, d]."""
         targets: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
             read = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
@@ -216,10 +223,7 @@ class CreamFlPublic(FederatedProtocol):
                 factors = torch.tensor([factor for factor, _ in uploads])[:, None]
                 weights = item_weights(stacked, state.tensors[GLOBAL + other]) * factors
                 targets[name] = ensemble(stacked, weights / weights.sum(0))
-        theta, loss = self._distilled(state.theta, targets, round_)
-        return MergeResult(
-            replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
-        )
+        return targets
 
     def mix_state(self, before: State, after: State, rate: float) -> State:
         """The representations are recomputed with the model that the coordinator keeps."""

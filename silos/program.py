@@ -44,10 +44,10 @@ from silos.slots import Slots, slots_folder
 
 #: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
 #: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.
-_ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
+FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
-_KEPT_MODELS = 3
+KEPT_MODELS = 3
 #: From a possible start of a path to the last slash, since folder names may contain any character.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
@@ -179,7 +179,7 @@ class Silo:
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
-        payloads = tuple(self._transform(payload, task) for payload in sent)
+        payloads = tuple(self.transform(payload, task) for payload in sent)
         # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.attacks(name, number, version, header.sent_at):
@@ -221,7 +221,8 @@ class Silo:
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
         return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
 
-    def _transform(self, payload: Payload, task: Task) -> Payload:
+    def transform(self, payload: Payload, task: Task) -> Payload:
+        """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
         if not isinstance(payload, update_transforms.TRANSFORMED):
             return payload
         # A second update in the same reply needs different noise.
@@ -264,7 +265,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
-        kept = _keeps_state(silo, log)
+        notes = StateNotes(silo.store, log)
         link.start()
         progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
         while True:
@@ -278,11 +279,9 @@ def run_silo(
                     progress(f"{arguments.name}: joined")
                     joined()
                 case Kind.TASK | Kind.EVALUATE:
-                    _reply(link, silo, slots, message, progress)
+                    reply_to(link, silo, slots, message, progress)
                     release_unused_memory()  # memory of a failed task
-                    if not kept and not silo.store.empty:
-                        kept = True
-                        log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
+                    notes.after_task(message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may take minutes; release the memory of this one's model.
@@ -299,19 +298,33 @@ def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
     here = scenario.model_copy(update={"device": arguments.device or scenario.device})
     silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
-    keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+    keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
     return silo
 
 
-def _keeps_state(silo: Silo, log: MessageLog) -> bool:
-    """Whether the silo has a personal state, by its log; if its files are gone, note it in the log and on stderr."""
-    kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
-    if kept and silo.store.empty:
-        # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
-        log.note(NoteKind.STATE_GONE)
-        print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
-        return False
-    return kept
+class StateNotes:
+    """Notes in a silo's log that it has a personal state, or has lost it since.
+
+    Args:
+        store: the silo's personal state.
+        log: the silo's log, which tells whether there was one before.
+    """
+
+    def __init__(self, store: StateStore, log: MessageLog) -> None:
+        self._store, self._log = store, log
+        records = (record for _, record in read_log(log.path))
+        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
+        if self._kept and store.empty:
+            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
+            self._kept = False
+            log.note(NoteKind.STATE_GONE)
+            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+
+    def after_task(self, number: int) -> None:
+        """Note the first task after which the silo has a state."""
+        if not self._kept and not self._store.empty:
+            self._kept = True
+            self._log.note(NoteKind.STATE_KEPT, task=number)
 
 
 def reportable(error: Exception) -> str:
@@ -331,13 +344,21 @@ def reportable(error: Exception) -> str:
             return name
 
 
-def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
+def reply_to(
+    link: Channel,
+    silo: Silo,
+    slots: Slots,
+    message: Message,
+    progress: Callable[[str], None],
+    fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
+) -> None:
+    """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
     header = message.header
     try:
         with slots.one():
             payloads = silo.respond(message)
             release_unused_memory()  # before the slot is released to the next silo
-    except _ENDING:
+    except fatal:
         raise
     except Exception as error:
         reported = reportable(error)

@@ -21,8 +21,8 @@ from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
 from fedmq.cli import terminal
-from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
+from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.messages import Reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,23 +132,23 @@ def test_a_silo_may_delete_only_states_settled_by_the_second_newest_checkpoint(
 def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, forget, receive = dict[int, set[int]](), Loop._forget_states, InProcessPeers.receive
+    kept, save, receive = dict[int, set[int]](), checkpoints.save, InProcessPeers.receive
 
-    def watched(loop: Loop, version: int) -> None:
-        forget(loop, version)
-        kept[version] = {*loop.states}
+    def watched(folder: Path, record: checkpoints.Checkpoint, disk: Callable[[Path], None]) -> Path:
+        kept[record.rounds.version] = {*record.states}
+        return save(folder, record, disk)
 
     def slow(peers: InProcessPeers, timeout_s: float | None = None) -> object:
         """Deliver no evaluation request before the last merge."""
-        waits = [item for item in peers._queue if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
+        waits = [item for item in peers.queue if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
         if 4 in kept or not waits:
             return receive(peers, timeout_s)
-        peers._queue = deque(item for item in peers._queue if all(item is not each for each in waits))
+        peers.queue = deque(item for item in peers.queue if all(item is not each for each in waits))
         taken = receive(peers, timeout_s)
-        peers._queue.extend(waits)
+        peers.queue.extend(waits)
         return taken
 
-    monkeypatch.setattr(Loop, "_forget_states", watched)
+    monkeypatch.setattr(checkpoints, "save", watched)
     monkeypatch.setattr(InProcessPeers, "receive", slow)
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=1", *IID), tmp_path)
     assert kept == {1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}

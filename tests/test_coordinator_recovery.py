@@ -30,7 +30,7 @@ BEAT = 0.4
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "BEAT_SECONDS", BEAT)
     monkeypatch.setattr(channel, "BEAT_SECONDS", BEAT)
-    monkeypatch.setattr(channel, "_STEP_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "STEP_SECONDS", 0.05)
 
 
 def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Path], None]:

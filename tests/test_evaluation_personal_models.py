@@ -180,7 +180,7 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     assert counted(again) == counted(whole)
 
     taken[0] = 0
-    monkeypatch.setattr("coordinator.loop._MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
+    monkeypatch.setattr("coordinator.loop.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
     taken[0] = number + 1
@@ -202,7 +202,7 @@ def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_the_l
         raise in_process_run.Killed
 
     with monkeypatch.context() as patched, pytest.raises(in_process_run.Killed):
-        patched.setattr(program, "_finish", die)
+        patched.setattr(program, "finish", die)
         in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
     assert [line["version"] for line in in_process_run.lines(tmp_path, "personal")] == [2, 4, 5]
     summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path, resume=True).summary.plain()

@@ -19,15 +19,14 @@ from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
 
 
 @pytest.fixture
-def options_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cli_compare.Options]:
+def options_of() -> Callable[..., cli_compare.Options]:
     """A function that parses a command into its options before anything is planned."""
 
     def options(*arguments: object) -> cli_compare.Options:
         found: list[cli_compare.Options] = []
-        monkeypatch.setattr(cli_compare, "carry_out", lambda options, roots: found.append(options))
         app = typer.Typer()
-        cli_compare.add_compare(app, ROOTS)
-        cli_compare.add_sweep(app, ROOTS)
+        cli_compare.add_compare(app, ROOTS, lambda options, _: found.append(options))
+        cli_compare.add_sweep(app, ROOTS, lambda options, _: found.append(options))
         CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
         return found[0]
 

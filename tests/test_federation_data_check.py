@@ -23,6 +23,7 @@ from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.federation import data_check
 from fedmq.federation.population import build_population
+from fedmq.progress import Progress
 from tests import data_set_folders
 from tests.test_data_extract import tiny_clip
 
@@ -233,7 +234,10 @@ def test_a_run_extracts_features_on_its_device_where_available(
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
     seen, plan = [], extract.plan
 
-    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.ExtractionPlan:
+    def note(
+        data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu", progress: Progress | None = None
+    ) -> extract.ExtractionPlan:
+        del progress
         seen.append(device)
         return plan(data, backbone, cache, seed)
 

@@ -31,7 +31,7 @@ F32 = npt.NDArray[np.float32]
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[Key, tuple[F32, F32]]:
     """Updates before and after the transform by silo, task and kind; the run itself is unchanged."""
-    real, seen = Silo._transform, dict[Key, tuple[F32, F32]]()
+    real, seen = Silo.transform, dict[Key, tuple[F32, F32]]()
 
     def watched(silo: Silo, payload: Payload, task: Task) -> Payload:
         after = real(silo, payload, task)
@@ -41,7 +41,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[Key, tuple[F32, F32]]:
             seen[silo.facts.name, task.sequence, payload.KIND] = before, now
         return after
 
-    monkeypatch.setattr(Silo, "_transform", watched)
+    monkeypatch.setattr(Silo, "transform", watched)
     return seen
 
 

@@ -246,24 +246,19 @@ def test_fedproto_weights_prototypes_by_samples_or_uniformly(weighting: str) -> 
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_public_representations_are_scored_against_the_other_modality(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_representations_are_scored_against_the_other_modality() -> None:
     run = plain("creamfl_public", kinds=PAIRED[:2])
     items, generator = len(run.protocol.public), torch.Generator().manual_seed(0)  # type: ignore[attr-defined]
     # Sent as float16; the scale makes scores differ clearly, which products of unit vectors do not.
     given = normalize(torch.randn(2, 2 * items, DIM, generator=generator), dim=2).half()
     shared = 20 * normalize(torch.randn(2, items, DIM, generator=generator), dim=2)
     tensors = dict(zip((f"{creamfl_public.GLOBAL}{name}" for name in ("image", "text")), shared, strict=True))
-    wanted: dict[str, Tensor] = {}
-
-    def taught(_: Any, theta: Tensor, found: Mapping[str, Tensor], round_: int) -> tuple[Tensor, float]:
-        wanted.update(found)
-        return theta, 0.0
 
     def reply(index: int) -> Reply:
         return Reply(run.context.silos[index], 1, 0, 0, 1.0, (Representations(given[index].numpy(), "both"),))
 
-    monkeypatch.setattr(creamfl_public.CreamFlPublic, "_distilled", taught)
-    run.protocol.merge(dataclasses.replace(run.state, tensors=tensors), [reply(0), reply(1)], 0)
+    assert isinstance(run.protocol, creamfl_public.CreamFlPublic)
+    wanted = run.protocol.targets(dataclasses.replace(run.state, tensors=tensors), [reply(0), reply(1)])
     for at_, name in enumerate(("image", "text")):
         own = given.float().chunk(2, dim=1)[at_]
         score = (own @ shared[1 - at_].T).log_softmax(2).diagonal(dim1=1, dim2=2)  # [silos, items]

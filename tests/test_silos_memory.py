@@ -23,7 +23,7 @@ class Slots:
         self.told.append("slot free")
 
 
-def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[str]:
+def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: type[Exception]) -> list[str]:
     told: list[str] = []
 
     def respond(_message: Any) -> tuple[()]:
@@ -37,7 +37,7 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[st
     header = SimpleNamespace(sequence=1, base_version=0)
     message: Any = SimpleNamespace(header=header, task=None)
     slots: Any = Slots(told)
-    program._reply(link, silo, slots, message, lambda _: None)
+    program.reply_to(link, silo, slots, message, lambda _: None, (*program.FATAL_ERRORS, *fatal))
     return told
 
 
@@ -55,6 +55,5 @@ class Spoiled(RuntimeError):
 
 @pytest.mark.parametrize("error", [DiskError("full"), Spoiled("CUDA error: an illegal memory access")])
 def test_an_unrecoverable_error_ends_the_process(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "_ENDING", (*program._ENDING, Spoiled))
     with pytest.raises(type(error)):
-        replied(monkeypatch, error)
+        replied(monkeypatch, error, Spoiled)

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedmq.audit.log_checks import Audit, Finding
-from fedmq.config.loader import input_error, read_yaml
+from fedmq.config.loader import input_error
 from fedmq.config.sections import Name, Part
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord

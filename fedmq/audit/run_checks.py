@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import is_known, objection

@@ -8,9 +8,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -132,28 +133,34 @@ Processes = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """Options as given; None for those that were not given. ``source`` is the comparison file, if there is one."""
+    """Options of both commands, as given; None for those that were not given.
+
+    Args:
+        kind: the command's name.
+        files: scenarios, or one comparison file.
+        source: the comparison file, if there is one.
+    """
 
     kind: str
     files: list[Path]
-    seeds: str | None
-    out_dir: Path | None
-    runs_dir: Path | None
-    settings: list[str] | None
-    vary: list[str] | None
-    select: list[str] | None
-    select_seed: int | None
-    select_rounds: int | None
-    metric: str | None
-    baseline: str | None
-    across: str | None
-    target: list[str] | None
-    zero_shot: bool
-    jobs: int | None
-    processes: bool
-    as_json: bool
-    quiet: bool
     source: Path | None = None
+    vary: Vary = None
+    seeds: Seeds = None
+    out_dir: Out = None
+    runs_dir: Runs = None
+    settings: Settings = None
+    select: Select = None
+    select_seed: SelectSeed = None
+    select_rounds: SelectRounds = None
+    metric: Metric = None
+    baseline: Baseline = None
+    across: Across = None
+    target: Targets = None
+    zero_shot: ZeroShot = False
+    jobs: Jobs = None
+    processes: Processes = False
+    as_json: AsJson = False
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True)
@@ -175,30 +182,15 @@ class Roots:
     warn: Callable[[Iterable[Scenario]], None]
 
 
-def add_compare(app: typer.Typer, roots: Roots) -> None:
-    """Add ``fedmq compare`` to the command line."""
+Execute = Callable[[Options, "Roots"], None]
+
+
+def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
+    """Add ``fedmq compare`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
     @app.command("compare")
-    def compare_command(
-        files: Files,
-        seeds: Seeds = None,
-        out_dir: Out = None,
-        runs_dir: Runs = None,
-        settings: Settings = None,
-        vary: Vary = None,
-        select: Select = None,
-        select_seed: SelectSeed = None,
-        select_rounds: SelectRounds = None,
-        metric: Metric = None,
-        baseline: Baseline = None,
-        across: Across = None,
-        target: Targets = None,
-        zero_shot: ZeroShot = False,
-        jobs: Jobs = None,
-        processes: Processes = False,
-        as_json: AsJson = False,
-        quiet: Quiet = False,
-    ) -> None:
+    @_with_options
+    def compare_command(files: Files, **given: Any) -> None:
         """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
         Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
@@ -213,54 +205,15 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         A comparison file (YAML with the key [bold]compare:[/bold]) can hold all of this; options on the command line
         add to it: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
         """
-        options = Options(
-            kind="compare",
-            files=files,
-            seeds=seeds,
-            out_dir=out_dir,
-            runs_dir=runs_dir,
-            settings=settings,
-            vary=vary,
-            select=select,
-            select_seed=select_seed,
-            select_rounds=select_rounds,
-            metric=metric,
-            baseline=baseline,
-            across=across,
-            target=target,
-            zero_shot=zero_shot,
-            jobs=jobs,
-            processes=processes,
-            as_json=as_json,
-            quiet=quiet,
-        )
-        carry_out(_merged_options(options), roots)
+        (execute or carry_out)(_merged_options(Options("compare", files, **given)), roots)
 
 
-def add_sweep(app: typer.Typer, roots: Roots) -> None:
-    """Add ``fedmq sweep`` to the command line."""
+def add_sweep(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
+    """Add ``fedmq sweep`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
     @app.command("sweep")
-    def sweep_command(
-        file: File,
-        vary: Vary = None,
-        seeds: Seeds = None,
-        out_dir: Out = None,
-        runs_dir: Runs = None,
-        settings: Settings = None,
-        select: Select = None,
-        select_seed: SelectSeed = None,
-        select_rounds: SelectRounds = None,
-        metric: Metric = None,
-        baseline: Baseline = None,
-        across: Across = None,
-        target: Targets = None,
-        zero_shot: ZeroShot = False,
-        jobs: Jobs = None,
-        processes: Processes = False,
-        as_json: AsJson = False,
-        quiet: Quiet = False,
-    ) -> None:
+    @_with_options
+    def sweep_command(file: File, **given: Any) -> None:
         """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
 
         With [bold]--select val[/bold] each combination runs on the validation split, and only the best one on the test
@@ -272,28 +225,22 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
         A comparison file (YAML with the key [bold]sweep:[/bold]) can hold all of this; options on the command line add
         to it: [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
         """
-        options = Options(
-            kind="sweep",
-            files=[file],
-            seeds=seeds,
-            out_dir=out_dir,
-            runs_dir=runs_dir,
-            settings=settings,
-            vary=vary,
-            select=select,
-            select_seed=select_seed,
-            select_rounds=select_rounds,
-            metric=metric,
-            baseline=baseline,
-            across=across,
-            target=target,
-            zero_shot=zero_shot,
-            jobs=jobs,
-            processes=processes,
-            as_json=as_json,
-            quiet=quiet,
-        )
-        carry_out(_merged_options(options), roots)
+        (execute or carry_out)(_merged_options(Options("sweep", [file], **given)), roots)
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, as far as typer sees, the fields of :class:`Options` that have an option instead of **given."""
+    argument, _ = signature(command, eval_str=True).parameters.values()
+    hints = get_type_hints(Options, include_extras=True)
+    given = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(Options)
+        if get_origin(hints[field.name]) is Annotated
+    ]
+    parameters = [argument, *given]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
 
 def _merged_options(options: Options) -> Options:

@@ -85,7 +85,7 @@ def scenario_command(
     if resume is None:
         _begin(folder, scenario)
     with terminal.display(scenario, err, quiet=quiet) as status:
-        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN)
+        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
         simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
     if simulated.outcome.summary is None:
         command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
@@ -97,6 +97,10 @@ def scenario_command(
         print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
     else:
         terminal.print_summary(summary, folder, out)
+
+
+def _notice(text: str) -> None:
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

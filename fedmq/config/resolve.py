@@ -16,6 +16,7 @@ from fedmq.config.faults import Fault
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.config.user_files import UserFileError
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 
 
@@ -125,7 +126,7 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
-    raw = loader.apply_settings(loader.read_yaml(file), given)
+    raw = loader.apply_settings(read_yaml(file), given)
     return Source(file, loader.parse(raw, file), raw.overridden)
 
 

@@ -11,14 +11,15 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "data": ("path", "annotations", "images"),
-    "silos": ("slots",),
+    "silos": ("slots", "hosts"),
     "participation": ("trace",),
 }
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
     "evaluation": {"personal_every": 0, "metrics": []},
-    "partition": {"least": 1},
+    "data": {"column": None},
+    "partition": {"column": None, "least": 1},
     "missing_modality": {"per": "silo"},
 }
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedmq.config import yaml_files
 from fedmq.config.faults import AnyFault, named_silos
 from fedmq.config.sections import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 from fedmq.config.user_files import label
@@ -74,6 +74,9 @@ class Data(Part):
         "refuse", description="items without a picture or a caption: refuse the data set, or skip them"
     )
     labelled: bool = Field(False, description="leave out items without a label")
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None, description="column or key of the file with a group for each item; set by partition.column"
+    )
 
 
 class Backbone(Part):
@@ -156,14 +159,25 @@ class Silos(Part):
 
     count: int = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
 
 
 class Partition(Part):
     """How the training data is partitioned among the silos."""
 
-    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes"] = Field(
+    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column"] = Field(
         "dir_clusters",
-        description="iid, Dirichlet over labels, Dirichlet over text clusters, or a number of classes per silo",
+        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, or one "
+        "silo per value of a column of the data",
+    )
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None,
+        description="column: name of the manifest's column or of the features file's key; the silos get its distinct "
+        "values in sorted order",
     )
     alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="dir_clusters: number of text clusters")
@@ -185,9 +199,11 @@ class Partition(Part):
     )
 
     @model_validator(mode="after")
-    def _shots(self) -> Partition:
+    def _keys_of_kind(self) -> Partition:
         if self.shots is not None and self.kind != "shards_classes":
             raise ValueError(f"partition.shots needs partition.kind shards_classes, found {self.kind}")
+        if (self.column is None) is (self.kind == "column"):
+            raise ValueError("partition.kind column and partition.column need each other")
         return self
 
 
@@ -382,6 +398,16 @@ class Scenario(Part):
             return given
         return {**given, "training": {**training, "warmup_rounds": most}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _column_to_read(cls, given: object) -> object:
+        """Tell the data set's reader which column the partition needs."""
+        partition, data = (given.get(key) for key in ("partition", "data")) if isinstance(given, dict) else (None, None)
+        if not isinstance(given, dict) or not isinstance(partition, dict) or not isinstance(data, dict):
+            return given
+        column = partition.get("column")
+        return given if column is None else {**given, "data": {"column": column, **data}}
+
     @field_validator("protocol", mode="before")
     @classmethod
     def _short_form(cls, value: object) -> object:
@@ -399,6 +425,8 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
+        if self.data.column != self.partition.column:
+            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         names = set(self.silo_names)
         unknown = sorted(set(self.missing_modality.silos) - names)
         if unknown:
@@ -446,4 +474,4 @@ class Scenario(Part):
 
     def dump(self) -> str:
         """The scenario as YAML with every default written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_files.dump(self.model_dump(mode="json"))

@@ -170,6 +170,11 @@ def find(name: str) -> DataSet:
     return REGISTRY.find(name)
 
 
+def text_kind(data: Data) -> TextKind:
+    """How a data set's captions are represented: ``data.text``, or the set's default."""
+    return data.text or ("sentences" if data.name in OTHERS else find(data.name).text)
+
+
 def check(data: Data) -> None:
     """Validate the ``data`` section of a scenario.
 
@@ -193,7 +198,7 @@ def check(data: Data) -> None:
         allowed = "no such key with data.name manifest: data.path is the file of annotations"
         raise InputError("data.annotations", str(data.annotations), allowed)
     if name in ("openmoji", "features"):
-        seed_keys = {"split_seed"} if name == "features" else set[str]()  # used if the file has no split
+        seed_keys = {"split_seed", "column"} if name == "features" else set[str]()  # used if the file has no split
         unused = data.model_dump(exclude={"name", "path", *seed_keys}, exclude_defaults=True)
         for key, value in unused.items():
             raise InputError(f"data.{key}", value, f"no such key with data.name {name}, which does not read it")

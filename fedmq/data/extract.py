@@ -195,11 +195,18 @@ class ExtractionPlan:
     digest: str
 
 
-def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> ExtractionPlan:
-    """Read a set's annotations and derive its extraction plan; computes no features.
+def plan(
+    data: Data,
+    backbone: Backbone,
+    cache: Path,
+    seed: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> ExtractionPlan:
+    """Read a set's annotations and the bytes of its pictures, and derive its extraction plan; computes no features.
 
     Raises:
-        InputError: the set is incomplete, or it is incompatible with the backbone.
+        InputError: the set is incomplete, or it is incompatible with the backbone, or a picture cannot be read.
     """
     entry = catalogue.find(data.name)
     kind: TextKind = data.text or entry.text
@@ -211,10 +218,11 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
         raise InputError("data.text", "bag with backbone.text_encoder", "sentences: a bag of words is not encoded")
     if backbone.end_to_end and raw.pictures.clips:
         raise InputError("backbone.end_to_end", "true with videos", "false: their frames' features are averaged once")
-    split = split_of(raw.split, len(raw), data, entry.draw)
     image = image_encoder(backbone, seed, cache, device)
     if isinstance(raw.pictures, Drawings):
         raw = replace(raw, pictures=replace(raw.pictures, edge=image.edge))
+    raw = replace(raw, stamps=raw.pictures.stamps(tell(progress, "files read", len(raw))))
+    split = split_of(raw.split, len(raw), data, entry.draw, lambda: raw.same_pictures(progress))
     text = text_encoder(backbone, seed, cache, device) if kind == "sentences" else None
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")
@@ -222,7 +230,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     # Pixels and token ids are shared between models, but the prepared folder also depends on the model applied later.
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
-    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart)
+    dealt = () if raw.column is None else (data.column, raw.column)
+    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart, *dealt)
     digest = key_of(data.name, image_key, text_key, *facts)
     return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
@@ -245,7 +254,7 @@ def prepare_raw(
         InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
         RunError: the cache cannot be written.
     """
-    todo = plan(data, backbone, cache, seed, device)
+    todo = plan(data, backbone, cache, seed, device, progress)
     folder = cache / "data" / todo.digest
     if folder.is_dir():
         return open_prepared(folder)
@@ -283,7 +292,8 @@ def prepare_raw(
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
         }
-        finish(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
+        scale = {"mean": todo.image.mean, "std": todo.image.std}
+        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column)
 
     return open_prepared(build_once(folder, fill))
 

@@ -328,6 +328,21 @@ def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.ran
     return best
 
 
+def by_column(values: Sequence[str], column: str, silos: int) -> I64:
+    """Silo of each item by its value in a column: the distinct values in sorted order, numbers by size; int64 [n].
+
+    Raises:
+        InputError: there are more or fewer values than silos.
+    """
+    numbers = all(value.isascii() and value.lstrip("-").isdecimal() for value in values)
+    distinct = sorted(set(values), key=(lambda value: (int(value), value)) if numbers else None)
+    if len(distinct) != silos:
+        listed = ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
+        raise InputError("silos.count", silos, f"{len(distinct)}, the values of column {column}: {listed}")
+    silo = {value: index for index, value in enumerate(distinct)}
+    return np.array([silo[value] for value in values], dtype=np.int64)
+
+
 def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
     """Partition one split among the silos.
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
+from fedmq.data.duplicates import same_rows
 from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays, save_present
-from fedmq.data.readers.features import FeatureSet, checked, read_features
+from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
@@ -23,21 +24,21 @@ from fedmq.storage.cache import build_once, cache_folder, file_digest, key_of
 ITEMS = 256  # items per checkpoint while captions are encoded
 
 
-def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
+def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) -> Prepared:
     # The seed is part of the key only if it determined the split, which is known once the file has been read.
-    content = file_digest(path)
-    for known in (key_of("features", content), key_of("features", content, seed)):
+    content, dealt = file_digest(path), () if column is None else ("column", column)
+    for known in (key_of("features", content, *dealt), key_of("features", content, seed, *dealt)):
         if (cache / "data" / known).is_dir():
             return open_prepared(cache / "data" / known)
-    found: FeatureSet = read_features(path, seed)
-    digest = key_of("features", content) if found.split_given else key_of("features", content, seed)
+    found: FeatureSet = read_features(path, seed, column)
+    digest = key_of("features", content, *(() if found.split_given else (seed,)), *dealt)
 
     def fill(folder: Path) -> None:
         save_arrays(
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
         source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
-        finish(folder, digest, source, found.keys, found.label_names)
+        finish(folder, digest, source, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
@@ -53,10 +54,12 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Prepare precomputed features of a named set from published .mat, .h5 or .npz files."""
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
-    read = arrays.read_arrays(data)
+    path, read = data.path or Path(data.name), arrays.read_arrays(data)
     entry = catalogue.find(data.name)
-    split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
-    found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
+    split = split_of(
+        read.get("split"), len(read["image"]), data, entry.draw, lambda: same_rows(image_rows(path, read["image"]))
+    )
+    found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
     for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
@@ -112,7 +115,7 @@ def prepare(
     if data.name == "features":
         if data.path is None:
             raise InputError("data.path", None, "a .npz or .safetensors file")
-        return _prepare_features(data.path, cache, data.split_seed)
+        return _prepare_features(data.path, cache, data.split_seed, data.column)
     if backbone.name == "features":
         return _prepare_arrays(data, cache)
     from fedmq.data import extract  # noqa: PLC0415 - brings the encoders

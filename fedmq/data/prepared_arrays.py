@@ -2,9 +2,9 @@
 
 A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
 uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``present.npy`` bool [n, 2] (if an item lacks its image or
-its captions; its row is then zero), ``keys.json`` and ``meta.json``. Features are always float32: torch trains in
-float32, and converting once is cheaper than converting every batch. The folder is named by the digest of its sources
-and is created atomically by a rename.
+its captions; its row is then zero), ``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``.
+Features are always float32: torch trains in float32, and converting once is cheaper than converting every batch. The
+folder is named by the digest of its sources and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -177,6 +177,12 @@ class Prepared:
         rows = self.rows(split)
         return rows[np.asarray(self.present)[rows].all(axis=1)]
 
+    @cached_property
+    def column(self) -> tuple[str, ...] | None:
+        """Each item's value of ``data.column``; None if the set was prepared without one."""
+        path = self.folder / "column.json"
+        return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
     def rows(self, split: str) -> npt.NDArray[np.int64]:
         """Rows of a split: int64 [m], ascending.
 
@@ -219,8 +225,9 @@ def finish(
     *,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
+    column: Sequence[str] | None = None,
 ) -> None:
-    """Write ``keys.json`` and then ``meta.json`` for the arrays already in ``folder``."""
+    """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
         format=FORMAT,
@@ -236,6 +243,8 @@ def finish(
         mean=list(mean),
         std=list(std),
     )
+    if column is not None:
+        (folder / "column.json").write_text(json.dumps(list(column)), encoding="utf-8")
     (folder / "keys.json").write_text(json.dumps(list(keys)), encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 

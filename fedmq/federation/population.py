@@ -21,6 +21,7 @@ import torch
 
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, MissingModality, Scenario
+from fedmq.config.user_files import label
 from fedmq.data import partition
 from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_rows, without_dropped
 from fedmq.data.label_levels import trained_columns
@@ -31,9 +32,8 @@ from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models import hash_networks
-from fedmq.models.build import build
-from fedmq.models.objective_registry import OBJECTIVES, network_of
+from fedmq.models.build import build_towers
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.two_tower import TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder
@@ -100,22 +100,14 @@ class Population:
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
         """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        if network_of(scenario.objective) is not None:
-            classes = hash_networks.classes_of(self.prepared.label_names)
-            return hash_networks.build(
-                scenario.objective,
-                self.prepared.inputs,
-                classes,
-                scenario.seed,
-                torch.device(device),
-                trained=scenario.backbone if scenario.backbone.end_to_end else None,
-            )
-        return build(
+        return build_towers(
             scenario.backbone,
+            scenario.objective,
             self.prepared.inputs,
+            self.prepared.label_names,
             scenario.seed,
-            device=device,
-            modalities=modalities,
+            device,
+            modalities,
             cache=self.cache,
         )
 
@@ -266,10 +258,12 @@ def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if it was computed before."""
+    later = {"column": None, "least": 1}  # partitions of earlier releases stay valid
+    dealt = scenario.partition.model_dump(mode="json")
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
-        "partition": scenario.partition.model_dump(mode="json"),
+        "partition": {name: value for name, value in dealt.items() if name not in later or value != later[name]},
         "silos": scenario.silos.count,
         "seed": scenario.seed,
         "split": scenario.evaluation.split,
@@ -312,11 +306,16 @@ def _compute_partition(
         pairs = ", with items that have both modalities" if prepared.unpaired else ""
         raise InputError("evaluation.split", scenario.evaluation.split, f"a split that the data set has{pairs}")
     others = np.setdiff1d(_database(scenario, prepared), train)
-    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache, progress)
-    plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
-    shares = [train[part] for part in partition.deal(plan, groups)]
-    heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
-    rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
+    if scenario.partition.kind == "column":
+        shares, heldout, rest = _dealt_by_column(scenario, prepared, (train, evaluated, others))
+    else:
+        groups, evaluated_groups, other_groups = _groups(
+            scenario, prepared, (train, evaluated, others), cache, progress
+        )
+        plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
+        shares = [train[part] for part in partition.deal(plan, groups)]
+        heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
+        rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
     whole = np.all(prepared.present, axis=1)
     galleries = [np.sort(np.concatenate([share[whole[share]], more])) for share, more in zip(shares, rest, strict=True)]
     parts = [*shares, *heldout, *galleries]
@@ -325,6 +324,27 @@ def _compute_partition(
         "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
         "evaluated": evaluated.astype(np.int64),
     }
+
+
+def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64]) -> tuple[list[I64], ...]:
+    """Each silo's training, evaluated and other rows, ascending, by the column that the partition names.
+
+    Raises:
+        InputError: the data set has no such column, its values are not as many as silos, or a value has no training or
+            no evaluated item.
+    """
+    column, values = scenario.partition.column or "", prepared.column
+    if values is None:
+        allowed = "a column of a manifest, or a key of a features file"
+        raise InputError("partition.column", f"{column} with data.name {label(scenario.data.name)}", allowed)
+    silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
+    parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
+    for name, dealt in zip(("train", scenario.evaluation.split), parts, strict=False):
+        for index, part in enumerate(dealt):
+            if not len(part):
+                value = values[int(np.flatnonzero(silo == index)[0])]
+                raise InputError(f"partition.column {column}", f"no {name} item with {value}", "one for every value")
+    return parts
 
 
 def _groups(

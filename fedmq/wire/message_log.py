@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -96,10 +97,7 @@ class MessageLog:
             line = record.line
             with writing(self.path):
                 try:
-                    unwritten = memoryview(line)
-                    # A nearly full disk accepts part of the line and reports an error only at the next write.
-                    while unwritten:
-                        unwritten = unwritten[self._file.write(unwritten) :]
+                    write_all(self._file, line)
                 except BaseException:
                     # An incomplete record would break the chain for all later ones.
                     self._file.truncate(self._size)
@@ -172,6 +170,18 @@ class MessageLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_all(file: RawIOBase, line: bytes) -> None:
+    """Write a line to an unbuffered file, in several parts if need be.
+
+    Raises:
+        OSError: a part could not be written. A nearly full disk accepts part of a line and reports an error only at the
+            next write.
+    """
+    unwritten = memoryview(line)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) or 0 :]
 
 
 def _encodable(text: str) -> str:

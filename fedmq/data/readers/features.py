@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
+from fedmq.data.duplicates import same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
@@ -45,6 +46,7 @@ class FeatureSet:
         split_given: whether the file contains the split; otherwise it was sampled.
         keys: n unique item keys.
         present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
+        column: n values of the key ``data.column``; None without it.
     """
 
     image: npt.NDArray[np.float32]
@@ -56,6 +58,7 @@ class FeatureSet:
     split_given: bool
     keys: tuple[str, ...]
     present: npt.NDArray[np.bool_] | None = None
+    column: tuple[str, ...] | None = None
 
 
 #: Exceptions that NumPy and zipfile raise on a damaged .npz file.
@@ -82,7 +85,7 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     with safetensors.safe_open(path, framework="numpy") as opened:
         metadata, names = opened.metadata() or {}, list(opened.keys())
     # Safetensors has no string arrays, but string metadata.
-    strings = {"label_names": np.array(json.loads(metadata["label_names"]))} if "label_names" in metadata else {}
+    strings = {name: np.array(json.loads(text)) for name, text in metadata.items() if text.startswith("[")}
 
     def read(key: str) -> Array:
         if key in strings:
@@ -94,8 +97,8 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     return [*names, *strings], read
 
 
-def _read_arrays(path: Path) -> dict[str, Array]:
-    """Read the arrays of the known keys.
+def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
+    """Read the arrays of the known keys, and of the key by which the partition deals the items.
 
     Raises:
         InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
@@ -117,8 +120,12 @@ def _read_arrays(path: Path) -> dict[str, Array]:
             raise InputError(
                 f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
             )
+    if column is not None and (column in KNOWN or column not in names):
+        others = [name for name in names if name not in KNOWN]
+        found = f"keys {', '.join(others)} besides the known ones" if others else "no key besides the known ones"
+        raise InputError(f"{path}: partition.column {column}", found, "a key of its own: strings or whole numbers [n]")
     arrays = {}
-    for name in (name for name in KNOWN if name in names):
+    for name in (name for name in (*KNOWN, *filter(None, [column])) if name in names):
         try:
             arrays[name] = read(name)
         except broken as error:
@@ -174,6 +181,15 @@ def _floats(
     return wide
 
 
+def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
+    """Image features as float32 [n, d], finite.
+
+    Raises:
+        InputError: another shape or dtype, or a value that is not finite.
+    """
+    return _floats(path, "image", value, (2,))
+
+
 def _captions(path: Path, value: Array | None, n: int, most: int, present: Present | None) -> npt.NDArray[np.int64]:
     """Number of captions of each item; 0 for items without text, whatever the file says."""
     with_text = np.ones(n, np.bool_) if present is None else present[:, 1]
@@ -208,28 +224,75 @@ def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
     return names
 
 
+def label_array(place: str, value: Array, n: int) -> Array:
+    """Labels by the one rule of all array files: class numbers int64 [n] or multi-hot uint8 [n, L].
+
+    A column [n, 1] or a row [1, n] is a vector of class numbers, also if these are 0 and 1. Whole floating-point
+    numbers are whole numbers (MATLAB's default type is double), and multi-hot labels may be -1 and 1.
+
+    Args:
+        place: the array, for error messages.
+        value: the stored array.
+        n: number of items.
+
+    Raises:
+        InputError: another shape, or values that are neither class numbers nor multi-hot labels.
+    """
+    allowed = f"class numbers [{n}] or multi-hot 0/1 [{n}, L]"
+    if value.shape in ((n, 1), (1, n)):
+        value = value.reshape(-1)
+    if value.dtype.kind not in "iufb" or value.ndim not in (1, 2) or len(value) != n:
+        raise InputError(place, f"{value.dtype} {list(value.shape)}", allowed)
+    if value.dtype.kind == "f":
+        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
+            raise InputError(place, "values that are not whole", allowed)
+        value = value.astype(np.int64)
+    if value.ndim == 1:
+        value = value.astype(np.int64)
+        if len(value) and value.min() < 0:
+            raise InputError(place, int(value.min()), "class numbers from 0 or 1")
+        return value
+    lowest = -1 if (value < 0).any() else 0  # published .mat files use either -1 and 1 or 0 and 1
+    if (other := value[(value != lowest) & (value != 1)]).size:
+        raise InputError(place, int(other.flat[0]), f"multi-hot labels of {lowest} and 1")
+    return (value > 0).astype(np.uint8)
+
+
 def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
     """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L]."""
     place = f"{path}: labels"
-    if value.dtype.kind not in "iub" or value.ndim not in (1, 2) or len(value) != n:
-        raise InputError(place, f"{value.dtype} {list(value.shape)}", f"class numbers [{n}] or multi-hot 0/1 [{n}, L]")
+    if value.shape == (n, 1) and names is not None and names.shape == (1,):
+        multi = (value == 1).astype(np.uint8)  # the file names one label, which an item has or lacks
+        if not ((value == 0) | multi.astype(np.bool_)).all():
+            raise InputError(place, f"shape {list(value.shape)} and other values", "0 and 1 for one label name")
+        return multi, _names(path, "label_names", names, 1)
+    value = label_array(place, value, n)
     if value.ndim == 1:
-        value = value.astype(np.int64)
-        count = len(names) if names is not None and names.ndim == 1 else int(value.max()) + 1
-        if value.min() < 0 or value.max() >= min(count, MAX_LABELS):
-            bad = value.min() if value.min() < 0 else value.max()
-            raise InputError(place, int(bad), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
+        first = int(value.min() == 1)  # MATLAB counts classes from 1
+        count = int(value.max()) + 1 - first
+        if names is not None and names.ndim == 1:
+            first, count = int(value.min() >= 1 and value.max() == len(names)), len(names)
+        if value.max() - first >= min(count, MAX_LABELS):
+            raise InputError(place, int(value.max()), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
         multi = np.zeros((n, count), dtype=np.uint8)
-        multi[np.arange(n), value] = 1
+        multi[np.arange(n), value - first] = 1
     else:
-        if not 1 <= value.shape[1] <= MAX_LABELS or not ((value == 0) | (value == 1)).all():
-            raise InputError(
-                place, f"shape {list(value.shape)} or other values", f"0 and 1 in 1 to {MAX_LABELS} columns"
-            )
-        multi = value.astype(np.uint8)
+        if not 1 <= value.shape[1] <= MAX_LABELS:
+            raise InputError(place, f"shape {list(value.shape)}", f"1 to {MAX_LABELS} columns of 0 and 1")
+        multi = value
     if names is None:
         return multi, tuple(f"label-{index:03d}" for index in range(multi.shape[1]))
     return multi, _names(path, "label_names", names, multi.shape[1])
+
+
+def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
+    """The values of the key by which the partition deals the items."""
+    if value.shape != (n,) or value.dtype.kind not in "USiu":
+        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings or whole numbers [{n}]")
+    try:
+        return tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
 
 
 def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
@@ -270,14 +333,14 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
         captions=captions,
         labels=labels,
         label_names=label_names,
-        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed),
+        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed, same_rows(image)),
         split_given="split" in arrays,
         keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
         present=present,
     )
 
 
-def read_features(path: Path, seed: int = 0) -> FeatureSet:
+def read_features(path: Path, seed: int = 0, column: str | None = None) -> FeatureSet:
     """Read a ``features`` data set.
 
     Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64. Optional:
@@ -289,8 +352,11 @@ def read_features(path: Path, seed: int = 0) -> FeatureSet:
     Args:
         path: .npz or .safetensors file.
         seed: seed of the 80/10/10 split if the file has no ``split``.
+        column: further key [n] by whose values the partition deals the items.
 
     Raises:
         InputError: the file or an array is invalid; the message gives file, key, found and allowed values.
     """
-    return checked(path, _read_arrays(path), seed)
+    arrays = _read_arrays(path, column)
+    found = checked(path, arrays, seed)
+    return found if column is None else replace(found, column=_values(path, column, arrays[column], len(found.image)))

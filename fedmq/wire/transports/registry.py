@@ -12,12 +12,14 @@ from importlib.metadata import entry_points
 from fedmq.errors import InputError
 from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
+from fedmq.wire.transports.shared import SHARED, SharedConnection, SharedListener
 
 #: Entry point group of installed packages.
 GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
+#: The transports registered in this process, by scheme.
+TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
 
 
 def register(scheme: str, transport: Transport) -> None:
@@ -28,14 +30,14 @@ def register(scheme: str, transport: Transport) -> None:
     """
     if _SCHEME.fullmatch(scheme) is None:
         raise ValueError(f"{scheme!r} is not a URI scheme: a lower-case letter, then letters, digits, + . -")
-    if scheme in _TRANSPORTS:
+    if scheme in TRANSPORTS:
         raise ValueError(f"the scheme {scheme} is already registered")
-    _TRANSPORTS[scheme] = transport
+    TRANSPORTS[scheme] = transport
 
 
 def schemes() -> tuple[str, ...]:
     """The schemes registered in this process, without entry points that have not been loaded yet."""
-    return tuple(_TRANSPORTS)
+    return tuple(TRANSPORTS)
 
 
 def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Listener:
@@ -43,14 +45,17 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Liste
 
     Args:
         uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
-            ``memory://NAME`` within this process, or a URI of another registered scheme.
+            ``memory://NAME`` within this process, or a URI of another registered scheme; with the prefix ``shared+``,
+            many peers share a connection.
         max_frame: largest accepted frame [bytes]; a peer that announces a larger one is disconnected before it is read.
         queue: messages queued per peer and direction.
 
     Raises:
         InputError: an unknown scheme, a malformed URI, or an address that cannot be bound.
     """
-    return _checked(uri, "uri", listening=True).listen(uri, max_frame, queue)
+    inner = uri.removeprefix(SHARED)
+    listener = _checked(inner, "uri", listening=True).listen(inner, max_frame, queue)
+    return listener if inner == uri else SharedListener(listener)
 
 
 def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Connection:
@@ -64,7 +69,20 @@ def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Conn
     Raises:
         InputError: an unknown scheme or a malformed URI.
     """
+    if uri.startswith(SHARED):
+        return connect_shared(uri, max_frame=max_frame, queue=queue).branch(0)
     return _checked(uri, "uri", listening=False).connect(uri, max_frame, queue)
+
+
+def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> SharedConnection:
+    """Open a connection for many peers of this process; arguments and errors as for :func:`connect`.
+
+    Args:
+        uri: of a listener with the prefix ``shared+``.
+        max_frame: largest accepted frame [bytes].
+        queue: messages queued per direction, for all peers together.
+    """
+    return SharedConnection(connect(uri.removeprefix(SHARED), max_frame=max_frame, queue=queue))
 
 
 def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
@@ -78,7 +96,7 @@ def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
     Raises:
         InputError: an unknown scheme or a malformed URI.
     """
-    _checked(uri, place, listening=listening)
+    _checked(uri.removeprefix(SHARED), place, listening=listening)
 
 
 def _checked(uri: str, place: str, *, listening: bool) -> Transport:
@@ -90,12 +108,12 @@ def _checked(uri: str, place: str, *, listening: bool) -> Transport:
 
 def _transport_of(uri: str, place: str) -> Transport:
     scheme, separator, _ = uri.partition("://")
-    if separator and scheme in _TRANSPORTS:
-        return _TRANSPORTS[scheme]
+    if separator and scheme in TRANSPORTS:
+        return TRANSPORTS[scheme]
     offered = {point.name: point for point in entry_points(group=GROUP)}
     if not separator or scheme not in offered:
-        forms = [transport.form for transport in _TRANSPORTS.values()]
-        forms += [f"{name}://..." for name in sorted(offered.keys() - _TRANSPORTS.keys())]
+        forms = [transport.form for transport in TRANSPORTS.values()]
+        forms += [f"{name}://..." for name in sorted(offered.keys() - TRANSPORTS.keys())]
         raise InputError(place, uri, f"{', '.join(forms[:-1])} or {forms[-1]}")
     point = offered[scheme]
     entry_place, allowed = (

@@ -1,0 +1,127 @@
+"""``partition: {kind: column}`` deals a manifest or a features file by a column of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fedmq.config.loader import parse
+from fedmq.config.run_id import name_of
+from fedmq.config.scenario import Data, Scenario
+from fedmq.data.partition import by_column
+from fedmq.data.readers.manifest import read_manifest
+from fedmq.errors import InputError
+from fedmq.federation.population import build_population
+
+HOSPITALS = ("north", "south", "east") * 8
+SPLIT = ("train",) * 15 + ("test",) * 6 + ("database",) * 3
+
+
+def features(path: Path, values: object = HOSPITALS, split: tuple[str, ...] = SPLIT) -> Path:
+    rows = np.arange(24 * 4, dtype=np.float32).reshape(24, 4)
+    np.savez(path, image=rows, text=rows, split=np.array(split), hospital=np.array(values))
+    return path
+
+
+def scenario(path: Path, silos: int = 3, **more: object) -> Scenario:
+    raw = {
+        "name": "column",
+        "protocol": "fedavg",
+        "data": {"name": "features", "path": str(path)},
+        "backbone": {"name": "features"},
+        "silos": {"count": silos},
+        "partition": {"kind": "column", "column": "hospital"},
+        **more,
+    }
+    return parse(raw, Path("column.yaml"))
+
+
+def held(values: tuple[str, ...], value: str, split: str) -> list[int]:
+    return [row for row in range(24) if values[row] == value and SPLIT[row] == split]
+
+
+def test_each_value_is_a_silo_in_sorted_order_in_every_split(tmp_path: Path) -> None:
+    population = build_population(scenario(features(tmp_path / "all.npz")), cache=tmp_path)
+    for index, value in enumerate(sorted(set(HOSPITALS))):
+        train = held(HOSPITALS, value, "train")
+        assert population.train[index].tolist() == train
+        assert population.heldout[index].tolist() == held(HOSPITALS, value, "test")
+        assert population.galleries[index].tolist() == sorted([*train, *held(HOSPITALS, value, "database")])
+
+
+def test_a_key_of_whole_numbers_is_sorted_by_size() -> None:
+    assert by_column(("10", "9", "10", "-1"), "ward", 3).tolist() == [2, 1, 2, 0]
+
+
+def test_a_safetensors_file_holds_the_column_as_numbers_or_as_text_in_its_metadata(tmp_path: Path) -> None:
+    rows = np.arange(24 * 4, dtype=np.float32).reshape(24, 4)
+    split = np.array([0] * 15 + [2] * 6 + [4] * 3)
+    for path, tensors, metadata in (
+        (tmp_path / "text.safetensors", {}, {"hospital": json.dumps(HOSPITALS)}),
+        (tmp_path / "numbers.safetensors", {"hospital": np.array([1, 2, 0] * 8)}, {}),
+    ):
+        save_file({"image": rows, "text": rows, "split": split, **tensors}, path, metadata)
+        population = build_population(scenario(path), cache=tmp_path)
+        assert population.train[0].tolist() == held(HOSPITALS, "east", "train")
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_manifest_may_have_the_column_that_the_partition_names(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"list.{ending}"
+    rows = [("a.jpg", "a cat", "north"), ("b.jpg", "a dog", "south")]
+    if ending == "csv":
+        path.write_text("image,caption,hospital\n" + "".join(f"{','.join(row)}\n" for row in rows))
+    else:
+        plain = [dict(zip(("image", "caption", "hospital"), row, strict=True)) for row in rows]
+        path.write_text("".join(json.dumps(each) + "\n" for each in plain))
+    assert read_manifest(Data(name="manifest", path=path, column="hospital")).column == ("north", "south")
+    with pytest.raises(InputError, match=r"found 'hospital', allowed: fields image, captions"):
+        read_manifest(Data(name="manifest", path=path))
+
+
+def test_an_item_without_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text("image,caption,hospital\na.jpg,a cat,north\nb.jpg,a dog,\n")
+    with pytest.raises(InputError, match=r"list.csv: line 3: hospital: found .*, allowed: a text or a whole number"):
+        read_manifest(Data(name="manifest", path=path, column="hospital"))
+
+
+def test_another_number_of_values_than_silos_is_refused_with_the_values(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"silos.count: found 4, allowed: 3, the values of column hospital: east, north, south"
+    ):
+        build_population(scenario(features(tmp_path / "all.npz"), silos=4), cache=tmp_path)
+
+
+def test_a_value_without_an_evaluated_item_is_refused_by_name(tmp_path: Path) -> None:
+    values = tuple("west" if row == 0 else value for row, value in enumerate(HOSPITALS))
+    with pytest.raises(InputError, match=r"partition.column hospital: found 'no test item with west'"):
+        build_population(scenario(features(tmp_path / "all.npz", values), silos=4), cache=tmp_path)
+
+
+def test_a_missing_column_is_refused_with_the_keys_there_are(tmp_path: Path) -> None:
+    other = {"partition": {"kind": "column", "column": "ward"}}
+    with pytest.raises(InputError, match=r"partition.column ward: found 'keys hospital besides the known ones'"):
+        build_population(scenario(features(tmp_path / "all.npz"), **other), cache=tmp_path)
+
+
+@pytest.mark.parametrize("partition", [{"kind": "column"}, {"kind": "iid", "column": "hospital"}])
+def test_the_kind_and_the_name_of_the_column_need_each_other(tmp_path: Path, partition: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"partition.kind column and partition.column need each other"):
+        scenario(tmp_path / "all.npz", partition=partition)
+
+
+def test_scenarios_without_a_column_keep_their_run_id(tmp_path: Path) -> None:
+    plain = scenario(tmp_path / "all.npz", partition={"kind": "iid"}).model_dump(mode="json")
+    earlier = {
+        **plain,
+        **{
+            key: {name: value for name, value in plain[key].items() if name != "column"}
+            for key in ("data", "partition")
+        },
+    }
+    assert name_of(plain) == name_of(earlier)

@@ -50,7 +50,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.transports.base import QUEUE, Listener
@@ -72,6 +72,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
@@ -82,6 +83,7 @@ class CoordinatorArguments:
     resume: bool = False
     data: Path | None = None
     silos_per_connection: int = 1
+    stop_silos: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -163,9 +165,11 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        loop.stop_silos = arguments.stop_silos
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
@@ -257,6 +261,10 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         raise InputError("missing_modality", "no such silo is left", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)

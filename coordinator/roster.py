@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.peers import Ready, Unusable
@@ -248,6 +248,7 @@ class Roster:
         if peer is None:
             return 0
         complete = message if isinstance(message, Message) else Message(message)
+        complete = replace(complete, head=self._log.sent_head)
         sealed = seal_message(peer.session, complete)
         self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
@@ -260,6 +261,10 @@ class Roster:
     def silent(self, seconds: float, at: float) -> list[str]:
         """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
         return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]."""
+        return {peer.name: peer.heard for peer in self._by_name.values()}
 
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import protocols
+from fedmq.audit.policy_guard import guard_of
 from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
@@ -32,10 +33,11 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
+from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload
 from protocols._missing_branch import shortened
@@ -64,6 +66,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
+        policy: file of the policy for what may leave the silo; None allows everything.
     """
 
     run: ResolvedRun
@@ -73,6 +76,7 @@ class SiloArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    policy: Path | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -253,19 +257,14 @@ def run_silo(
     if arguments.name not in scenario.silo_names:
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
-    clock, run = WallClock(), arguments.run.id
     last_message = {"sent_at": 0.0}
-    log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
-    log.note(NoteKind.STARTED, run=run)
-    slots = Slots(slots_folder(run), scenario.slots)
-    # A silo knows the run's time only from the timestamp of its last message.
-    link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_message["sent_at"], progress=progress
-    )
+    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], progress)
+    slots = Slots(slots_folder(arguments.run.id), scenario.slots)
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
         notes = StateNotes(silo.store, log)
+        log.start(identity, accepted, StartFacts.of(arguments.run, silo.population.prepared.content))
         link.start()
         progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
         while True:
@@ -290,6 +289,30 @@ def run_silo(
     finally:
         link.close()
         slots.close()
+
+
+def _log_and_channel(
+    arguments: SiloArguments,
+    identity: Identity,
+    accepted: Accepted,
+    now: Callable[[], float],
+    progress: Callable[[str], None],
+) -> tuple[MessageLog, Channel]:
+    """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
+
+    Args:
+        arguments: how the silo was started.
+        identity: its name and key.
+        accepted: accepted public keys.
+        now: the run's time as the silo knows it, from the time stamp of its last message [s].
+        progress: called with one line on each noteworthy event.
+    """
+    clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
+    forbidden = None if arguments.policy is None else guard_of(arguments.policy, arguments.name, path)
+    log = MessageLog(path, arguments.name, clock)
+    log.note(NoteKind.STARTED, run=run)
+    uri = arguments.connect
+    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=progress, forbidden=forbidden)
 
 
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:

@@ -116,7 +116,7 @@ class Population:
         names = self.prepared.label_names
         return Context(
             scenario.seed,
-            scenario.rounds,
+            scenario.schedule_rounds,
             self.silos,
             model.layout,
             model.dim,

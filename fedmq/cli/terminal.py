@@ -214,6 +214,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         markup=False,
         soft_wrap=True,
     )
+    for line in _not_used(summary):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for silo, why in summary.personal_missing.items():
         console.print(
             f"{silo}: its personal model was not evaluated and is missing from means over silos: {printable(why)}",
@@ -230,3 +232,17 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _not_used(summary: RunSummary) -> Iterator[str]:
+    """Lines on the items that were not trained on, and on those that were not evaluated."""
+    ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}
+    if ignored:
+        held, most = sum(silo.samples for silo in summary.per_silo.values()), sorted(ignored, key=lambda k: -ignored[k])
+        named = name_some([f"{name} {ignored[name]}" for name in most])
+        yield (
+            f"{sum(ignored.values())} of {held} training items were not trained on, as they lack a modality or are "
+            f"a silo's only pair: {named}"
+        )
+    if summary.heldout_without_pair:
+        yield f"{summary.heldout_without_pair} held-out items lack a modality and were not evaluated"

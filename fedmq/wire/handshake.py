@@ -165,8 +165,7 @@ def respond(
     if header.sender == identity.name:
         raise RemoteWireError(Reason.UNKNOWN_SENDER, f"a hello from {identity.name} to itself")
     if not _proves_key(key, hello):
-        detail = f"claimed {header.sender}, but it is not signed with the key accepted for that name"
-        raise RemoteWireError(Reason.BAD_SIGNATURE, detail)
+        raise RemoteWireError(Reason.BAD_SIGNATURE, f"claims to be {header.sender}, but is signed with another key")
     fields = _fields(hello[1][SIGNATURE_BYTES:], _HELLO, versions=True)
     shared = [version for version in fields["versions"] if version in WIRE_VERSIONS]
     if not shared:

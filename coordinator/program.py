@@ -7,14 +7,13 @@ import json
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import protocols
 from coordinator import checkpoint_files as checkpoints
+from coordinator import release
 from coordinator.admission import OwnDataAdmission
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
@@ -36,25 +35,27 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
-from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary
+from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
-from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.payloads import Loss, Payload, digest
+from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
@@ -76,6 +77,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
@@ -86,6 +88,7 @@ class CoordinatorArguments:
     resume: bool = False
     data: Path | None = None
     silos_per_connection: int = 1
+    stop_silos: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -113,7 +116,7 @@ def check(scenario: Scenario, population: Population) -> None:
         InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
             one of the user's own metrics cannot be loaded.
     """
-    run_context_of(scenario, population.counted(), RunFolder(Path()))
+    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
     population.build_model(scenario, device_of(scenario.device), ("image", "text"))
     measures_of(scenario.evaluation)
 
@@ -152,7 +155,7 @@ def run_coordinator(
     if scenario.data is not None:
         population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    data = None if population is None else population.counted()
+    data = None if population is None else population.counted(scenario)
     setting = None if data is None else _resumable(arguments, data, saved, revoked)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
@@ -169,6 +172,7 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(
                 wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience, admission=admission
@@ -181,6 +185,7 @@ def run_coordinator(
             return CoordinatorResult(Phase.STOPPED, None)
         run_context, theta = setting or _resumable(arguments, data, saved, revoked)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        loop.stop_silos = arguments.stop_silos
         if population is not None:
             listening(roster.uri)
         phase = loop.run()
@@ -296,6 +301,10 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         place = "missing_modality" if scenario.data is not None else "the silos' modalities"
         raise InputError(place, "no such silo is left", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
@@ -303,8 +312,8 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     path = scenario.participation.trace
     digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)
-    pairs = data.pairs(scenario.evaluation.split)
-    run_context = RunContext(scenario, method, context, data.samples, cost, folder, trace, *digests, pairs)
+    samples, pairs = _samples(scenario, data, method), data.pairs(scenario.evaluation.split)
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)
@@ -317,6 +326,30 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return run_context, model.flat.detach().clone()
+
+
+def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tuple[int, ...]:
+    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+
+    Raises:
+        InputError: a silo that the method can select has nothing to train on.
+    """
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, data.silos), method.traits().unpaired
+    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
+    for silo in data.silos:
+        found = {state: data.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+        samples.append(max(found.values()))
+        if not method.eligible(silo):
+            continue
+        for state in found:
+            held = data.training_items(state).dataset
+            if not held:
+                what = "both modalities" if state.paired else "an image" if state.image else "captions"
+                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
+        if silo.paired and contrasts and found[silo] == 1:
+            what = f"{silo.name} with one pair, which has no other to be contrasted with"
+            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
+    return tuple(samples)
 
 
 def _check_labels(scenario: Scenario, data: RunData) -> None:
@@ -406,7 +439,7 @@ def finish(
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    config = _release(run_context, state.theta, protocol.release(state), data.content)
+    config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": data.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
@@ -416,44 +449,6 @@ def finish(
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated, unchanged=unchanged)
     write_json(folder.summary, summary.plain())
+    release.write_card(run_context, config, summary)
     html_report.write(folder)
     return summary
-
-
-def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: str) -> ReleaseConfig:
-    """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
-
-    Args:
-        run_context: fixed facts of the run.
-        theta: the model's parameters, float32 [P].
-        more: payloads released with the model.
-        data: digest (hex) of the prepared data's content.
-    """
-    layout, folder = run_context.context.layout, run_context.folder.model
-    tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
-    write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
-    for payload in more:
-        arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
-        write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
-    config = ReleaseConfig(
-        backbone=run_context.scenario.backbone.model_dump(mode="json"),
-        objective=run_context.scenario.objective.model_dump(mode="json"),
-        protocol=run_context.scenario.protocol.name,
-        dim=run_context.context.dim,
-        layout_digest=layout.digest,
-        # The safetensors file does not keep the order of the parameters, which is needed to verify the digests.
-        layout=[entry.name for entry in layout.entries],
-        model_digest=layout.model_digest(theta.numpy()),
-        data_digest=data,
-        released_with={payload.KIND: digest(payload) for payload in more},
-    )
-    write_json(folder / "config.json", config.plain())
-    return config
-
-
-def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the usual permissions; the library makes it readable by its owner only."""
-    path.touch()
-    usual = path.stat().st_mode
-    write_tensors(path, tensors)
-    path.chmod(usual)

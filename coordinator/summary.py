@@ -7,7 +7,6 @@ import platform
 import psutil
 import torch
 
-import fedmq
 from coordinator.counters import Counters
 from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
@@ -16,7 +15,9 @@ from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
 from fedmq.federation.population import device_here
+from fedmq.federation.protocol import SiloFacts
 from fedmq.federation.run_data import RunData
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
@@ -32,6 +33,7 @@ from fedmq.runs.run_records import (
     TaskCounts,
     Traffic,
 )
+from fedmq.version import __version__
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
 _OF_A_LINE = ("kind", "version")
@@ -70,7 +72,7 @@ def summary_of(
         model_digest=config.model_digest,
         data_digest=config.data_digest,
         metrics=last.metrics,
-        per_silo=_per_silo(data, counters, last, stated),
+        per_silo=_per_silo(loop, data, last, stated),
         per_silo_mean=means(last.per_silo) if last.per_silo else {},
         fairness=fairness_of(last.per_silo) if last.per_silo else {},
         bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
@@ -84,7 +86,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, config, last, own, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, data, config, last, own, unchanged=unchanged))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -104,20 +106,31 @@ def _last_own_heldout(loop: Loop) -> OwnHeldOut | None:
 
 
 def _per_silo(
-    data: RunData, counters: Counters, last: EvaluationLine, stated: AgreementRecord | None
+    loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
 ) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
-    for silo, samples in zip(data.silos, data.samples, strict=True):
+    for silo in data.silos:
         said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-            "samples": samples,
-            "participations": counters.participations[silo.name],
+            "samples": data.training_items(silo).all,
+            "participations": loop.counters.participations[silo.name],
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
+            **_without_pair(loop, data, silo),
             **last.per_silo.get(silo.name, {}),
         }
         result[silo.name] = SiloSummary.model_validate(values)
     return result
+
+
+def _without_pair(loop: Loop, data: RunData, silo: SiloFacts) -> dict[str, int]:
+    """Counts of the silo's items without a pair, and of those that the method ignores, as far as there are any."""
+    found = data.training_items(silo)
+    ignored = found.all - data.trained(silo, loop.run_context.traits.unpaired)
+    if silo.paired and found.dataset == 1:
+        ignored += OBJECTIVES.find(loop.run_context.scenario.objective.base).contrasts
+    counts = {"image_only": found.image_only, "text_only": found.text_only, "ignored": ignored}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _messages(loop: Loop) -> MessageCounts:
@@ -146,7 +159,7 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
 def _versions_of(loop: Loop) -> dict[str, str]:
     """Versions that affect rounding: a scenario gives bit-identical results where these are equal."""
     return {
-        "fedmq": fedmq.__version__,
+        "fedmq": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
@@ -155,7 +168,13 @@ def _versions_of(loop: Loop) -> dict[str, str]:
 
 
 def _optional_keys(
-    loop: Loop, config: ReleaseConfig, last: EvaluationLine, own: OwnHeldOut | None, *, unchanged: bool
+    loop: Loop,
+    data: RunData,
+    config: ReleaseConfig,
+    last: EvaluationLine,
+    own: OwnHeldOut | None,
+    *,
+    unchanged: bool,
 ) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
@@ -177,6 +196,8 @@ def _optional_keys(
         optional["our_reading"] = True
     if traits.personal_only:
         optional["personal_only"] = True
+    if data.heldout_without_pair:
+        optional["heldout_without_pair"] = data.heldout_without_pair
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional

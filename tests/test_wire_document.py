@@ -61,9 +61,7 @@ def describe(spec: Field) -> str:
             return f"number{bounds}{', or nil' if spec.nullable else ''}"
         case Word():
             named = {fields.DIGEST: "digest", fields.NAME: "name", payloads.ENCODER: "digest or `none`"}
-            choices = spec.pattern.pattern.split("|")
-            listed = f"{', '.join(f'`{each}`' for each in choices[:-1])} or `{choices[-1]}`"
-            return named.get(spec.pattern) or listed
+            return named.get(spec.pattern) or words(spec.pattern)
         case Text():
             return f"str, at most {spec.longest} bytes"
         case Names():
@@ -73,6 +71,12 @@ def describe(spec: Field) -> str:
             return f"map of at most {spec.most} metric names to numbers"
         case NumbersByName():
             return f"map of at most {spec.most} names to such maps"
+
+
+def words(pattern: re.Pattern[str]) -> str:
+    """The words that a pattern lists, as documented."""
+    *others, last = (f"`{word}`" for word in pattern.pattern.split("|"))
+    return f"{', '.join(others)} or {last}" if len(others) < 6 else "a payload kind above, `reply` or `heartbeat`"
 
 
 def power(high: int) -> str:
@@ -96,12 +100,12 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     assert list(described) == [kind.value for kind in Kind]
     words = {
         "any of training": frozenset(PAYLOADS)
-        - {"error", "data_statement", "data_format", "silo_modalities", "own_metrics"},
+        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "own_metrics"},
         "data_statement, data_format": frozenset({"data_statement", "data_format"}),
         "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
         "own_metrics or error": frozenset({"own_metrics", "error"}),
         "metrics or none": frozenset({"metrics"}),
-        "exactly one error": frozenset({"error"}),
+        "exactly one error or refusal": frozenset({"error", "refusal"}),
     }
     for kind in Kind:
         said = described[kind.value][2]
@@ -143,7 +147,7 @@ def test_the_handshakes_fields_and_lengths_are_documented() -> None:
 def test_every_label_of_the_handshake_is_documented() -> None:
     text = section("The handshake")
     labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
-    assert len(labels) == 6
+    assert len(labels) == 7
     assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
 
 

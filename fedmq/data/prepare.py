@@ -13,7 +13,7 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
 from fedmq.data.duplicates import same_rows
-from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays
+from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays, save_present
 from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
@@ -37,7 +37,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
         save_arrays(
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
-        source = {"data": "features", "content": content, "seed": seed}
+        source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
         finish(folder, digest, source, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
@@ -45,7 +45,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
 
 def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
     """Concatenated caption rows [sum(counts), ...] as [n, C, ...], padded with zeros."""
-    spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
+    spread = np.zeros((len(counts), max(1, int(counts.max())), *rows.shape[1:]), dtype=rows.dtype)
     spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
     return spread
 
@@ -61,7 +61,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     )
     found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
-    for part in (found.image, found.text, found.split, found.labels):
+    for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
@@ -72,7 +72,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        finish(folder, digest, source, found.keys, found.label_names)
+        finish(folder, digest, {**source, **save_present(folder, found.present)}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
@@ -175,5 +175,6 @@ def text_features(
 def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
     # Padding rows are zero, so the sum over all C is the sum over the item's captions.
-    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
+    some = np.maximum(counts, 1)[:, None]  # an item without captions has the zero vector
+    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / some).astype(np.float32)
     return mean

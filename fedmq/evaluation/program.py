@@ -25,7 +25,7 @@ from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
 
@@ -94,6 +94,7 @@ class EvaluatorStart:
         scenario: as resolved, with the evaluator's device.
         statement: what it states about its data.
         items: number of its held-out items.
+        content: digest of its data, which it declares in its log.
         evaluator: ready for requests; None until the silos have agreed on labels and inputs.
         data: of an evaluator with a held-out set of its own; None in a simulated partition.
     """
@@ -101,6 +102,7 @@ class EvaluatorStart:
     scenario: Scenario
     statement: tuple[Payload, ...]
     items: int
+    content: str
     evaluator: Evaluator | None
     data: SiteData | None = None
 
@@ -119,11 +121,11 @@ class EvaluatorStart:
                 raise InputError("evaluation.heldout", scenario.evaluation.heldout or "own", allowed)
             data = SiteData.load(here, arguments.site, run)
             split = SPLITS.index(scenario.evaluation.split)
-            return cls(here, data.statement, int(data.statement[0].counts[split, 0]), None, data)
+            return cls(here, data.statement, int(data.statement[0].counts[split, 0]), data.content, None, data)
         population = build_population(here, folder=arguments.data)
         evaluator = Evaluator(scenario, population, device_of(here.device))
         statement = population.statement(None, item_digests(population.prepared, scenario.dealt), run)
-        return cls(here, (statement,), len(evaluator.heldout.dataset), evaluator)
+        return cls(here, (statement,), len(evaluator.heldout.dataset), population.prepared.content, evaluator)
 
     def agreed(self, message: Message) -> Evaluator:
         """The evaluator, once the silos have agreed on labels and inputs.
@@ -165,6 +167,7 @@ def run_evaluator(
     try:
         start = EvaluatorStart.of(arguments)
         evaluator = start.evaluator
+        log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         link.start()
         progress(f"{EVALUATOR}: {start.items} held-out items, connecting to {arguments.connect}")

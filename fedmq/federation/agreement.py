@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedmq.data.item_digests import ItemDigests, salted_digest
+from fedmq.data.item_modalities import Present, modalities_held
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.data.splits import SPLITS
@@ -41,19 +42,34 @@ def mask_of(*, image: bool, text: bool) -> int:
     return IMAGE * image + TEXT * text
 
 
-def counts_of(prepared: Prepared, rows: Sequence[int] | np.ndarray, *, image: bool, text: bool) -> Counts:
+def counts_of(prepared: Prepared, rows: Sequence[int] | np.ndarray, present: Present) -> Counts:
     """Numbers of items by split, with both modalities, an image only, and captions only: int64 [5, 3].
 
     Args:
         prepared: the data set.
         rows: rows of the items.
-        image: whether their holder uses images.
-        text: whether it uses captions.
+        present: bool [n, 2], the modalities of each item of the data set.
     """
-    counts = np.zeros((len(SPLITS), 3), np.int64)
-    column = 0 if image and text else 1 if image else 2
-    counts[:, column] = np.bincount(prepared.split[np.asarray(rows, np.int64)], minlength=len(SPLITS))
-    return counts
+    chosen = np.asarray(rows, np.int64)
+    image, text = np.asarray(present)[chosen].T
+    columns = [image & text, image & ~text, text & ~image]
+    split = prepared.split[chosen]
+    return np.stack([np.bincount(split[each], minlength=len(SPLITS)) for each in columns], axis=1).astype(np.int64)
+
+
+def usable(counts: Counts, *, image: bool, text: bool) -> Counts:
+    """Numbers of items, of which their holder uses some modalities only: int64 [5, 3]."""
+    if image and text:
+        return counts
+    found = np.zeros_like(counts)
+    column = 1 if image else 2
+    found[:, column] = counts[:, 0] + counts[:, column]
+    return found
+
+
+def held_by(prepared: Prepared, *, image: bool, text: bool) -> tuple[bool, bool]:
+    """The modalities that a silo trains on data of its own, out of those it may use: (image, text)."""
+    return modalities_held(prepared.rows("train"), prepared.present, image=image, text=text)
 
 
 def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: bool, text: bool) -> DataStatement:
@@ -66,16 +82,22 @@ def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: boo
         image: whether it uses images.
         text: whether it uses captions.
     """
-    counts = counts_of(prepared, np.arange(prepared.n), image=image, text=text)
+    counts = usable(counts_of(prepared, np.arange(prepared.n), prepared.present), image=image, text=text)
     digest = salted_digest(items, run, image=image, text=text)
     return DataStatement(digest, mask_of(image=image, text=text), counts)
+
+
+def encoders_of(prepared: Prepared) -> dict[str, str]:
+    """Digests of the frozen encoders that encoded a data set, by modality."""
+    weights = prepared.meta.source.get("weights")
+    found = dict(zip(("image", "text"), weights, strict=True)) if isinstance(weights, list) else {}
+    return {modality: value for modality, value in found.items() if isinstance(value, str)}
 
 
 def format_of(prepared: Prepared, *, image: bool, text: bool) -> DataFormat:
     """The format of a data set, without that of a modality which its holder does not use."""
     inputs, source = prepared.inputs, prepared.meta.source
-    weights = source.get("weights")
-    first, second = weights if isinstance(weights, list) and len(weights) == 2 else (None, None)
+    encoders = encoders_of(prepared)
     return DataFormat(
         label_names=prepared.label_names,
         vocabulary=prepared.vocabulary if text else (),
@@ -83,16 +105,16 @@ def format_of(prepared: Prepared, *, image: bool, text: bool) -> DataFormat:
         text_shape=np.array(inputs.text_shape if text else (), np.int64),
         image_dtype=inputs.image_dtype if image else _NONE,
         text_dtype=inputs.text_dtype if text else _NONE,
-        image_encoder=_encoder(first, source.get("later")) if image else _NONE,
-        text_encoder=_encoder(second, None) if text else _NONE,
+        image_encoder=_encoder(encoders.get("image"), source.get("later")) if image else _NONE,
+        text_encoder=_encoder(encoders.get("text"), None) if text else _NONE,
         mean=np.array(inputs.mean if image else (), np.float32),
         std=np.array(inputs.std if image else (), np.float32),
     )
 
 
-def _encoder(digest: object, later: object) -> str:
+def _encoder(digest: str | None, later: object) -> str:
     """Digest (hex) of an encoder, and of weights that the model applies to its pixels."""
-    if not isinstance(digest, str):
+    if digest is None:
         return _NONE
     return hashlib.sha256(f"{digest} {later or ''}".encode()).hexdigest()
 
@@ -189,16 +211,23 @@ def _union(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted({name for names in different for name in names}))
 
 
-def silos_of(modalities: SiloModalities) -> tuple[SiloFacts, ...]:
-    """The silos of an agreement."""
-    return tuple(
-        SiloFacts(name, index, bool(mask & IMAGE), bool(mask & TEXT))
-        for index, (name, mask) in enumerate(zip(modalities.silos, modalities.masks.tolist(), strict=True))
-    )
+def silos_of(modalities: SiloModalities, counts: Mapping[str, Counts]) -> tuple[SiloFacts, ...]:
+    """The silos of an agreement, with the numbers of their unpaired items as far as this process knows them."""
+    silos = list[SiloFacts]()
+    for index, (name, mask) in enumerate(zip(modalities.silos, modalities.masks.tolist(), strict=True)):
+        image, text = bool(mask & IMAGE), bool(mask & TEXT)
+        alone = counts[name][SPLITS.index("train"), 1:].tolist() if image and text and name in counts else (0, 0)
+        silos.append(SiloFacts(name, index, image, text, *alone))
+    return tuple(silos)
 
 
 def run_data_of(
-    agreed: DataFormat, modalities: SiloModalities, cache: Path, counts: Mapping[str, Counts], digest: str = ""
+    agreed: DataFormat,
+    modalities: SiloModalities,
+    cache: Path,
+    counts: Mapping[str, Counts],
+    digest: str = "",
+    heldout_without_pair: int = 0,
 ) -> RunData:
     """The facts about the run's data that an agreement contains.
 
@@ -208,6 +237,7 @@ def run_data_of(
         cache: cache folder of this process.
         counts: numbers of items, of the silos that this process knows them of.
         digest: digest (hex) of all silos' statements; empty in a silo.
+        heldout_without_pair: evaluated items of all silos that lack a modality.
     """
     inputs = InputSpec(
         image_shape=tuple(agreed.image_shape.tolist()),
@@ -217,8 +247,19 @@ def run_data_of(
         mean=tuple(agreed.mean.tolist()),
         std=tuple(agreed.std.tolist()),
     )
-    silos, words = silos_of(modalities), agreed.vocabulary
-    return RunData(silos, inputs, agreed.label_names, cache, words, digest=digest, content=digest, counts=counts)
+    encoders = {"image": agreed.image_encoder, "text": agreed.text_encoder}
+    return RunData(
+        silos_of(modalities, counts),
+        inputs,
+        agreed.label_names,
+        cache,
+        agreed.vocabulary,
+        digest=digest,
+        content=digest,
+        counts=counts,
+        heldout_without_pair=heldout_without_pair,
+        encoders={modality: value for modality, value in encoders.items() if value != _NONE},
+    )
 
 
 def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> SiloDataset:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Modality
@@ -22,13 +22,29 @@ from fedmq.data.silo_dataset import SiloDataset
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models import hash_networks
-from fedmq.models.build import build
-from fedmq.models.objective_registry import OBJECTIVES, network_of
+from fedmq.models.build import build_towers
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.two_tower import TwoTower
 
 #: Numbers of items int64 [5, 3]: of each split (``SPLITS``) with both modalities, an image only, and captions only.
 Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TrainingItems:
+    """Numbers of a silo's training items.
+
+    Args:
+        dataset: items with all of the silo's modalities; in a silo with both, its pairs.
+        image_only: further items of a silo with both modalities, with an image only.
+        text_only: likewise, with captions only.
+        all: all of them, and those without any of the silo's modalities.
+    """
+
+    dataset: int
+    image_only: int
+    text_only: int
+    all: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,8 @@ class RunData:
         digest: digest (hex) of the data, which a resumed run must find again.
         content: digest (hex) of what does not depend on the machine, which is released with the model.
         counts: numbers of items, by silo; of a silo with own data only its own.
+        heldout_without_pair: items of the evaluated split that lack a modality and are not evaluated.
+        encoders: digests of the frozen encoders of the data, by modality; none for features from a file.
         public: loads the public items, which belong to no silo; returns None if there are none.
     """
 
@@ -57,6 +75,8 @@ class RunData:
     digest: str = ""
     content: str = ""
     counts: Mapping[str, Counts] = field(default_factory=dict)
+    heldout_without_pair: int = 0
+    encoders: Mapping[str, str] = field(default_factory=dict)
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
 
     @cached_property
@@ -67,10 +87,22 @@ class RunData:
         """Facts of one silo."""
         return self._by_name[name]
 
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """Number of training items of each silo."""
-        return tuple(int(self.counts[silo.name][SPLITS.index("train")].sum()) for silo in self.silos)
+    def training_items(self, silo: SiloFacts) -> TrainingItems:
+        """A silo's training items by what the silo can use of them.
+
+        Args:
+            silo: with the modalities that it has at the time.
+        """
+        paired, image_only, text_only = self.counts[silo.name][SPLITS.index("train")].tolist()
+        if silo.paired:
+            return TrainingItems(paired, image_only, text_only, paired + image_only + text_only)
+        alone = image_only if silo.image else text_only
+        return TrainingItems(paired + alone, 0, 0, paired + image_only + text_only)
+
+    def trained(self, silo: SiloFacts, unpaired: Literal["ignored", "anchored"]) -> int:
+        """Number of a silo's items that a method trains on, by the ``unpaired`` of its traits."""
+        found = self.training_items(silo)
+        return found.dataset + (found.image_only + found.text_only) * (unpaired == "anchored")
 
     def pairs(self, split: str) -> tuple[int, ...]:
         """Number of items of a split that have both modalities, of each silo."""
@@ -78,24 +110,22 @@ class RunData:
 
     def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
         """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        if network_of(scenario.objective) is not None:
-            return hash_networks.build(
-                scenario.objective,
-                self.inputs,
-                hash_networks.classes_of(self.label_names),
-                scenario.seed,
-                torch.device(device),
-                trained=scenario.backbone if scenario.backbone.end_to_end else None,
-            )
-        return build(
-            scenario.backbone, self.inputs, scenario.seed, device=device, modalities=modalities, cache=self.cache
+        return build_towers(
+            scenario.backbone,
+            scenario.objective,
+            self.inputs,
+            self.label_names,
+            scenario.seed,
+            device,
+            modalities,
+            cache=self.cache,
         )
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """The context for both halves of a method."""
         return Context(
             scenario.seed,
-            scenario.rounds,
+            scenario.schedule_rounds,
             self.silos,
             model.layout,
             model.dim,

@@ -12,7 +12,7 @@ from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.agreement import format_of, mask_of, run_data_of, stated_alone
+from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
 from fedmq.federation.population import Population, device_here, own_population
 from fedmq.progress import Progress
 from fedmq.storage.cache import cache_folder
@@ -60,9 +60,14 @@ class SiteData:
             if not error.place.startswith("data."):
                 raise
             raise InputError(site.place(error.place), error.found, error.allowed) from None
-        image, text = site.has("image"), site.has("text")
+        image, text = held_by(prepared, image=site.has("image"), text=site.has("text"))
         stated = stated_alone(prepared, items, run, image=image, text=text)
         return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
+
+    @property
+    def content(self) -> str:
+        """The salted digest of the data."""
+        return self.statement[0].data
 
     @property
     def samples(self) -> int:
@@ -91,7 +96,7 @@ class SiteData:
         mine = name == EVALUATOR or (here and mask_of(image=here[0].image, text=here[0].text) == stated.mask)
         if not fits or not mine or tuple(silo.name for silo in data.silos) != self.scenario.silo_names:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
-        return own_population(self.scenario, name, self.prepared, data, held=name != EVALUATOR)
+        return own_population(self.scenario, name, self.prepared, data)
 
 
 def raise_refused(message: Message, name: str) -> None:

@@ -19,13 +19,16 @@ from fedmq.wire.payloads import (
     Metrics,
     OwnMetrics,
     Payload,
+    Refusal,
     SiloModalities,
 )
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: Wire versions supported by this release; the handshake picks the highest common one.
-WIRE_VERSIONS: tuple[int, ...] = (1,)
+WIRE_VERSIONS: tuple[int, ...] = (1, 2)
 SESSION_BYTES = 16
+#: Size of the head of a message log, a SHA-256.
+HEAD_BYTES = 32
 MAX_PAYLOADS = 64
 #: Names of the two processes that are not silos; every other name is a silo's.
 COORDINATOR, EVALUATOR = "coordinator", "evaluator"
@@ -37,6 +40,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     WELCOME = "welcome"
     READY = "ready"
+    REJECT = "reject"
     STATEMENT = "statement"
     AGREEMENT = "agreement"
     LAYOUT = "layout"
@@ -126,12 +130,13 @@ class Header:
 #: Payloads of the agreement on the data, and of silos' own evaluations.
 _STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
 _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
-_DATA = frozenset(PAYLOADS) - {Error.KIND, OwnMetrics.KIND} - _STATED - _AGREED
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, OwnMetrics.KIND} - _STATED - _AGREED
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
+    Kind.REJECT: frozenset(),
     Kind.STATEMENT: _STATED,
     Kind.AGREEMENT: _AGREED,
     Kind.LAYOUT: frozenset(),
@@ -142,7 +147,7 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.OWN_RESULT: frozenset({OwnMetrics.KIND, Error.KIND}),
     Kind.HEARTBEAT: frozenset({Metrics.KIND}),
     Kind.STOP: frozenset({Metrics.KIND}),
-    Kind.ERROR: frozenset({Error.KIND}),
+    Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),
 }
 
 
@@ -180,6 +185,8 @@ class Message:
         payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
         task: required in a task, optional in an evaluate message, None in all others.
         layout: required in a layout message, None in all others.
+        head: head of the sender's message log before it logged this message, 32 bytes; None if the sender keeps no
+            signed log, and always in wire version 1.
 
     Raises:
         FieldError: an argument is missing or not allowed.
@@ -189,9 +196,12 @@ class Message:
     payloads: tuple[Payload, ...] = ()
     task: TaskInfo | None = None
     layout: Layout | None = None
+    head: bytes | None = None
 
     def __post_init__(self) -> None:
         kind = self.header.kind
+        if self.head is not None and (type(self.head) is not bytes or len(self.head) != HEAD_BYTES):
+            raise FieldError(f"head: not {HEAD_BYTES} bytes")
         if not isinstance(self.payloads, tuple) or len(self.payloads) > MAX_PAYLOADS:
             raise FieldError(f"payloads: not a tuple of at most {MAX_PAYLOADS}")
         for payload in self.payloads:

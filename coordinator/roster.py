@@ -270,7 +270,9 @@ class Roster:
 
     def _turn_away(self, peer: Peer, error: RemoteWireError) -> None:
         """End the session of a peer that cannot join, after telling it why."""
-        self._send(peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(error.reason, error.detail),)))
+        self._send(
+            peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(str(Reason(error.reason)), error.detail),))
+        )
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
         if self._joining.get(peer.name) is peer:

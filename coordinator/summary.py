@@ -7,7 +7,6 @@ import platform
 import psutil
 import torch
 
-import fedmq
 from coordinator.counters import Counters
 from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
@@ -28,6 +27,7 @@ from fedmq.runs.run_records import (
     TaskCounts,
     Traffic,
 )
+from fedmq.version import __version__
 
 #: Phases whose time is measured; the rest of the total counts as training.
 _MEASURED = ("startup", "merge", "evaluation")
@@ -117,7 +117,7 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
 def _versions_of(loop: Loop) -> dict[str, str]:
     """Versions that affect rounding: a scenario gives bit-identical results where these are equal."""
     return {
-        "fedmq": fedmq.__version__,
+        "fedmq": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",

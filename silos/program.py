@@ -47,7 +47,7 @@ from silos.slots import Slots, slots_folder
 FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
-_KEPT_MODELS = 3
+KEPT_MODELS = 3
 #: From a possible start of a path to the last slash, since folder names may contain any character.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
@@ -248,7 +248,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
-        kept = _keeps_state(silo, log)
+        notes = StateNotes(silo.store, log)
         link.start()
         progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
         while True:
@@ -264,9 +264,7 @@ def run_silo(
                 case Kind.TASK | Kind.EVALUATE:
                     reply_to(link, silo, slots, message, progress)
                     release_unused_memory()  # memory of a failed task
-                    if not kept and not silo.store.empty:
-                        kept = True
-                        log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
+                    notes.after_task(message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may take minutes; release the memory of this one's model.
@@ -283,19 +281,33 @@ def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
     here = scenario.model_copy(update={"device": arguments.device or scenario.device})
     silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
-    keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+    keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
     return silo
 
 
-def _keeps_state(silo: Silo, log: MessageLog) -> bool:
-    """Whether the silo has a personal state, by its log; if its files are gone, note it in the log and on stderr."""
-    kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
-    if kept and silo.store.empty:
-        # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
-        log.note(NoteKind.STATE_GONE)
-        print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
-        return False
-    return kept
+class StateNotes:
+    """Notes in a silo's log that it has a personal state, or has lost it since.
+
+    Args:
+        store: the silo's personal state.
+        log: the silo's log, which tells whether there was one before.
+    """
+
+    def __init__(self, store: StateStore, log: MessageLog) -> None:
+        self._store, self._log = store, log
+        records = (record for _, record in read_log(log.path))
+        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
+        if self._kept and store.empty:
+            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
+            self._kept = False
+            log.note(NoteKind.STATE_GONE)
+            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+
+    def after_task(self, number: int) -> None:
+        """Note the first task after which the silo has a state."""
+        if not self._kept and not self._store.empty:
+            self._kept = True
+            self._log.note(NoteKind.STATE_KEPT, task=number)
 
 
 def reportable(error: Exception) -> str:

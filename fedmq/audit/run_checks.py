@@ -87,6 +87,8 @@ class LoggedRun:
                 self.released = place, record
             case NoteRecord(text=NoteKind.ENDED) if record.facts.get("phase") == _DONE:
                 self.ended = place
+            case NoteRecord(text=NoteKind.EXTENDED):
+                self.ended = None
             case MessageRecord():
                 self._take_message(place, record)
 

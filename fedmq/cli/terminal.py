@@ -26,6 +26,8 @@ _PLAIN_SECONDS = 10.0
 _GATHERING_SECONDS = 2.0
 #: Most names listed individually.
 _MANY = 5
+#: Slow silos shown.
+_SLOW_SHOWN = 3
 #: Most characters shown of a refusal.
 _SHOWN = 160
 
@@ -62,10 +64,28 @@ def _refused(status: Status) -> str:
     return f"{counts}; the last of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
 
 
+def waited_for(status: Status) -> str:
+    """What the run waits for, with the names of silos; empty if all goes as expected."""
+    if status.phase == "gathering" and status.missing:
+        enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
+        return f"{name_some(status.missing)}{enough}"
+    slow = [f"{silo}, training for {took:.0f} s{_limit(limit)}" for silo, took, limit in status.slow[:_SLOW_SHOWN]]
+    if len(status.slow) > _SLOW_SHOWN:
+        slow.append(f"{len(status.slow) - _SLOW_SHOWN} more")
+    overdue = f"no reply from {name_some(status.overdue)} within the limit" if status.overdue else ""
+    return "; ".join(filter(None, [*slow, overdue]))
+
+
+def _limit(limit: float | None) -> str:
+    return "" if limit is None else f" (limit {limit:.0f} s)"
+
+
 def _line(status: Status, left: str) -> str:
     refused = f"  refused: {_refused(status)}" if any(status.refused) else ""
-    if status.phase == "gathering" and status.missing:
-        return f"waiting for {name_some(status.missing)}{refused}"
+    waiting = waited_for(status)
+    if status.phase == "gathering" and waiting:
+        return f"waiting for {waiting}{refused}"
+    refused = f"  waiting for {waiting}{refused}" if waiting else refused
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.3f}" for name in BRIEF if name in status.metrics
@@ -100,8 +120,8 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         if metric.way in ("", "mean")
     )
     table.add_row("metrics", measured or "not evaluated yet", _bytes(status.bytes))
-    if status.phase == "gathering" and status.missing:
-        table.add_row("waiting for", name_some(status.missing))
+    if waiting_for := waited_for(status):
+        table.add_row("waiting for", escape(waiting_for))
     if any(status.refused):
         table.add_row("refused", escape(_refused(status)))
     return table

@@ -159,6 +159,11 @@ class Silos(Part):
 
     count: int = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
 
 
 class Partition(Part):
@@ -242,6 +247,11 @@ class Training(Part):
         "rounds - 1 in runs of at most 5 rounds",
     )
     floor: Fraction = Field(0.01, description="cosine and linear: final learning rate, as a fraction of learning_rate")
+    schedule_rounds: Count | None = Field(
+        None,
+        description="rounds over which the learning rate and the methods' schedules run, at most rounds; later rounds "
+        "keep the final learning rate; null: rounds. `--extend` sets it to the number of rounds before",
+    )
     step_rounds: Count = Field(30, description="step: rounds between steps")
     step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
 
@@ -425,15 +435,21 @@ class Scenario(Part):
         if strange:
             known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
             raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
+        planned = self.training.schedule_rounds
+        if planned is not None and planned > self.rounds:
+            raise ValueError(f"training.schedule_rounds ({planned}) must be at most rounds ({self.rounds})")
         if (
-            self.training.warmup_rounds >= self.rounds > 1
+            self.training.warmup_rounds >= self.schedule_rounds > 1
             and self.training.schedule in ("cosine", "linear")
             and self.training.warmup_rounds > 0
         ):
             raise ValueError(
-                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below "
+                f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds})"
             )
-        robust, count = self.aggregation.robust, self.silos.count
+        robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
+        if minimum is not None and minimum > count:
+            raise ValueError(f"participation.minimum ({minimum}) must be at most silos.count ({count})")
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
             raise ValueError(
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
@@ -445,6 +461,11 @@ class Scenario(Part):
                 "sweep: add --processes)"
             )
         return self
+
+    @property
+    def schedule_rounds(self) -> int:
+        """Rounds over which the learning rate and the methods' schedules run."""
+        return self.training.schedule_rounds or self.rounds
 
     @property
     def silo_names(self) -> tuple[str, ...]:

@@ -31,9 +31,8 @@ from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models import hash_networks
-from fedmq.models.build import build
-from fedmq.models.objective_registry import OBJECTIVES, network_of
+from fedmq.models.build import build_towers
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
@@ -80,22 +79,14 @@ class Population:
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
         """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        if network_of(scenario.objective) is not None:
-            classes = hash_networks.classes_of(self.prepared.label_names)
-            return hash_networks.build(
-                scenario.objective,
-                self.prepared.inputs,
-                classes,
-                scenario.seed,
-                torch.device(device),
-                trained=scenario.backbone if scenario.backbone.end_to_end else None,
-            )
-        return build(
+        return build_towers(
             scenario.backbone,
+            scenario.objective,
             self.prepared.inputs,
+            self.prepared.label_names,
             scenario.seed,
-            device=device,
-            modalities=modalities,
+            device,
+            modalities,
             cache=self.cache,
         )
 
@@ -104,7 +95,7 @@ class Population:
         names = self.prepared.label_names
         return Context(
             scenario.seed,
-            scenario.rounds,
+            scenario.schedule_rounds,
             self.silos,
             model.layout,
             model.dim,

@@ -52,7 +52,7 @@ class Context:
 
     Args:
         seed: the scenario's seed.
-        rounds: number of merges of the run.
+        rounds: number of merges over which the methods' schedules run; an extended run has more.
         silos: all silos in their fixed order.
         layout: layout of the shared parameters.
         dim: dimension d of the joint embedding.

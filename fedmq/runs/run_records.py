@@ -262,8 +262,22 @@ class AnyMetricsLine(RootModel[Annotated[MetricsLine, Field(discriminator="kind"
     """Reads a line as the type that its ``kind`` names."""
 
 
+class ReleasedInputs(Stored):
+    """Shapes and dtypes of the model's inputs of one item, as :class:`fedmq.encoders.base.InputSpec` describes them."""
+
+    image_shape: list[int]
+    text_shape: list[int]
+    image_dtype: str
+    text_dtype: str
+    mean: list[float] = Field(default_factory=list)
+    std: list[float] = Field(default_factory=list)
+
+
 class ReleaseConfig(Stored):
     """``model/config.json``: the configuration of a released model.
+
+    The fields from ``seed`` on are enough to build the model without the training data. Releases made before they were
+    introduced lack them.
 
     Args:
         backbone: of the scenario.
@@ -275,6 +289,13 @@ class ReleaseConfig(Stored):
         model_digest: of the parameters.
         data_digest: of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
+        seed: of the run, from which random frozen weights are drawn.
+        inputs: shapes and dtypes of the model's inputs.
+        label_names: names of the data's labels, in the order of a classifier's outputs.
+        texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
+        frozen: digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks``
+            is that of encoders that contain the adapters. Empty for features.
+        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
     """
 
     backbone: dict[str, JsonValue]
@@ -286,3 +307,9 @@ class ReleaseConfig(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest]
+    seed: int | None = None
+    inputs: ReleasedInputs | None = None
+    label_names: list[str] = Field(default_factory=list)
+    texts: Literal["sentences", "bag", "vectors"] | None = None
+    frozen: dict[str, str] = Field(default_factory=dict)
+    personal_only: bool = False

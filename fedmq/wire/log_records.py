@@ -33,6 +33,7 @@ class NoteKind(StrEnum):
 
     STARTED = "started"
     RESUMED = "resumed"
+    EXTENDED = "extended"
     #: Written by the coordinator of an inline run, so that an audit does not take a log without messages for complete.
     INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
     ENDED = "ended"

@@ -166,9 +166,8 @@ def text_features(
 
     def encoded(part: range) -> Array:
         some, stop = counts[part.start : part.stop], (*first, len(prepared.text))[part.stop]
-        return _mean_of(
-            clip.encode_texts(tower(), np.array(prepared.text[first[part.start] : stop]), BATCH, device), some
-        )
+        tokens = np.array(prepared.text[first[part.start] : stop])
+        return _mean_of(clip.encode_texts(tower(), tokens, BATCH, device), some)
 
     on_progress = tell(progress, "captions for the clusters", prepared.n)
     path = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, on_progress)

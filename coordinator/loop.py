@@ -40,7 +40,7 @@ from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, text_of
+from coordinator.task_errors import TaskErrors, reason_of, text_of
 from coordinator.task_limits import TaskLimits
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
@@ -211,7 +211,7 @@ class Loop:
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
             self.counters.failed += 1
-            if event.reason is FailureReason.ERROR:
+            if event.reason in (FailureReason.ERROR, FailureReason.POLICY):
                 self._errors.task_failed(event.silo)
             else:
                 self._status.failed(event.silo, f"task {event.sequence}: {event.reason}")
@@ -339,19 +339,19 @@ class Loop:
                 self.roster.refuse(header.sender, error, 0)
                 self._fail(Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            self._on_error(header, text_of(message))
+            self._on_error(message)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _on_error(self, header: Header, text: str) -> None:
-        """Handle a peer's report of an error: of a task, or of the peer itself."""
-        silo, number = header.sender, header.reply_to
+    def _on_error(self, message: Message) -> None:
+        """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
+        silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
         self._status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
                 self._errors.reported(silo, text)
-            self._fail(Failed(silo, number, FailureReason.ERROR))
+            self._fail(Failed(silo, number, reason_of(message)))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:

@@ -34,7 +34,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
@@ -48,7 +50,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.transports.base import QUEUE, Listener
@@ -163,6 +165,7 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
@@ -268,8 +271,8 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
     digests = population.prepared.digest, "" if path is None else file_digest(path)
-    samples = tuple(len(rows) for rows in population.train)
     method = protocols.create(scenario.protocol, context)
+    samples = _samples(scenario, population, method)
     run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
@@ -283,6 +286,30 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return run_context, model.flat.detach().clone()
+
+
+def _samples(scenario: Scenario, population: Population, method: FederatedProtocol) -> tuple[int, ...]:
+    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+
+    Raises:
+        InputError: a silo that the method can select has nothing to train on.
+    """
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, population.silos), method.traits().unpaired
+    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
+    for silo in population.silos:
+        found = {state: population.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+        samples.append(max(found.values()))
+        if not method.eligible(silo):
+            continue
+        for state in found:
+            held = len(population.rows_of(state).dataset)
+            if not held:
+                what = "both modalities" if state.paired else "an image" if state.image else "captions"
+                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
+        if silo.paired and contrasts and found[silo] == 1:
+            what = f"{silo.name} with one pair, which has no other to be contrasted with"
+            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
+    return tuple(samples)
 
 
 def _check_labels(scenario: Scenario, population: Population) -> None:

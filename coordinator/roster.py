@@ -248,6 +248,7 @@ class Roster:
         if peer is None:
             return 0
         complete = message if isinstance(message, Message) else Message(message)
+        complete = replace(complete, head=self._log.sent_head)
         sealed = seal_message(peer.session, complete)
         self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1

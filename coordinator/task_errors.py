@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fedmq.federation.fault_effects import FailureReason
 from fedmq.text import printable
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Error
+from fedmq.wire.payloads import Error, Refusal
 
 
 def text_of(message: Message) -> str:
     """A peer's error text for logs and terminals: one line without control characters."""
     payload = message.payloads[0]
+    if isinstance(payload, Refusal):
+        return f"its policy forbids {payload.withheld} ({payload.rule})"
     return printable(payload.text) if isinstance(payload, Error) else ""
+
+
+def reason_of(message: Message) -> FailureReason:
+    """Why the task fails that a peer answers with this error or refusal."""
+    return FailureReason.POLICY if isinstance(message.payloads[0], Refusal) else FailureReason.ERROR
 
 
 class TaskErrors:

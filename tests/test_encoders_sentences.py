@@ -50,7 +50,7 @@ def prepared(tmp_path: Path, folder: Path) -> Prepared:
 
 def test_text_features_are_the_mean_of_the_encoders_token_vectors(bert: Path, tmp_path: Path) -> None:
     found = prepared(tmp_path, bert)
-    assert found.text.shape == (6, 3, WIDTH)
+    assert found.text.shape == (12, WIDTH)
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(bert), transformers.BertModel.from_pretrained(bert)
     with torch.no_grad():
         for row in range(6):

@@ -334,6 +334,10 @@ def silo_command(
             "--out", metavar="DIR", help="Folder for its log and personal state; runs/<name>-<silo> by default."
         ),
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
 ) -> None:
@@ -348,7 +352,7 @@ def silo_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
-    arguments = SiloArguments(run, name, connect, keys, out_dir, device)
+    arguments = SiloArguments(run, name, connect, keys, out_dir, device, policy=policy)
     run_silo(arguments, progress=_print_progress)
 
 

@@ -143,6 +143,17 @@ def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Arr
     return pooled(encoded, [len(clip) for clip in frames]) if raw.pictures.clips else encoded
 
 
+def _text_rows(raw: RawSet, encoder: Encoder, rows: range) -> Array:
+    """Rows of all captions of some items; one row of zeros for an item without captions."""
+    encoded = encoder.encode([caption for row in rows for caption in raw.captions[row]])
+    counts = np.array([len(raw.captions[row]) for row in rows])
+    if counts.all():
+        return encoded
+    spread = np.zeros((int(np.maximum(counts, 1).sum()), *encoded.shape[1:]), dtype=encoded.dtype)
+    spread[np.repeat(counts > 0, np.maximum(counts, 1))] = encoded
+    return spread
+
+
 # --- a prepared set -------------------------------------------------------------------------------------------------
 
 
@@ -276,11 +287,11 @@ def prepare_raw(
 
     def text_chunk(part: range) -> Array:
         if text_encoding is not None:
-            return text_encoding.encode([caption for row in part for caption in raw.captions[row]])
+            return _text_rows(raw, text_encoding, part)
         assert bag is not None  # noqa: S101 - checked by `complete`
         return bag[part.start : part.stop].astype(np.float32)
 
-    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n), counts)
+    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n), np.maximum(counts, 1))
 
     def fill(into: Path) -> None:
         _link(image_rows, into / "image.npy")

@@ -22,6 +22,7 @@ from fedmq.data.prepared_arrays import (
     open_prepared,
     prepared_key,
     save_arrays,
+    save_present,
 )
 from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
@@ -44,7 +45,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
 
     def fill(folder: Path) -> None:
         _save(folder, found)
-        source = {"data": "features", "content": content, "seed": seed}
+        source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
         finish(folder, digest, source, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
@@ -66,7 +67,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     )
     found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
-    for part in (found.image, found.text, found.split, found.labels):
+    for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
@@ -75,7 +76,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        finish(folder, digest, source, found.keys, found.label_names)
+        finish(folder, digest, {**source, **save_present(folder, found.present)}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 

@@ -46,6 +46,10 @@ class SiloSummary(Stored):
         modalities: of its items.
         samples: number of training items.
         participations: number of its replies that were merged.
+        image_only: of these items, those with an image only, in a silo with both modalities.
+        text_only: likewise with captions only.
+        ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
+            has no other to be contrasted with.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -53,6 +57,9 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
     samples: int
     participations: int
+    image_only: int = 0
+    text_only: int = 0
+    ignored: int = 0
 
     @model_validator(mode="after")
     def _has_headline(self) -> SiloSummary:
@@ -148,6 +155,7 @@ class RunSummary(Stored):
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
+        heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
         tasks: counts of tasks by outcome.
@@ -180,6 +188,7 @@ class RunSummary(Stored):
     # Runs before November 2026 have the old name.
     personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
     public_items: int | None = None
+    heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)
     tasks: TaskCounts = Field(default_factory=TaskCounts)

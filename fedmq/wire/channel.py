@@ -16,11 +16,11 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, Initiated, complete, initiate
 from fedmq.wire.keys import Identity
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
-from fedmq.wire.payloads import Error, Payload
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.payloads import Error, Payload, Refusal
+from fedmq.wire.sealed_sessions import Session, open_message, seal_message, sealed_size
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
@@ -51,6 +51,8 @@ class Channel:
         log: the message log of this process; only the channel's thread writes it.
         clock: for liveness.
         now: the run's time as this process knows it [s].
+        forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
+            forbidden message is not sealed: its refusal is sent instead.
         progress: called with one line, in the channel's thread, when the coordinator does not answer for a while. A
             coordinator does not answer a hello that it refuses, since anyone may have sent it.
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
@@ -68,9 +70,11 @@ class Channel:
         now: Callable[[], float],
         progress: Callable[[str], None] = lambda _: None,
         *,
+        forbidden: Callable[[Message, int], Refusal | None] | None = None,
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
     ) -> None:
+        self._forbidden = forbidden
         self._progress, self._unanswered, self._patience = progress, 0, patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
         self._log, self._clock, self._now = log, clock, now
@@ -223,6 +227,12 @@ class Channel:
             )
 
     def _send_sealed(self, connection: Connection, session: Session, message: Message) -> None:
+        allowed = self._allowed(session, message)
+        if allowed is None:
+            return
+        if allowed.header.kind in (Kind.REPLY, Kind.ERROR):
+            self._log.sign(SignedAt.REPLY)
+        message = replace(allowed, head=self._log.sent_head)
         sealed = seal_message(session, message)
         # Logged first: a log may list a message that was not sent, but must not lack one that was.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
@@ -235,6 +245,28 @@ class Channel:
             if self._stopped or self._session is not session:
                 return
         self._end_session(NoteKind.QUEUE_FULL)
+
+    def _allowed(self, session: Session, message: Message) -> Message | None:
+        """The message, or what is sent instead if this side's policy forbids it; None sends nothing."""
+        if self._forbidden is None:
+            return message
+        header, head = message.header, self._log.sent_head
+        refusal = self._forbidden(message, sealed_size(session, replace(message, head=head)))
+        if refusal is None:
+            return message
+        self._log.note(
+            NoteKind.WITHHELD,
+            kind=header.kind,
+            sequence=header.sequence,
+            rule=refusal.rule,
+            withheld=refusal.withheld,
+        )
+        if header.reply_to is None:
+            return None
+        # Peers of wire version 1 do not know refusals.
+        old = session.wire_version == 1
+        answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal
+        return Message(replace(header, kind=Kind.ERROR), (answer,))
 
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""

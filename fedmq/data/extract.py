@@ -291,7 +291,8 @@ def prepare_raw(
         assert bag is not None  # noqa: S101 - checked by `complete`
         return bag[part.start : part.stop].astype(np.float32)
 
-    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n), np.maximum(counts, 1))
+    each, report = np.maximum(counts, 1), tell(progress, "captions", n)
+    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, report, each)
 
     def fill(into: Path) -> None:
         _link(image_rows, into / "image.npy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,16 @@ class CaptionRows:
     def __getitem__(self, index: tuple[Any, Any]) -> Tensor:
         return self.values[self.rows(*index)]
 
-    def of(self, items: Tensor | npt.NDArray[np.int64]) -> CaptionRows:
-        """The captions of the given items, in the given order."""
+    def of(self, items: Any) -> CaptionRows:
+        """The captions of the given items (int64 [m] or a slice), in the given order."""
         return CaptionRows(self.values, self.first[items])
+
+
+def joined(parts: Sequence[CaptionRows]) -> CaptionRows:
+    """The captions of the items of several parts, one part after the other."""
+    starts = accumulate((len(part.values) for part in parts[:-1]), initial=0)
+    first = [part.first + start for part, start in zip(parts, starts, strict=True)]
+    return CaptionRows(torch.cat([part.values for part in parts]), torch.cat(first))
 
 
 @dataclass(frozen=True)

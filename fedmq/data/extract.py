@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,11 @@ def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Arr
     return pooled(encoded, [len(clip) for clip in frames]) if raw.pictures.clips else encoded
 
 
-def _text_rows(raw: RawSet, encoder: Encoder, rows: range) -> Array:
-    """Rows of all captions of some items; one row of zeros for an item without captions."""
+def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
+    """Rows of all captions of some items, or their bags of words; one row of zeros for an item without captions."""
+    if encoder is None:
+        assert raw.bag is not None  # noqa: S101 - checked by `complete`
+        return raw.bag[rows.start : rows.stop].astype(np.float32)
     encoded = encoder.encode([caption for row in rows for caption in raw.captions[row]])
     counts = np.array([len(raw.captions[row]) for row in rows])
     if counts.all():
@@ -283,16 +287,8 @@ def prepare_raw(
         lambda part: _image_rows(raw, todo.image, stacked, part),
         tell(progress, "images", n),
     )
-    text_encoding, bag = todo.text, raw.bag
-
-    def text_chunk(part: range) -> Array:
-        if text_encoding is not None:
-            return _text_rows(raw, text_encoding, part)
-        assert bag is not None  # noqa: S101 - checked by `complete`
-        return bag[part.start : part.stop].astype(np.float32)
-
     each, report = np.maximum(counts, 1), tell(progress, "captions", n)
-    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, report, each)
+    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, partial(_text_rows, raw, todo.text), report, each)
 
     def fill(into: Path) -> None:
         _link(image_rows, into / "image.npy")

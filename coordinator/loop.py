@@ -102,7 +102,7 @@ class Loop:
         self._seen: set[str] = set()
         self._absent_since: dict[str, float] = {}
         self._loss: float | None = None
-        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._reported = self._checked = self._caught_up = self.clock.stopwatch()
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
@@ -132,8 +132,8 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._errors.first) is not None and not self.counters.participations.total():
-                raise RunError(f"no silo could train in any round; the first error was {error}")
+            if not self.counters.participations.total():
+                raise RunError(self._nothing_merged())
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
@@ -142,6 +142,14 @@ class Loop:
         self.roster.note_unlogged()
         self._report(force=True)
         return self.rounds.phase
+
+    def _nothing_merged(self) -> str:
+        """Why a run without a merged reply is an error."""
+        if (error := self._errors.first) is not None:
+            return f"no silo could train in any round; the first error was {error}"
+        lost = {**self.counters.failures, **self.counters.discarded}
+        why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
+        return f"no silo trained: no reply was merged in any of the {self.rounds.version} rounds ({why})"
 
     def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
         """Have the silos evaluate their personal models, if any; false if a stop is requested meanwhile."""
@@ -202,8 +210,8 @@ class Loop:
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
             self.counters.failed += 1
-            if event.reason is FailureReason.ERROR:
-                self._errors.task_failed(event.silo)
+            self.counters.failures[event.reason] += 1
+            self._errors.task_failed(event.silo)
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
             )
@@ -261,7 +269,16 @@ class Loop:
         if self.evaluation.unreadable(header):
             return
         if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
-            self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
+            self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
+
+    def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
+        """Fail the task of a refused reply."""
+        pending_task = self.rounds.pending.get(silo)
+        if pending_task is not None and self._is_open(silo, sequence):
+            issued_at = self.fault_injector.issued[silo][1]
+            attacks = self.run_context.script.attacks(silo, sequence, pending_task.base_version, issued_at)
+            self._errors.refused(silo, detail, scripted=bool(attacks))
+        self._set_outcome(silo, sequence, Failed(silo, sequence, reason))
 
     def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
@@ -302,7 +319,7 @@ class Loop:
                 self._set_outcome(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
+                self._on_refused(header.sender, header.reply_to, error.reason, str(error))
         elif header.kind is Kind.ERROR:
             self._on_error(header, text_of(message))
         else:

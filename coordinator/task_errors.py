@@ -1,9 +1,13 @@
-"""Errors that silos report: an error fails the silo's task; a round in which every silo reports one ends the run."""
+"""Why tasks have no usable reply: a silo reported an error, or its reply was refused.
+
+Either fails the silo's task; if it happens to every silo, the run ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fedmq.runs.run_records import UnusableReplies
 from fedmq.text import printable
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Error
@@ -21,19 +25,30 @@ class TaskErrors:
     Args:
         errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
             still ends with an error.
+        unusable: replies that could not be merged in the whole run, by silo; updated in place.
     """
 
-    def __init__(self, errors: dict[str, str]) -> None:
-        self._reported: dict[str, str] = {}
-        self._errors = errors
+    def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
+        self._pending: dict[str, tuple[str, str]] = {}
+        self._errors, self._unusable = errors, unusable
 
     def reported(self, silo: str, text: str) -> None:
         """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
-        self._reported[silo] = text
+        self._pending[silo] = "errors", text
+
+    def refused(self, silo: str, text: str, *, scripted: bool) -> None:
+        """The reply to a silo's pending task was refused; recorded like an error unless the scenario scripts it."""
+        self._pending[silo] = "scripted" if scripted else "refused", f"its reply was refused: {printable(text)}"
 
     def task_failed(self, silo: str) -> None:
-        """The failure of a silo's task is due: record its error."""
-        self._errors[silo] = self._reported.pop(silo, "")
+        """The failure of a silo's task is due: record its error or refusal, if that is why it failed."""
+        if silo not in self._pending:
+            return
+        kind, text = self._pending.pop(silo)
+        if kind != "scripted":
+            self._errors[silo] = text
+        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, last="")
+        self._unusable[silo] = before.model_copy(update={kind: getattr(before, kind) + 1, "last": text[:300]})
 
     def silo_failed(self, silo: str, text: str) -> None:
         """A silo reported that it cannot continue."""

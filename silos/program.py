@@ -20,7 +20,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
+from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
@@ -32,6 +32,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
+from fedmq.wire.fields import FieldError
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
@@ -158,7 +159,10 @@ class Silo:
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         local = Local(self.facts, self.dataset, self.model, self.store.before(header.sequence))
-        trained = self.protocol.train(local, task)
+        try:
+            trained = self.protocol.train(local, task)
+        except FieldError as error:
+            raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.peers import Ready, Unusable
@@ -89,6 +89,7 @@ class Roster:
         log: the coordinator's message log.
         clock: clock for liveness and time stamps.
         max_body: largest accepted message body [bytes].
+        patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Roster:
         log: MessageLog,
         clock: Clock,
         max_body: int,
+        *,
+        patience: float = 1.0,
     ) -> None:
-        self._max_body = max_body
+        self._max_body, self._patience = max_body, patience
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self._pending: dict[bytes, Responded] = {}
@@ -245,6 +248,7 @@ class Roster:
         if peer is None:
             return 0
         complete = message if isinstance(message, Message) else Message(message)
+        complete = replace(complete, head=self._log.sent_head)
         sealed = seal_message(peer.session, complete)
         self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
@@ -255,8 +259,12 @@ class Roster:
         return sealed.size
 
     def silent(self, seconds: float, at: float) -> list[str]:
-        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
-        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds]
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
+        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]."""
+        return {peer.name: peer.heard for peer in self._by_name.values()}
 
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""

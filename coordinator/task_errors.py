@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coordinator.counters import Counters
+from fedmq.federation.fault_effects import FailureReason
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.text import printable
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Error
+from fedmq.wire.payloads import Error, Refusal
 
 
 def text_of(message: Message) -> str:
     """A peer's error text for logs and terminals: one line without control characters."""
     payload = message.payloads[0]
+    if isinstance(payload, Refusal):
+        return f"its policy forbids {payload.withheld} ({payload.rule})"
     return printable(payload.text) if isinstance(payload, Error) else ""
+
+
+def reason_of(message: Message) -> FailureReason:
+    """Why the task fails that a peer answers with this error or refusal."""
+    return FailureReason.POLICY if isinstance(message.payloads[0], Refusal) else FailureReason.ERROR
 
 
 class TaskErrors:
@@ -66,3 +75,18 @@ class TaskErrors:
     def of_all(self, silos: Iterable[str]) -> str | None:
         """The first error, if every one of these silos had one."""
         return self.first if set(silos) <= set(self._errors) else None
+
+
+def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> str:
+    """Why a run without a merged reply is an error.
+
+    Args:
+        errors: of the run.
+        counters: of the run.
+        rounds: number of its rounds.
+    """
+    if (error := errors.first) is not None:
+        return f"no silo could train in any round; the first error was {error}"
+    lost = {**counters.failures, **counters.discarded}
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
+    return f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})"

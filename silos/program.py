@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 import protocols
+from fedmq.audit.policy_guard import guard_of
 from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import HeldOut
@@ -33,10 +34,11 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
+from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload
 from protocols._missing_branch import shortened
@@ -48,7 +50,7 @@ from silos.slots import Slots, slots_folder
 FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
-_KEPT_MODELS = 3
+KEPT_MODELS = 3
 #: From a possible start of a path to the last slash, since folder names may contain any character.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
@@ -65,6 +67,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
+        policy: file of the policy for what may leave the silo; None allows everything.
     """
 
     run: ResolvedRun
@@ -74,6 +77,7 @@ class SiloArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    policy: Path | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -101,9 +105,11 @@ class Silo:
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise = model, noise
         self._standing: tuple[FaultHit, ...] | None = None
+        # Before the method is made, which needs the model's layout; it may train on items beside the dataset or not.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
+        self._anchors = self.protocol.traits().unpaired == "anchored"
         # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
@@ -125,14 +131,30 @@ class Silo:
             if isinstance(fault, Drift):
                 all_rows = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
-        share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = population.label_columns(self.scenario)
-        if share.labels is not None and len(columns) < share.labels.shape[1]:
-            share = replace(share, labels=share.labels[:, columns].contiguous())
-        self.dataset = share
+        found = population.rows_of(self.facts, rows)
+        self.dataset = self._loaded(found.dataset, image=self.facts.image, text=self.facts.text)
+        if not len(self.dataset):
+            raise RunError(f"{name}: no item has all modalities of the silo any more, after a fault of kind drift")
+        self.unpaired = tuple(
+            self._loaded(rows, image=image, text=not image)
+            for rows, image in ((found.image_only, True), (found.text_only, False))
+            if len(rows)
+        )
         for place, fault in standing:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
+
+    def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
+        """Rows of the data set with the labels that the objective trains on."""
+        share = load_silo_dataset(self.population.prepared, rows, image=image, text=text)
+        columns = self.population.label_columns(self.scenario)
+        if share.labels is None or len(columns) == share.labels.shape[1]:
+            return share
+        return replace(share, labels=share.labels[:, columns].contiguous())
+
+    def local(self, state: Mapping[str, torch.Tensor]) -> Local:
+        """What the method trains with, given the silo's personal tensors."""
+        return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the reply to a message of kind task or evaluate.
@@ -158,9 +180,8 @@ class Silo:
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
-        local = Local(self.facts, self.dataset, self.model, self.store.before(header.sequence))
         try:
-            trained = self.protocol.train(local, task)
+            trained = self.protocol.train(self.local(self.store.before(header.sequence)), task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
         layout, facts = self.context.layout, self.facts
@@ -206,7 +227,7 @@ class Silo:
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
-        return self.protocol.encoders(Local(self.facts, self.dataset, model, state), message.payloads), model
+        return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
 
     def transform(self, payload: Payload, task: Task) -> Payload:
         """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
@@ -240,19 +261,14 @@ def run_silo(
     if arguments.name not in scenario.silo_names:
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
-    clock, run = WallClock(), arguments.run.id
     last_message = {"sent_at": 0.0}
-    log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
-    log.note(NoteKind.STARTED, run=run)
-    slots = Slots(slots_folder(run), scenario.slots)
-    # A silo knows the run's time only from the timestamp of its last message.
-    link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_message["sent_at"], progress=progress
-    )
+    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], progress)
+    slots = Slots(slots_folder(arguments.run.id), scenario.slots)
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
-        kept = _keeps_state(silo, log)
+        notes = StateNotes(silo.store, log)
+        log.start(identity, accepted, StartFacts.of(arguments.run, silo.population.prepared.content))
         link.start()
         progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
         while True:
@@ -268,9 +284,7 @@ def run_silo(
                 case Kind.TASK | Kind.EVALUATE:
                     reply_to(link, silo, slots, message, progress)
                     release_unused_memory()  # memory of a failed task
-                    if not kept and not silo.store.empty:
-                        kept = True
-                        log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
+                    notes.after_task(message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may take minutes; release the memory of this one's model.
@@ -281,25 +295,63 @@ def run_silo(
         slots.close()
 
 
+def _log_and_channel(
+    arguments: SiloArguments,
+    identity: Identity,
+    accepted: Accepted,
+    now: Callable[[], float],
+    progress: Callable[[str], None],
+) -> tuple[MessageLog, Channel]:
+    """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
+
+    Args:
+        arguments: how the silo was started.
+        identity: its name and key.
+        accepted: accepted public keys.
+        now: the run's time as the silo knows it, from the time stamp of its last message [s].
+        progress: called with one line on each noteworthy event.
+    """
+    clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
+    forbidden = None if arguments.policy is None else guard_of(arguments.policy, arguments.name, path)
+    log = MessageLog(path, arguments.name, clock)
+    log.note(NoteKind.STARTED, run=run)
+    uri = arguments.connect
+    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=progress, forbidden=forbidden)
+
+
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
     """Build the silo and load its data."""
     scenario = arguments.scenario
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
     here = scenario.model_copy(update={"device": arguments.device or scenario.device})
     silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
-    keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+    keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
     return silo
 
 
-def _keeps_state(silo: Silo, log: MessageLog) -> bool:
-    """Whether the silo has a personal state, by its log; if its files are gone, note it in the log and on stderr."""
-    kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
-    if kept and silo.store.empty:
-        # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
-        log.note(NoteKind.STATE_GONE)
-        print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
-        return False
-    return kept
+class StateNotes:
+    """Notes in a silo's log that it has a personal state, or has lost it since.
+
+    Args:
+        store: the silo's personal state.
+        log: the silo's log, which tells whether there was one before.
+    """
+
+    def __init__(self, store: StateStore, log: MessageLog) -> None:
+        self._store, self._log = store, log
+        records = (record for _, record in read_log(log.path))
+        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
+        if self._kept and store.empty:
+            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
+            self._kept = False
+            log.note(NoteKind.STATE_GONE)
+            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+
+    def after_task(self, number: int) -> None:
+        """Note the first task after which the silo has a state."""
+        if not self._kept and not self._store.empty:
+            self._kept = True
+            self._log.note(NoteKind.STATE_KEPT, task=number)
 
 
 def reportable(error: Exception) -> str:

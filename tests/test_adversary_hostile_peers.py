@@ -54,8 +54,9 @@ HEADER = Header(
 # --------------------------------------------------------------------------------------------------------- decoding
 @pytest.mark.parametrize("depth", [3, 1005])
 def test_a_nested_value_is_malformed_at_any_depth(depth: int) -> None:
-    plain = b"\x83" + msgpack.packb("payloads") + b"\x91\x92" + msgpack.packb("loss") + b"\x81" + msgpack.packb("value")
+    plain = b"\x84" + msgpack.packb("payloads") + b"\x91\x92" + msgpack.packb("loss") + b"\x81" + msgpack.packb("value")
     plain += b"\x91" * depth + b"\x90" + msgpack.packb("task") + b"\xc0" + msgpack.packb("layout") + b"\xc0"
+    plain += msgpack.packb("head") + b"\xc0"
     with pytest.raises(RemoteWireError, match=r"a list is not a number|nested|msgpack"):
         decode(HEADER, len(plain).to_bytes(4, "little") + plain)
 

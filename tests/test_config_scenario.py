@@ -11,6 +11,7 @@ import yaml
 from fedmq.config import loader as scenarios
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Training
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 
 FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
@@ -19,7 +20,7 @@ SCENARIOS = [path for path in FILES if path.parent.name != "tables"]
 
 def test_loading_a_comparison_file_as_a_scenario_names_the_command_that_runs_it() -> None:
     for path in set(FILES) - set(SCENARIOS):
-        command = "compare" if "compare" in scenarios.read_yaml(path) else "sweep"
+        command = "compare" if "compare" in read_yaml(path) else "sweep"
         with pytest.raises(InputError, match=f"a comparison file.*fedmq {command}"):
             scenarios.load(path)
 
@@ -79,7 +80,7 @@ def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> 
         ("name: x\n", "nothing"),
         ("name: x\nrounds: {{ rounds }}\n", "line 2"),
         ("? [1, 2]\n: 3\n", "line 1"),
-        ("rounds: 2026-13-01\n", "month"),
+        ("name: x\nprotocol: fedavg\nrounds: 2026-13-01\n", "line 3"),
         ("[" * 20000, "nested"),
     ],
 )
@@ -238,7 +239,7 @@ def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
 
 
 def test_a_short_run_has_a_short_warm_up_by_default(tiny: Path, tmp_path: Path) -> None:
-    raw = scenarios.read_yaml(tiny)
+    raw = read_yaml(tiny)
     raw["training"] = {key: value for key, value in raw["training"].items() if key != "warmup_rounds"}
     for rounds, warmup in ((1, 0), (3, 2), (5, 4), (6, 5), (200, 5)):
         scenario = scenarios.parse({**raw, "rounds": rounds}, tiny)

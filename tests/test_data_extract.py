@@ -256,7 +256,7 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
 def test_frames_without_leading_zeros_are_sorted_by_number(tmp_path: Path) -> None:
     for frame in range(1, 25):
         data_set_folders.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
-    taken = Files((tmp_path / "video0",), tmp_path, 12, folders=True).frames(0)
+    taken = Files((tmp_path / "video0",), 12, folders=True).frames(0)
     wanted = [decode(tmp_path / "video0" / f"frame{frame}.jpg") for frame in range(2, 25, 2)]
     assert all(np.array_equal(*each) for each in zip(taken, wanted, strict=True))
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.io
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import draw_split
 from fedmq.errors import InputError
@@ -237,3 +240,37 @@ def test_the_wikipedia_file_is_read_except_for_its_pickled_labels(tmp_path: Path
     found = read_features(tmp_path / "plain.npz")
     assert found.image.shape == (2866, 128)
     assert np.bincount(found.split, minlength=4).tolist() == [2173, 0, 693, 0]
+
+
+COLUMN = np.array([0, 1] * 5)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [COLUMN, COLUMN[:, None], COLUMN[None], COLUMN + 1, COLUMN[:, None] + 1, COLUMN[:, None] == 1, COLUMN.astype(float),
+     COLUMN[:, None].astype(np.float32), np.eye(2, dtype=int)[COLUMN], 2 * np.eye(2)[COLUMN] - 1, COLUMN.astype("u8")],
+    ids=["flat", "column", "row", "from 1", "column from 1", "bools", "floats", "float column", "one-hot", "-1 and 1",
+         "u8"],
+)  # fmt: skip
+@pytest.mark.parametrize("ending", ["npz", "safetensors", "mat"])
+def test_two_classes_are_the_same_labels_in_every_shape_type_and_file(tmp_path: Path, labels: Any, ending: str) -> None:
+    image, text = np.random.default_rng(0).normal(size=(2, 10, 3))
+    path, expected = tmp_path / f"x.{ending}", np.eye(2, dtype=np.uint8)[COLUMN]
+    if ending == "mat":
+        stored = labels.astype(np.uint8) if labels.dtype.kind == "b" else labels
+        scipy.io.savemat(path, {"IAll": image, "YAll": text, "LAll": stored})
+        data = Data(name="mirflickr", path=path, queries=2, train=5)
+        prepared = prepare(data, Backbone(name="features"), tmp_path / "cache")
+        assert (prepared.labels == expected).all()
+        return
+    if ending == "npz":
+        np.savez(path, image=image, text=text, labels=labels)
+    else:
+        save_file({"image": image, "text": text, "labels": np.ascontiguousarray(labels)}, path)
+    assert (read_features(path).labels == expected).all()
+
+
+def test_a_column_of_a_single_named_label_is_that_label(tmp_path: Path) -> None:
+    found = read_features(saved(tmp_path, labels=COLUMN[:, None], label_names=np.array(["cat"])))
+    assert found.label_names == ("cat",)
+    assert (found.labels == COLUMN[:, None]).all()

@@ -37,8 +37,13 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
         ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
         ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
-        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "line 2: found \"'a' again, as in line 1\""),
-        ("list.jsonl", '{"image": "in/a"}\n\n{"image": " ./in//a"}', "line 3: found \"'in/a' again, as in line 1\""),
+        (
+            "list.jsonl",
+            '{"image": "a", "key": 1}\n{"image": "b", "key": 1}',
+            r"line 2: image of the item '1': found 'b'",
+        ),
+        ("list.jsonl", '{"image": "a", "split": "val"}\n{"image": "./a"}', r"line 2: split: found 'nothing', .*line 1"),
+        ("list.csv", "image,split\na,train\na,test\n", "line 3: split: found 'test', allowed: train, as in line 2"),
         ("list.jsonl", '{"image": "a", "split": "train"}\n\n{"image": "b"}', "line 3: split: found 'nothing'"),
         ("list.jsonl", '{"image": "a", "split": "dev"}', "line 1: split: found 'dev', allowed: train, val"),
         ("list.csv", "image,caption,labels\na,b,x\nc,d\n", r"line 3: found '2 fields', allowed: as many fields"),
@@ -63,6 +68,23 @@ def test_errors_in_a_manifest_name_the_line(name: str, content: str, expected: s
     with pytest.raises(InputError, match=expected) as caught:
         read("manifest", data_set_folders.write(tmp_path / name, content))
     str(caught.value).encode()
+
+
+ONE_CAPTION_A_LINE = {
+    "list.csv": "image,caption,labels\na.png,one,x\nb.png,two,y\n./a.png,three,x\na.png,one,z\n",
+    "list.jsonl": '{"image": "a.png", "caption": "one", "label": "x"}\n'
+    '{"image": "b.png", "caption": "two", "label": "y"}\n'
+    '{"image": "./a.png", "caption": "three", "label": "x"}\n{"image": "a.png", "caption": "one", "label": "z"}\n',
+    "keyed.csv": "key,image,caption,label\na.png,p,one,x\nb.png,q,two,y\na.png,p,three,x|z\n",
+}
+
+
+@pytest.mark.parametrize("name", ONE_CAPTION_A_LINE)
+def test_lines_of_one_image_or_key_are_one_item_with_all_their_captions(tmp_path: Path, name: str) -> None:
+    found = read("manifest", data_set_folders.write(tmp_path / name, ONE_CAPTION_A_LINE[name]))
+    assert found.keys == ("a.png", "b.png")
+    assert found.captions == (("one", "three"), ("two",))
+    assert [labels_of(found, row) for row in (0, 1)] == [["x", "z"], ["y"]]
 
 
 @pytest.mark.parametrize(

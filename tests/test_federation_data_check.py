@@ -23,17 +23,20 @@ from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.federation import data_check
 from fedmq.federation.population import build_population
+from fedmq.progress import Progress
 from tests import data_set_folders
 from tests.test_data_extract import tiny_clip
 
 pytest.importorskip("PIL")
 
 
-def scenario(folder: Path, data: dict[str, Any]) -> Path:
+def scenario(folder: Path, data: dict[str, Any], objective: str = "djsrh") -> Path:
+    """A scenario of two silos; unlike InfoNCE, DJSRH trains on the single item that a tiny set leaves each of them."""
     backbone = tiny_clip(folder)
     content = {
         "name": "disk", "rounds": 2, "protocol": "fedavg", "data": data, "backbone": {"name": backbone.name},
         "silos": {"count": 2}, "partition": {"kind": "iid"}, "training": {"warmup_rounds": 0},
+        "objective": objective,
     }  # fmt: skip
     return data_set_folders.write(folder / "disk.yaml", yaml.safe_dump(content))
 
@@ -231,7 +234,10 @@ def test_a_run_extracts_features_on_its_device_where_available(
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
     seen, plan = [], extract.plan
 
-    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.ExtractionPlan:
+    def note(
+        data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu", progress: Progress | None = None
+    ) -> extract.ExtractionPlan:
+        del progress
         seen.append(device)
         return plan(data, backbone, cache, seed)
 
@@ -260,8 +266,8 @@ def test_mismatched_feature_widths_are_reported_before_and_after_extraction(
     extracted: bool,
 ) -> None:
     """The width of a bag of words is the size of its vocabulary."""
-    data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
-    path = scenario(tmp_path, data)
+    data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 4}
+    path = scenario(tmp_path, data, objective="info_nce")
     if extracted:
         assert fedmq(monkeypatch, "data", "features", path) == 0
     capfd.readouterr()

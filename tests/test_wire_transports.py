@@ -36,12 +36,14 @@ URIS: dict[str, Callable[[Path], str]] = {
     "ipc": lambda folder: f"ipc://{folder}/socket",
     "memory": lambda folder: f"memory://{folder.name}-{time.monotonic_ns()}",
     "queue": lambda folder: f"queue://{folder}",
+    "shared+tcp": lambda _: "shared+tcp://127.0.0.1:*",
+    "shared+ipc": lambda folder: f"shared+ipc://{folder}/socket",
 }
 #: Schemes over ZeroMQ between processes, where a peer may be any program.
 BETWEEN_PROCESSES = ("tcp", "ipc")
 
 
-@pytest.fixture(params=schemes())
+@pytest.fixture(params=[*schemes(), "shared+tcp", "shared+ipc"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return URIS[request.param](tmp_path)
 

@@ -29,6 +29,9 @@ A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key
 and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
 run's folder has every default written out. Keys that are not listed here are refused.
 
+Values are read by YAML 1.2: `010` is 10, and `1:30`, `on` and `no` are texts. A file has at most 256 KiB and, after
+every alias is replaced by what it stands for, at most 100,000 values.
+
 `protocol`, `objective` and `data.name` may also name a Python file of your own, `./mine.py`:
 [your own methods](../howto/own_methods.md) shows one of each, and says what is executed and when.
 

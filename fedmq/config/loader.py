@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,57 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from fedmq.config.faults import FAULTS
 from fedmq.config.scenario import Backbone, Scenario
-from fedmq.errors import InputError, line_of
+from fedmq.config.yaml_files import compose, read_yaml
+from fedmq.config.yaml_files import parse as parse_yaml
+from fedmq.errors import InputError
 from fedmq.text import did_you_mean, one_of
-
-
-class _Lines(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, of which the last would silently win."""
-
-
-def _mapping(loader: _Lines, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, Hashable):
-            what = "a mapping or list as a key; quote text that contains braces"
-            raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Lines.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping.
-
-    Raises:
-        InputError: the file is missing, unreadable, not YAML, or not a mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(str(path), "no such file", "a scenario file (YAML)") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: line {line_of(error)}", error.reason, "UTF-8") from None
-    except OSError as error:
-        raise InputError(str(path), str(error), "a readable UTF-8 file") from None
-    try:
-        loaded = yaml.load(text, Loader=_Lines)  # noqa: S506 - a SafeLoader subclass
-        json.dumps(loaded, default=str, skipkeys=True)  # refuses aliases that contain themselves
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}: line {line}", error.problem or "not YAML", "valid YAML") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date such as 2026-13-01
-        raise InputError(str(path), str(error).splitlines()[0], "valid YAML") from None
-    except RecursionError:
-        raise InputError(str(path), "brackets or indentation nested too deeply", "valid YAML") from None
-    if not isinstance(loaded, dict):
-        raise InputError(str(path), type(loaded).__name__, "a mapping of scenario keys")
-    return loaded
 
 
 class Overridden(dict[str, object]):
@@ -112,8 +64,7 @@ def _read_setting(setting: str) -> tuple[str, object]:
     if not equals or not key:
         raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
     try:
-        value = yaml.safe_load(text)
-        json.dumps(value, default=str, skipkeys=True)  # refuses aliases that contain themselves
+        value = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise InputError(f"--set {key}", text[:60], "a YAML value") from None
     return key, _long_form(key, value)
@@ -158,7 +109,7 @@ def _contains(value: object, key: str) -> bool:
 def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
     """Line of a key in a YAML file; None if it comes from --set or a default."""
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = compose(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return None
     line = None

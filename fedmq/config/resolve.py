@@ -16,6 +16,7 @@ from fedmq.config.faults import Fault
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.config.user_files import UserFileError
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 
 
@@ -44,11 +45,13 @@ class ObjectiveFacts:
         options: all options including defaults, as plain data.
         on_features: it is defined only on frozen features, so that no encoder can be trained with it.
         hashes: it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``.
+        contrasts: it only contrasts the items of a batch, so that a batch of one teaches nothing.
     """
 
     options: Mapping[str, object]
     on_features: bool
     hashes: bool
+    contrasts: bool = False
 
 
 class Known(Protocol):
@@ -123,7 +126,7 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
-    raw = loader.apply_settings(loader.read_yaml(file), given)
+    raw = loader.apply_settings(read_yaml(file), given)
     return Source(file, loader.parse(raw, file), raw.overridden)
 
 
@@ -199,6 +202,9 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
         raise InputError(
             "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
         )
+    if facts.contrasts and scenario.training.batch_size == 1:
+        allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"
+        raise InputError("training.batch_size", 1, allowed)
     if scenario.backbone.end_to_end and facts.on_features:
         allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)

@@ -195,11 +195,18 @@ class ExtractionPlan:
     digest: str
 
 
-def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> ExtractionPlan:
-    """Read a set's annotations and derive its extraction plan; computes no features.
+def plan(
+    data: Data,
+    backbone: Backbone,
+    cache: Path,
+    seed: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> ExtractionPlan:
+    """Read a set's annotations and the bytes of its pictures, and derive its extraction plan; computes no features.
 
     Raises:
-        InputError: the set is incomplete, or it is incompatible with the backbone.
+        InputError: the set is incomplete, or it is incompatible with the backbone, or a picture cannot be read.
     """
     entry = catalogue.find(data.name)
     kind: TextKind = data.text or entry.text
@@ -211,10 +218,11 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
         raise InputError("data.text", "bag with backbone.text_encoder", "sentences: a bag of words is not encoded")
     if backbone.end_to_end and raw.pictures.clips:
         raise InputError("backbone.end_to_end", "true with videos", "false: their frames' features are averaged once")
-    split = split_of(raw.split, len(raw), data, entry.draw)
     image = image_encoder(backbone, seed, cache, device)
     if isinstance(raw.pictures, Drawings):
         raw = replace(raw, pictures=replace(raw.pictures, edge=image.edge))
+    raw = replace(raw, stamps=raw.pictures.stamps(tell(progress, "files read", len(raw))))
+    split = split_of(raw.split, len(raw), data, entry.draw, lambda: raw.same_pictures(progress))
     text = text_encoder(backbone, seed, cache, device) if kind == "sentences" else None
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")
@@ -246,7 +254,7 @@ def prepare_raw(
         InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
         RunError: the cache cannot be written.
     """
-    todo = plan(data, backbone, cache, seed, device)
+    todo = plan(data, backbone, cache, seed, device, progress)
     folder = cache / "data" / todo.digest
     if folder.is_dir():
         return open_prepared(folder)

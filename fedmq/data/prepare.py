@@ -12,8 +12,9 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
-from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays
-from fedmq.data.readers.features import FeatureSet, checked, read_features
+from fedmq.data.duplicates import same_rows
+from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays, save_present
+from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
@@ -36,7 +37,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
         save_arrays(
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
-        source = {"data": "features", "content": content, "seed": seed}
+        source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
         finish(folder, digest, source, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
@@ -44,7 +45,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
 
 def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
     """Concatenated caption rows [sum(counts), ...] as [n, C, ...], padded with zeros."""
-    spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
+    spread = np.zeros((len(counts), max(1, int(counts.max())), *rows.shape[1:]), dtype=rows.dtype)
     spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
     return spread
 
@@ -53,12 +54,14 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Prepare precomputed features of a named set from published .mat, .h5 or .npz files."""
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
-    read = arrays.read_arrays(data)
+    path, read = data.path or Path(data.name), arrays.read_arrays(data)
     entry = catalogue.find(data.name)
-    split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
-    found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
+    split = split_of(
+        read.get("split"), len(read["image"]), data, entry.draw, lambda: same_rows(image_rows(path, read["image"]))
+    )
+    found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
-    for part in (found.image, found.text, found.split, found.labels):
+    for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
@@ -69,7 +72,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        finish(folder, digest, source, found.keys, found.label_names)
+        finish(folder, digest, {**source, **save_present(folder, found.present)}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
@@ -172,5 +175,6 @@ def text_features(
 def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
     # Padding rows are zero, so the sum over all C is the sum over the item's captions.
-    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
+    some = np.maximum(counts, 1)[:, None]  # an item without captions has the zero vector
+    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / some).astype(np.float32)
     return mean

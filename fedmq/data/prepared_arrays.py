@@ -1,9 +1,10 @@
 """Prepared data sets: memory-mapped arrays in the cache, shared by all silo processes of a machine.
 
 A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
-uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``keys.json``, ``column.json`` (if the partition needs it)
-and ``meta.json``. Features are always float32: torch trains in float32, and converting once is cheaper than converting
-every batch. The folder is named by the digest of its sources and is created atomically by a rename.
+uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``present.npy`` bool [n, 2] (if an item lacks its image or
+its captions; its row is then zero), ``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``.
+Features are always float32: torch trains in float32, and converting once is cheaper than converting every batch. The
+folder is named by the digest of its sources and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
+from fedmq.data.item_modalities import all_present
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -96,7 +98,7 @@ class Prepared:
         """
         facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
         digest = hashlib.sha256(json.dumps(facts).encode())
-        for part in (self.captions, self.split, self.labels):
+        for part in (self.captions, self.split, self.labels, self.present if self.unpaired else None):
             if part is not None:
                 digest.update(f"{part.dtype.name} {part.shape}".encode() + np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -138,8 +140,18 @@ class Prepared:
 
     @cached_property
     def captions(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: number of captions of each item."""
+        """int64 [n]: number of captions of each item, 0 for an item without."""
         return self._map("captions.npy")
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether an item lacks its image or its captions."""
+        return bool(self.meta.source.get("unpaired"))
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Bool [n, 2]: whether each item has an image, and whether it has captions."""
+        return self._map("present.npy") if self.unpaired else all_present(self.n)
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8] | None:
@@ -159,6 +171,11 @@ class Prepared:
             return tuple(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise InputError(str(path), str(error), _AGAIN) from None
+
+    def pairs(self, split: str) -> npt.NDArray[np.int64]:
+        """Rows of the items of a split that have both modalities: int64 [m], ascending; errors as of :meth:`rows`."""
+        rows = self.rows(split)
+        return rows[np.asarray(self.present)[rows].all(axis=1)]
 
     @cached_property
     def column(self) -> tuple[str, ...] | None:
@@ -237,3 +254,15 @@ def save_arrays(folder: Path, **arrays: Array | None) -> None:
     for name, value in arrays.items():
         if value is not None:
             np.save(folder / f"{name}.npy", value, allow_pickle=False)
+
+
+def save_present(folder: Path, present: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
+    """Save the modalities of each item, bool [n, 2], if some items lack one (not None).
+
+    Returns:
+        What ``meta.json`` has to say of it in ``source``.
+    """
+    if present is None:
+        return {}
+    save_arrays(folder, present=present)
+    return {"unpaired": int((~present.all(axis=1)).sum())}

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Data
+from fedmq.data.duplicates import first_of_equals
 from fedmq.data.readers.features import MAX_LABELS
-from fedmq.encoders.images import Pictures
+from fedmq.encoders.images import Files, Pictures
 from fedmq.errors import InputError, line_of
+from fedmq.progress import Progress, tell
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -45,6 +47,7 @@ class RawSet:
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
+        stamps: n fingerprints of the pictures; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` deals the items; None without it.
     """
 
@@ -56,6 +59,7 @@ class RawSet:
     labels: U8 | None = None
     label_names: tuple[str, ...] = ()
     split: U8 | None = None
+    stamps: tuple[str, ...] | None = None
     column: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
@@ -72,6 +76,7 @@ class RawSet:
             bag=None if self.bag is None else self.bag[chosen],
             labels=None if self.labels is None else self.labels[chosen],
             split=None if self.split is None else self.split[chosen],
+            stamps=None if self.stamps is None else tuple(self.stamps[row] for row in chosen),
             column=None if self.column is None else tuple(self.column[row] for row in chosen),
         )
 
@@ -89,8 +94,22 @@ class RawSet:
 
     @cached_property
     def image_digest(self) -> str:
-        """SHA-256 (hex) of the pictures' names, sizes and modification times; pixels are not read."""
-        return _digest(self.pictures.stamp(row) for row in range(len(self)))
+        """SHA-256 (hex) of the pictures' contents, whatever their files are called."""
+        return _digest(self.pictures.stamps() if self.stamps is None else self.stamps)
+
+    def same_pictures(self, progress: Progress | None = None) -> npt.NDArray[np.int64]:
+        """The first row with the same picture as each row: int64 [n].
+
+        Args:
+            progress: called while pictures are read.
+
+        Raises:
+            InputError: a picture cannot be read.
+        """
+        contents = self.stamps
+        if contents is None or not isinstance(self.pictures, Files):
+            contents = self.pictures.contents(tell(progress, "pictures compared", len(self)))
+        return first_of_equals(contents)
 
     def text_digest(self, kind: str) -> str:
         """SHA-256 (hex) of the captions (``sentences``) or of the bags (``bag``)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fedmq.seeds import numpy_generator
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -69,33 +70,77 @@ def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
     return numbers.astype(np.uint8)
 
 
-def draw_split(n: int, seed: int) -> npt.NDArray[np.uint8]:
+def _assign(order: I64, same: I64 | None, split: U8, sizes: Sequence[tuple[str, int]]) -> None:
+    """Assign items to splits in an order; items with the same picture go into one split.
+
+    Without such items, each split takes the next items. Otherwise a split takes the next groups that still fit, so it
+    may stay smaller than its size, or one group if none fits.
+
+    Args:
+        order: int64 [n], a permutation of the rows.
+        same: int64 [n], the first row with the same picture as each row; None if all pictures differ.
+        split: uint8 [n], indices into ``SPLITS``; changed in place.
+        sizes: name and number of items of each split, in the order of assignment.
+    """
+    groups: dict[int, list[int]] = {}
+    for row in order.tolist():
+        groups.setdefault(row if same is None else int(same[row]), []).append(row)
+    left = list(groups.values())
+    for name, size in sizes:
+        room, rest = size, list[list[int]]()
+        for rows in left:
+            if len(rows) <= room:
+                split[rows] = SPLITS.index(name)
+                room -= len(rows)
+            else:
+                rest.append(rows)
+        if room == size > 0 and len(rest) > (name != "train"):  # one group remains to train on
+            rows = min(rest, key=len)
+            split[rows] = SPLITS.index(name)
+            rest.remove(rows)
+        left = rest
+
+
+def draw_split(n: int, seed: int, same: I64 | None = None) -> npt.NDArray[np.uint8]:
     """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training.
+
+    Args:
+        n: number of items.
+        seed: of the draw.
+        same: int64 [n], the first row with the same picture as each row: these go into one split. None if all differ.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
+
+    Raises:
+        InputError: all items have the same picture.
     """
-    test, val = max(1, n // 10), n // 10
+    _check_pictures(same)
     split = np.zeros(n, dtype=np.uint8)
     order = numpy_generator(seed, "split").permutation(n)
-    split[order[:test]] = 2
-    split[order[test : test + val]] = 1
+    _assign(order, same, split, (("test", max(1, n // 10)), ("val", n // 10)))
     return split
 
 
-def draw_parts(n: int, sizes: Draw, seed: int) -> U8:
+def _check_pictures(same: I64 | None) -> None:
+    if same is not None and (same == same[0]).all():
+        raise InputError("data", f"one picture for all {len(same)} items", "at least two: one to train on, one to test")
+
+
+def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     """Sample test, validation and training items, in this order; the rest becomes ``database``.
 
     Args:
         n: number of items.
         sizes: number of items of each split.
         seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
+        same: as of :func:`draw_split`.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
 
     Raises:
-        InputError: the set is too small for these sizes.
+        InputError: the set is too small for these sizes, or all items have the same picture.
     """
     queries = sizes.queries or 0
     rest = n - queries - sizes.val
@@ -103,14 +148,18 @@ def draw_parts(n: int, sizes: Draw, seed: int) -> U8:
     if queries < 1 or train < 1 or train > rest:
         found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
         raise InputError("data.queries, data.val, data.train", found, f"together at most the {n} items there are")
+    _check_pictures(same)
     order = numpy_generator(seed, "data", "split").permutation(n)
-    split = np.full(n, SPLITS.index("database"), dtype=np.uint8)
-    for name, start, size in (("test", 0, queries), ("val", queries, sizes.val), ("train", queries + sizes.val, train)):
-        split[order[start : start + size]] = SPLITS.index(name)
+    # Without a number of training items all others are for training, also those that a smaller split leaves over.
+    split = np.full(n, SPLITS.index("train" if sizes.train is None else "database"), dtype=np.uint8)
+    parts = [("test", queries), ("val", sizes.val), *([] if sizes.train is None else [("train", train)])]
+    _assign(order, same, split, parts)
     return split
 
 
-def split_of(official: U8 | None, n: int, data: Data, usual: Draw) -> U8:
+def split_of(
+    official: U8 | None, n: int, data: Data, usual: Draw, same_pictures: Callable[[], I64] | None = None
+) -> U8:
     """The split to use: sampled by the scenario's sizes, else the official split, else sampled by the usual sizes.
 
     Args:
@@ -118,6 +167,8 @@ def split_of(official: U8 | None, n: int, data: Data, usual: Draw) -> U8:
         n: number of items.
         data: the scenario's data section; any of queries, val and train overrides the official split.
         usual: the data set's split sizes from the literature.
+        same_pictures: gives, where a split is sampled, the first row with the same picture as each row, int64 [n]:
+            these go into one split. None if all pictures differ.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
@@ -132,12 +183,13 @@ def split_of(official: U8 | None, n: int, data: Data, usual: Draw) -> U8:
                 raise InputError(f"data: {data.name}", f"no {name} item", "at least one train and one test item")
         return official
     if not given and usual.queries is None:
-        return draw_split(n, data.split_seed)
+        return draw_split(n, data.split_seed, same_pictures() if same_pictures else None)
     queries = data.queries if data.queries is not None else usual.queries
     if queries is None:
         raise InputError("data.queries", None, "a number of test items where data.val or data.train is given")
     val = usual.val if data.val is None else data.val
-    return draw_parts(n, Draw(queries, val, usual.train if data.train is None else data.train), data.split_seed)
+    sizes = Draw(queries, val, usual.train if data.train is None else data.train)
+    return draw_parts(n, sizes, data.split_seed, same_pictures() if same_pictures else None)
 
 
 def split_numbers(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
+import blake3
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fedmq.errors import InputError
 from fedmq.extras import package
+from fedmq.storage.file_digests import file_digests
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -27,6 +31,7 @@ MAX_RATIO = 100
 #: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
 #: crop is identical to torchvision's.
 PIXELS_VERSION = 2
+_REPORTED = 256  # rows of an array between two reports of progress
 
 
 class Pictures(Protocol):
@@ -51,8 +56,19 @@ class Pictures(Protocol):
         """Name of this picture in error messages."""
         ...
 
-    def stamp(self, row: int) -> str:
-        """Fingerprint of this picture, which changes if the picture is replaced."""
+    def stamps(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+        """Fingerprint of each picture's content and of its decoding, which changes if the picture is replaced.
+
+        Args:
+            on_progress: receives the number of pictures whose files have been read.
+
+        Raises:
+            InputError: a file cannot be read.
+        """
+        ...
+
+    def contents(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+        """A text for each picture, the same for two pictures if one is a copy of the other; errors as of `stamps`."""
         ...
 
     def missing(self, row: int) -> bool:
@@ -228,13 +244,11 @@ class Files:
 
     Args:
         paths: path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
-        root: folder to which stamps are relative.
         wanted: number of frames to take from a video or folder.
         folders: accept folders as videos; in a set of photos a folder is an error.
     """
 
     paths: tuple[Path, ...]
-    root: Path
     wanted: int = 1
     folders: bool = False
 
@@ -250,17 +264,36 @@ class Files:
         """The picture's path."""
         return str(self.paths[row])
 
-    def stamp(self, row: int) -> str:
-        """Path relative to the root, size, modification time, and the parameters of decoding."""
-        path = self.paths[row]
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """The digest of the bytes, and the parameters of decoding; of a folder, the digests of its frames in order."""
+        files = [self._frames(path) if is_folder(path) else [path] for path in self.paths]
+        flat = [file for inside in files for file in inside]
+        digests = iter(file_digests(flat, lambda done: on_progress(done * len(files) // len(flat))))
+        stamps = []
+        for path, inside in zip(self.paths, files, strict=True):
+            content = ",".join(itertools.islice(digests, len(inside)))
+            order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
+            stamps.append(f"{content}|{self.wanted}|{PIXELS_VERSION}{order}")
+        return tuple(stamps)
+
+    contents = stamps
+
+    def _frames(self, folder: Path) -> list[Path]:
+        """The frames in a folder, ordered by the numbers in their names.
+
+        Raises:
+            InputError: there are none, or the set is one of photos.
+        """
+        if not self.folders:
+            raise InputError(str(folder), "a folder", "an image or a video")
         try:
-            about = path.stat()
+            frames = (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
+            inside = sorted((file for file in frames if not is_leftover(file.name)), key=_numbered)
         except OSError as error:
-            raise InputError(str(path), error.strerror or str(error), "a readable file") from None
-        inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
-        # A folder's modification time changes with its list of files.
-        order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
-        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}|{PIXELS_VERSION}{order}"
+            raise InputError(str(folder), error.strerror or str(error), "a readable folder") from None
+        if not inside:
+            raise InputError(str(folder), "a folder without images", "a folder of a video's frames")
+        return inside
 
     def missing(self, row: int) -> bool:
         """Whether the path does not exist."""
@@ -270,18 +303,13 @@ class Files:
         """Decode one image, or ``wanted`` evenly spaced frames: uint8 [height, width, 3] each."""
         path = self.paths[row]
         if is_folder(path):
-            if not self.folders:
-                raise InputError(str(path), "a folder", "an image or a video")
-            frames = (file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
-            inside = sorted((file for file in frames if not is_leftover(file.name)), key=_numbered)
-            if not inside:
-                raise InputError(str(path), "a folder without images", "a folder of a video's frames")
+            inside = self._frames(path)
             return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]
         return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path)]
 
     def subset(self, rows: Sequence[int]) -> Self:
         """The pictures of the given rows, in the given order."""
-        return type(self)(tuple(self.paths[row] for row in rows), self.root, self.wanted, self.folders)
+        return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
 
 
 class Stack(Protocol):
@@ -328,9 +356,21 @@ class Rows:
         """File, array and row."""
         return f"{self.stack.place}[{self.rows[row]}]"
 
-    def stamp(self, row: int) -> str:
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """The array's fingerprint, the row, and the version of the decoding."""
-        return f"{self.stack.stamp}|{self.rows[row]}|{PIXELS_VERSION}"
+        del on_progress  # one file
+        stamp = self.stack.stamp
+        return tuple(f"{stamp}|{row}|{PIXELS_VERSION}" for row in self.rows)
+
+    def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """The digest of each row's pixels."""
+        found = []
+        for done, row in enumerate(self.rows, 1):
+            pixels = self.stack.picture(row)
+            found.append(blake3.blake3(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest())
+            if done % _REPORTED == 0 or done == len(self.rows):
+                on_progress(done)
+        return tuple(found)
 
     def missing(self, row: int) -> bool:
         """Always False: the array holds all rows."""
@@ -371,3 +411,39 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
     left, top = (round((side - edge) / 2) for side in size)
     return np.asarray(scaled.crop((left, top, left + edge, top + edge)))
+
+
+def as_pixels(picture: object, place: str) -> Pixels:
+    """Decode a picture given as a path, a Pillow image, an array or a tensor.
+
+    Args:
+        picture: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
+            torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
+        place: of the picture in error messages.
+
+    Returns:
+        uint8 [height, width, 3].
+
+    Raises:
+        InputError: the file is not an image, or the object has another type, shape, dtype or range.
+    """
+    if isinstance(picture, str | os.PathLike):
+        return decode(Path(picture))
+    if hasattr(picture, "convert") and hasattr(picture, "getexif"):  # Pillow is imported only where it is used
+        image = package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
+        _check_sides(place, *image.size)
+        return _eight_bits(image, place)
+    if isinstance(picture, torch.Tensor):
+        array = picture.detach().cpu().numpy()
+        picture = array.transpose(1, 2, 0) if array.ndim == 3 else array
+    if not isinstance(picture, np.ndarray):
+        raise InputError(place, f"an object of type {type(picture).__name__}", "a path, Pillow image, array or tensor")
+    if picture.ndim != 3 or picture.shape[2] != 3:
+        allowed = "an array [height, width, 3] or a tensor [3, height, width] of RGB values"
+        raise InputError(place, f"shape {list(picture.shape)}", allowed)
+    _check_sides(place, picture.shape[1], picture.shape[0])
+    if picture.dtype == np.uint8:
+        return np.ascontiguousarray(picture)
+    if not np.issubdtype(picture.dtype, np.floating) or not ((picture >= 0) & (picture <= 1)).all():
+        raise InputError(place, f"{picture.dtype} values", "uint8, or floating point in [0, 1]")
+    return np.round(255 * picture).astype(np.uint8)

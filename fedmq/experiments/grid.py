@@ -23,6 +23,7 @@ import yaml
 
 from fedmq.config.run_id import without_younger
 from fedmq.config.scenario import Scenario
+from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, known_names
 from fedmq.evaluation.user_metrics import measures_of
@@ -136,7 +137,7 @@ def parse_variation(text: str, option: str) -> Variation:
     """
     match = _VARIATION.fullmatch(text)
     try:
-        values = yaml.safe_load(f"[{match['values']}]") if match else None
+        values = parse_yaml(f"[{match['values']}]") if match else None
     except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     if not match or not values:

@@ -13,8 +13,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fedmq.config.loader import apply_settings, input_error, place_of, read_yaml
+from fedmq.config.loader import apply_settings, input_error, place_of
 from fedmq.config.sections import Count
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import blake3
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -18,6 +20,7 @@ from rich.table import Table
 from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data import catalogue, extract
+from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.prepared_arrays import finish, save_arrays
 from fedmq.data.raw_set import RawSet
@@ -31,40 +34,57 @@ from fedmq.storage.cache import cache_folder
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
 SHOWN = 20  # names printed of each kind; JSON has all
+_CONSTANT = 8  # largest difference of the values, 0 to 255, of a picture that shows next to nothing
 _WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
 
 #: Raises InputError if a scenario cannot run on the prepared data in a folder.
 Fits = Callable[[Scenario, Path], None]
 
 
-def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
-    """Decode every image that exists, and yield ``name: reason`` for each that cannot be read.
+@dataclass(frozen=True)
+class _Decoded:
+    """What decoding found about one picture.
 
     Args:
-        raw: the data set.
-        progress: called while reading.
+        problem: ``name: reason`` if it cannot be read; else empty.
+        pixels: digest of its pixels; empty if there are none.
+        constant: whether its values differ by at most :data:`_CONSTANT`, so that it shows next to nothing.
+    """
+
+    problem: str = ""
+    pixels: str = ""
+    constant: bool = False
+
+
+def _decode(raw: RawSet, row: int) -> _Decoded:
+    if raw.pictures.missing(row):
+        return _Decoded()
+    try:
+        frames = raw.pictures.frames(row)
+    except InputError as error:
+        if isinstance(error.__context__, ImportError):
+            raise  # the package that reads these files is missing
+        return _Decoded(problem=f"{error.place}: {error.found}")
+    pixels = blake3.blake3()
+    for frame in frames:
+        pixels.update(repr(frame.shape).encode() + frame.tobytes())
+    spread = max(int(frame.max()) for frame in frames) - min(int(frame.min()) for frame in frames)
+    return _Decoded(pixels=pixels.hexdigest(), constant=spread <= _CONSTANT)
+
+
+def _decode_all(raw: RawSet, progress: Progress | None) -> list[_Decoded]:
+    """Decode every picture that exists.
 
     Raises:
         InputError: the package that reads these files is missing.
     """
-
-    def attempt(row: int) -> str | None:
-        if raw.pictures.missing(row):
-            return None
-        try:
-            raw.pictures.frames(row)
-        except InputError as error:
-            if isinstance(error.__context__, ImportError):
-                raise
-            return f"{error.place}: {error.found}"
-        return None
-
-    report = tell(progress, "images", len(raw))
+    report, found = tell(progress, "images", len(raw)), list[_Decoded]()
     with ThreadPoolExecutor(extract.READERS) as pool:
         for start in range(0, len(raw), BATCH):
             rows = range(start, min(start + BATCH, len(raw)))
-            yield from (problem for problem in pool.map(attempt, rows) if problem is not None)
+            found += pool.map(partial(_decode, raw), rows)
             report(rows.stop)
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,8 @@ class DataFacts:
         without_captions: keys of the items without captions.
         silos: the data that each silo would hold.
         twins_of_training_items: keys of evaluated items that duplicate a training item.
+        twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
+        constant: names of images of nearly one colour.
     """
 
     data: str
@@ -119,6 +141,8 @@ class DataFacts:
     without_captions: tuple[str, ...] | None = None
     silos: Mapping[str, SiloData] | None = None
     twins_of_training_items: tuple[str, ...] | None = None
+    twins_by_picture: tuple[str, ...] | None = None
+    constant: tuple[str, ...] | None = None
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
@@ -140,14 +164,18 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     kind = data.text or entry.text
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     uncaptioned = [row for row, captions in enumerate(raw.captions) if not captions] if kind == "sentences" else []
-    broken = tuple(unreadable(raw, progress))
+    decoded = _decode_all(raw, progress)
+    broken = tuple(each.problem for each in decoded if each.problem)
     kept, split, problems = raw, None, list[str]()
     try:
         kept = extract.complete(raw, data, kind)
     except InputError as error:
         problems.append(str(error))
     try:
-        split = split_of(kept.split, len(kept), data, entry.draw)
+        # Pictures that do not exist cannot be compared; they are a problem already.
+        split = split_of(
+            kept.split, len(kept), data, entry.draw, None if problems else partial(kept.same_pictures, progress)
+        )
     except InputError as error:
         problems.append(str(error))
     return DataFacts(
@@ -163,6 +191,18 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         missing=tuple(raw.pictures.name(row) for row in missing),
         unreadable=broken,
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
+        constant=tuple(raw.pictures.name(row) for row, each in enumerate(decoded) if each.constant),
+        twins_by_picture=() if split is None else _twins(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
+    )
+
+
+def _twins(decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+    """Keys of the items of val and test whose picture has the pixels of a training item's."""
+    pixels = [decoded[key].pixels for key in keys]
+    trained = {content for content, code in zip(pixels, split, strict=True) if SPLITS[code] == "train" and content}
+    evaluated = (SPLITS.index("val"), SPLITS.index("test"))
+    return tuple(
+        key for key, content, code in zip(keys, pixels, split, strict=True) if code in evaluated and content in trained
     )
 
 
@@ -233,6 +273,17 @@ def _duplicates(population: Population, progress: Progress | None) -> tuple[str,
     return tuple(found)
 
 
+def _twins_by_vector(population: Population) -> tuple[str, ...]:
+    """Keys of evaluated items whose image vector equals a training item's."""
+    prepared = population.prepared
+    if prepared.image.ndim > 2:
+        return ()
+    trained = np.unique(np.concatenate([*population.train, np.zeros(0, np.int64)]))
+    rows = np.concatenate([trained, population.evaluated])
+    first = same_rows(prepared.image[rows])[len(trained) :]
+    return tuple(prepared.keys[row] for row in population.evaluated[first < len(trained)])
+
+
 def _prepared_facts(name: str, population: Population, progress: Progress | None) -> DataFacts:
     """Facts about a prepared data set and its partition."""
     prepared = population.prepared
@@ -245,6 +296,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         twins_of_training_items=_duplicates(population, progress),
+        twins_by_picture=_twins_by_vector(population),
     )
 
 
@@ -273,7 +325,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
     facts = check_raw(data, progress)
     if not facts.usable:
         return facts
-    made = extract.plan(data, backbone, cache_folder(), scenario.seed)
+    made = extract.plan(data, backbone, cache_folder(), scenario.seed, progress=progress)
     folder = cache_folder() / "data" / made.digest
     if folder.is_dir():
         prepared = _prepared_facts(data.name, build_population(scenario, progress), progress)
@@ -283,6 +335,8 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             missing=facts.missing,
             unreadable=facts.unreadable,
             without_captions=facts.without_captions,
+            constant=facts.constant,
+            twins_by_picture=facts.twins_by_picture,
         )
         return _with_refusal(both, scenario, fits, folder)
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
@@ -353,7 +407,9 @@ def show(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
+        ("of nearly one colour", facts.constant),
         ("twins of training items", facts.twins_of_training_items),
+        ("items with the picture of a training item", facts.twins_by_picture),
     ):
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""

@@ -64,6 +64,8 @@ class FailureReason(StrEnum):
     NOT_ELIGIBLE = "not eligible"  # after a fault the silo's data is of no use to the method
     STAYED_AWAY = "stayed away"  # the silo was disconnected for too long
     ERROR = "error"  # the silo reported a failure
+    POLICY = "policy"  # the silo's own policy forbids the reply
+    OVERDUE = "overdue"  # the silo was connected but did not reply within the task's limit of real time
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 from multiprocessing import forkserver, resource_tracker
 
 from fedmq.config.scenario import MATCONVNET, TIMM
+from fedmq.launch.private_folder import socket_folder
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -31,7 +33,7 @@ def warm_up(backbone: str) -> None:
         # lower trim thresholds halve a silo's memory but double the time of its small steps.)
         "MALLOC_ARENA_MAX": "2",
     }
-    before = {name: os.environ.get(name) for name in settings}
+    before, folder = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
     os.environ.update(settings)
     # Started first, because starting it would unblock the signal blocked below.
     resource_tracker.ensure_running()
@@ -39,8 +41,10 @@ def warm_up(backbone: str) -> None:
     # process a Ctrl-C stays pending until the mask is restored.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
+        tempfile.tempdir = str(socket_folder())  # for the forkserver's socket
         forkserver.ensure_running()
     finally:
+        tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for name, value in before.items():
             if value is None:

@@ -25,7 +25,7 @@ _MODULES = (
     "coordinator.program",
     "fedmq.evaluation.program",
     "protocols",
-    "silos.program",
+    "silos.host",
 )
 
 for _name in _MODULES:

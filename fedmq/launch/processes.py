@@ -22,6 +22,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
+from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
 
 _PR_SET_PDEATHSIG = 1
@@ -113,6 +114,15 @@ def silo_process(arguments: SiloArguments) -> None:
     _set_up_child()
     try:
         run_silo(arguments, joined=_ignore_sigterm)
+    except FedmqError as error:
+        sys.exit(_print_error(error))
+
+
+def host_process(arguments: HostArguments) -> None:
+    """Run a host of several silos."""
+    _set_up_child()
+    try:
+        run_host(arguments, joined=_ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,13 +30,16 @@ from fedmq.evaluation.program import Evaluator, EvaluatorArguments
 from fedmq.federation.population import Population, device_of
 from fedmq.launch import processes as children
 from fedmq.launch.forkserver import CONTEXT, warm_up
+from fedmq.launch.hosting import Hosting, allow_descriptors, limits_here, plan_hosting
 from fedmq.launch.interrupts import say_stopping
+from fedmq.launch.private_folder import private_folder
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
-from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.transports.shared import SHARED
+from silos.host import HostArguments
 from silos.program import Silo, SiloArguments
 
 #: Most restarts of a process that dies; after one more death the run fails.
@@ -49,12 +50,10 @@ _MEMORY_SECONDS = 30.0
 _STOP_PATIENCE = 20.0
 #: Time before an evaluator without a result receives SIGTERM [s].
 _EVALUATOR_GRACE = 1.0
+#: Names of the host processes, with a number.
+_HOST = "host-"
 #: Time after which the user is told that the processes are still stopping [s].
 _SLOW_STOP_SECONDS = 2.0
-#: Prefix of the temporary folders with runs' keys and sockets.
-_PRIVATE = "fedmq-run-"
-#: File in such a folder that its run has locked.
-_LOCK = "lock"
 
 
 def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> Path:
@@ -97,6 +96,10 @@ def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], Non
         process.join()
 
 
+def _host_name(index: int) -> str:
+    return f"{_HOST}{index}"
+
+
 @dataclass
 class _Supervisor:
     """The processes of one run.
@@ -107,6 +110,10 @@ class _Supervisor:
         keys: private folder with keys created for this run.
         resume: resume from the last checkpoint.
         data: folder of the prepared data; None lets every process find it.
+        hosting: which silos share a process.
+
+    Attributes:
+        stopped: hosted silos that a fault of the scenario keeps away.
     """
 
     run: ResolvedRun
@@ -114,6 +121,8 @@ class _Supervisor:
     keys: Path
     resume: bool
     data: Path | None
+    hosting: Hosting
+    stopped: set[str] = field(default_factory=set)
     processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, float] = field(default_factory=dict)
@@ -125,27 +134,40 @@ class _Supervisor:
     def start_coordinator(self) -> Connection:
         """Start the coordinator; returns the connection on which it reports."""
         ours, theirs = CONTEXT.Pipe()
-        bind = f"ipc://{self.keys.parent / 'wire'}"
-        arguments = CoordinatorArguments(self.run, bind, self.keys, self.folder.root, self.resume, self.data)
+        bind = f"{SHARED if self.hosting.hosts else ''}ipc://{self.keys.parent / 'wire'}"
+        root, most = self.folder.root, self.hosting.most
+        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, stop_silos=True)
         self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
 
     def start_peers(self, uri: str) -> None:
-        """Start the evaluator and every silo that is not running yet."""
+        """Start the evaluator and every silo or host that is not running yet."""
         self.uri = uri
-        for name in (EVALUATOR, *self.run.scenario.silo_names):
+        silos = [_host_name(index) for index in range(len(self.hosting.hosts))] or self.run.scenario.silo_names
+        for name in (EVALUATOR, *silos):
             if name not in self.processes:
                 self.start_peer(name)
 
     def start_peer(self, name: str) -> None:
-        """Start or restart a silo or the evaluator."""
+        """Start or restart a silo, a host or the evaluator."""
         if name == EVALUATOR:
             evaluator = EvaluatorArguments(self.run, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.evaluator_process, evaluator)
+        elif self.hosting.hosts:
+            index = int(name.removeprefix(_HOST))
+            names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
+            if names:
+                first = SiloArguments(self.run, names[0], self.uri, self.keys, self.folder.root, data=self.data)
+                self._start(name, children.host_process, HostArguments(names, first, self.hosting.most, index))
         else:
             silo = SiloArguments(self.run, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.silo_process, silo)
+
+    def _process_of(self, name: str) -> str:
+        """The process of a silo: its host, or itself."""
+        hosts = enumerate(self.hosting.hosts)
+        return next((_host_name(index) for index, names in hosts if name in names), name)
 
     def execute(self, order: ProcessCommand) -> Connection | None:
         """Execute an order of a scripted fault; such deaths do not count towards the limit of restarts.
@@ -153,25 +175,38 @@ class _Supervisor:
         Returns:
             The connection to the coordinator if it was restarted.
         """
-        process = self.processes.get(order.name)
+        name = self._process_of(order.name)
+        process = self.processes.get(name)
         match order.what:
-            case "kill" | "stop" if process is not None:
-                self.thaw(order.name)
-                process.kill()
-                process.join()
-                del self.processes[order.name]
-                if order.what == "kill":
-                    self.start_peer(order.name)
-            case "freeze" if process is not None and process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGSTOP)
-                self.frozen[order.name] = time.monotonic() + order.seconds
-            case "start" if process is None:
-                self.start_peer(order.name)
             case "die":
                 return self.restart_coordinator()
+            case "freeze" if process is not None and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                self.frozen[name] = time.monotonic() + order.seconds
+            case "kill" if process is not None:
+                self._restart(name)
+            case "stop" | "start" if name != order.name:
+                # The host goes on without the silo, or with it again.
+                (self.stopped.add if order.what == "stop" else self.stopped.discard)(order.name)
+                self._restart(name)
+            case "stop" if process is not None:
+                self._kill(name)
+            case "start" if process is None:
+                self.start_peer(name)
             case _:
                 pass
         return None
+
+    def _restart(self, name: str) -> None:
+        self._kill(name)
+        self.start_peer(name)
+
+    def _kill(self, name: str) -> None:
+        process = self.processes.pop(name, None)
+        if process is not None:
+            self.frozen.pop(name, None)  # SIGKILL also ends a paused process
+            process.kill()
+            process.join()
 
     def thaw(self, *names: str) -> None:
         """Continue paused processes: those named, and those whose pause is over."""
@@ -291,29 +326,6 @@ class Simulated:
     peak_pss_mb: float
 
 
-@contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """A temporary folder for the keys and the socket of one run, removed at its end.
-
-    A run ended by SIGKILL cannot remove its folder; the next run does, as the folder's lock is then free. The path is
-    short, because paths of Unix sockets must be.
-    """
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("r+b") as file:
-            if try_lock(file):
-                shutil.rmtree(lock.parent)
-    private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
-    try:
-        # Locked under another name first, so that no other run takes the folder for an abandoned one.
-        with (private / "fresh").open("xb") as file:
-            with contextlib.suppress(OSError):  # without support for locks, no other run gets this one
-                try_lock(file)
-            (private / "fresh").rename(private / _LOCK)
-            yield private
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-
-
 def simulate(
     run: ResolvedRun,
     folder: RunFolder,
@@ -322,6 +334,7 @@ def simulate(
     status: Callable[[Status], None],
     began: float | None = None,
     data: Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> Simulated:
     """Run a scenario with real processes on this machine.
 
@@ -332,17 +345,22 @@ def simulate(
         status: called with the run's status a few times per second.
         began: ``time.monotonic()`` at the command's start, for the start-up time.
         data: folder of the prepared data, from :func:`prepare_population`; None lets every process find it.
+        notice: called with one line if silos share processes because this machine is too small.
 
     Raises:
         RunError: the run cannot continue.
         InputError: the coordinator refused its input.
     """
     began = time.monotonic() if began is None else began
+    allow_descriptors()
+    hosting = plan_hosting(run.scenario, limits_here())
+    if hosting.reason:
+        notice(hosting.reason)
     warm_up(run.scenario.backbone.name)
     with private_folder() as private:
         keys = private / "keys"
         init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
-        supervisor = _Supervisor(run, folder, keys, resume, data)
+        supervisor = _Supervisor(run, folder, keys, resume, data, hosting)
         try:
             with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
@@ -448,7 +466,7 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
         folder = supervisor.folder
-        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        command = f"fedmq scenario --resume {folder.root}"
         raise RunError(f"the coordinator died with exit code {code}; continue with {command}")
     return None
 

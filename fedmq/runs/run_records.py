@@ -46,6 +46,10 @@ class SiloSummary(Stored):
         modalities: of its items.
         samples: number of training items.
         participations: number of its replies that were merged.
+        image_only: of these items, those with an image only, in a silo with both modalities.
+        text_only: likewise with captions only.
+        ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
+            has no other to be contrasted with.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -53,6 +57,9 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
     samples: int
     participations: int
+    image_only: int = 0
+    text_only: int = 0
+    ignored: int = 0
 
     @model_validator(mode="after")
     def _has_headline(self) -> SiloSummary:
@@ -169,6 +176,7 @@ class RunSummary(Stored):
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
+        heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
         tasks: counts of tasks by outcome.
@@ -202,6 +210,7 @@ class RunSummary(Stored):
     # Runs before November 2026 have the old name.
     personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
     public_items: int | None = None
+    heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)
     tasks: TaskCounts = Field(default_factory=TaskCounts)
@@ -291,8 +300,22 @@ class AnyMetricsLine(RootModel[Annotated[MetricsLine, Field(discriminator="kind"
     """Reads a line as the type that its ``kind`` names."""
 
 
+class ReleasedInputs(Stored):
+    """Shapes and dtypes of the model's inputs of one item, as :class:`fedmq.encoders.base.InputSpec` describes them."""
+
+    image_shape: list[int]
+    text_shape: list[int]
+    image_dtype: str
+    text_dtype: str
+    mean: list[float] = Field(default_factory=list)
+    std: list[float] = Field(default_factory=list)
+
+
 class ReleaseConfig(Stored):
     """``model/config.json``: the configuration of a released model.
+
+    The fields from ``seed`` on are enough to build the model without the training data. Releases made before they were
+    introduced lack them.
 
     Args:
         backbone: of the scenario.
@@ -304,6 +327,13 @@ class ReleaseConfig(Stored):
         model_digest: of the parameters.
         data_digest: of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
+        seed: of the run, from which random frozen weights are drawn.
+        inputs: shapes and dtypes of the model's inputs.
+        label_names: names of the data's labels, in the order of a classifier's outputs.
+        texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
+        frozen: digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks``
+            is that of encoders that contain the adapters. Empty for features.
+        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
     """
 
     backbone: dict[str, JsonValue]
@@ -315,3 +345,9 @@ class ReleaseConfig(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest]
+    seed: int | None = None
+    inputs: ReleasedInputs | None = None
+    label_names: list[str] = Field(default_factory=list)
+    texts: Literal["sentences", "bag", "vectors"] | None = None
+    frozen: dict[str, str] = Field(default_factory=dict)
+    personal_only: bool = False

@@ -16,11 +16,11 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, Initiated, complete, initiate
 from fedmq.wire.keys import Identity
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
-from fedmq.wire.payloads import Error, Payload
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.payloads import Error, Payload, Refusal
+from fedmq.wire.sealed_sessions import Session, open_message, seal_message, sealed_size
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
@@ -51,8 +51,12 @@ class Channel:
         log: the message log of this process; only the channel's thread writes it.
         clock: for liveness.
         now: the run's time as this process knows it [s].
+        forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
+            forbidden message is not sealed: its refusal is sent instead.
         progress: called with one line, in the channel's thread, when the coordinator does not answer for a while. A
             coordinator does not answer a hello that it refuses, since anyone may have sent it.
+        patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
+        deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
     """
 
     def __init__(
@@ -65,11 +69,17 @@ class Channel:
         clock: Clock,
         now: Callable[[], float],
         progress: Callable[[str], None] = lambda _: None,
+        *,
+        forbidden: Callable[[Message, int], Refusal | None] | None = None,
+        patience: float = 1.0,
+        deliver: Callable[[Message], None] | None = None,
     ) -> None:
-        self._progress, self._unanswered = progress, 0
+        self._forbidden = forbidden
+        self._progress, self._unanswered, self._patience = progress, 0, patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
         self._log, self._clock, self._now = log, clock, now
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._deliver = deliver or self._inbox.put
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._closing = threading.Event()
@@ -117,10 +127,14 @@ class Channel:
         self._outbox.put(Message(header, payloads))
         self._wake()
 
-    def close(self, patience: float = 5.0) -> None:
-        """Send the queued messages, then end the thread if it was started; waits at most ``patience`` seconds."""
+    def begin_closing(self) -> None:
+        """Finish once the queued messages are sent."""
         self._closing.set()
         self._wake()
+
+    def close(self, patience: float = 5.0) -> None:
+        """Send the queued messages, then end the thread if it was started; waits at most ``patience`` seconds."""
+        self.begin_closing()
         if self._thread.ident is not None:
             self._thread.join(patience)
         self._log.close()
@@ -133,31 +147,53 @@ class Channel:
     # ------------------------------------------------------------------------------------------- the channel's thread
     def _run_thread(self) -> None:
         try:
-            connection = self._connection = connect(self._uri)
+            connection = self.attach(connect(self._uri))
             try:
-                while not self._finished:
-                    self._step(connection)
+                while not self.finished:
+                    self.step(connection, STEP_SECONDS)
             finally:
                 connection.close()
         except BaseException as error:
             self._inbox.put(error)
 
+    def attach(self, connection: Connection) -> Connection:
+        """Use a connection that the calling thread has made; returns it."""
+        self._connection = connection
+        return connection
+
     @property
-    def _finished(self) -> bool:
+    def stopped(self) -> bool:
+        """Whether the coordinator sent stop."""
+        return self._stopped
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the handshake is complete."""
+        return self._session is not None
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether messages wait to be sent."""
+        return not self._outbox.empty()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the coordinator sent stop, or the channel is closing and its messages are sent."""
         # After its stop the coordinator reads no messages, so queued ones need not be sent.
         return self._stopped or (self._closing.is_set() and (self._session is None or self._outbox.empty()))
 
-    def _step(self, connection: Connection) -> None:
-        """Wait for a message or a wake-up, then receive and send all pending messages."""
+    def step(self, connection: Connection, wait_s: float) -> None:
+        """Receive and send all pending messages; wait for a message or a wake-up at most ``wait_s`` [s]."""
         self._keep_alive(connection, self._clock.stopwatch())
-        self._receive_all(connection, STEP_SECONDS)
+        self._receive_all(connection, wait_s)
         while self._session is not None and not self._stopped and not self._outbox.empty():
             self._send_sealed(connection, self._session, self._outbox.get())
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
-        if self._session is not None and now - self._received_at > BEAT_SECONDS * _COORDINATOR_BEATS:
+        beat = BEAT_SECONDS * self._patience
+        if self._session is not None and now - self._received_at > beat * _COORDINATOR_BEATS:
             self._end_session(NoteKind.COORDINATOR_SILENT)
-        elif self._session is not None and now - self._beat_at > BEAT_SECONDS * LOST_BEATS:
+        elif self._session is not None and now - self._beat_at > beat * LOST_BEATS:
             self._end_session(NoteKind.STOOD_STILL)
         elif self._session is not None and connection.established() > self._connections:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
@@ -169,7 +205,7 @@ class Channel:
                 self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
                 connection.send(frames)
                 self._report_no_answer()
-        elif now - self._beat_at >= BEAT_SECONDS:
+        elif now - self._beat_at >= beat:
             self._beat_at = now
             header = Header(
                 run=self._run,
@@ -191,6 +227,12 @@ class Channel:
             )
 
     def _send_sealed(self, connection: Connection, session: Session, message: Message) -> None:
+        allowed = self._allowed(session, message)
+        if allowed is None:
+            return
+        if allowed.header.kind in (Kind.REPLY, Kind.ERROR):
+            self._log.sign(SignedAt.REPLY)
+        message = replace(allowed, head=self._log.sent_head)
         sealed = seal_message(session, message)
         # Logged first: a log may list a message that was not sent, but must not lack one that was.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
@@ -203,6 +245,28 @@ class Channel:
             if self._stopped or self._session is not session:
                 return
         self._end_session(NoteKind.QUEUE_FULL)
+
+    def _allowed(self, session: Session, message: Message) -> Message | None:
+        """The message, or what is sent instead if this side's policy forbids it; None sends nothing."""
+        if self._forbidden is None:
+            return message
+        header, head = message.header, self._log.sent_head
+        refusal = self._forbidden(message, sealed_size(session, replace(message, head=head)))
+        if refusal is None:
+            return message
+        self._log.note(
+            NoteKind.WITHHELD,
+            kind=header.kind,
+            sequence=header.sequence,
+            rule=refusal.rule,
+            withheld=refusal.withheld,
+        )
+        if header.reply_to is None:
+            return None
+        # Peers of wire version 1 do not know refusals.
+        old = session.wire_version == 1
+        answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal
+        return Message(replace(header, kind=Kind.ERROR), (answer,))
 
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
@@ -241,7 +305,7 @@ class Channel:
         self._log.message("received", message, tag, size)
         self._stopped = message.header.kind is Kind.STOP
         if message.header.kind is not Kind.HEARTBEAT:
-            self._inbox.put(message)
+            self._deliver(message)
         return True
 
     def _report_unreadable(self, clear: memoryview, error: RemoteWireError) -> None:

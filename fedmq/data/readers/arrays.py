@@ -26,6 +26,7 @@ from fedmq.data.readers.array_files import (
     parts_of,
     recognise,
 )
+from fedmq.data.readers.features import label_array
 from fedmq.data.readers.folders import (
     WIKIPEDIA_CLASSES,
     WIKIPEDIA_LISTS,
@@ -73,23 +74,7 @@ def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
 
 def _flat_labels(stored: Stored, n: int) -> Array:
     """Read labels as class numbers int64 [n] or multi-hot uint8 [n, L]."""
-    value = stored.numbers()
-    if value.shape in ((n, 1), (1, n)):
-        value = value.reshape(-1)
-    if value.ndim not in (1, 2) or len(value) != n:
-        raise InputError(stored.place, f"shape {list(value.shape)}", f"{n} labels or rows of labels, as the images are")
-    if value.dtype.kind == "f":
-        if not _integral(value):
-            raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
-        value = value.astype(np.int64)
-    if value.ndim == 1:
-        if len(value) and value.min() < 0:
-            raise InputError(stored.place, int(value.min()), "class numbers from 0 or 1")
-        return value.astype(np.int64)
-    lowest = -1 if (value < 0).any() else 0  # published .mat files use either -1 and 1 or 0 and 1
-    if (other := value[(value != lowest) & (value != 1)]).size:
-        raise InputError(stored.place, int(other.flat[0]), f"multi-hot labels of {lowest} and 1")
-    return (value > 0).astype(np.uint8)
+    return label_array(stored.place, stored.numbers(), n)
 
 
 def _labels(by_role: StoredByRole, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:

@@ -63,7 +63,7 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
         RawSet(
             place=str(tokens),
             keys=tuple(keys),
-            pictures=Files(tuple(images / key for key in keys), images),
+            pictures=Files(tuple(images / key for key in keys)),
             captions=tuple(tuple(captions.get(key, ())) for key in keys),
             split=split_numbers(str(tokens), splits, {}),
         )

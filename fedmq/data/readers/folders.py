@@ -103,12 +103,9 @@ def read_iapr(data: Data) -> RawSet:
         keys.append(path.relative_to(notes).with_suffix("").as_posix())
         paths.append(_iapr_image(data.images, image) if data.images else notes.parent / image)
         captions.append((caption,) if caption else ())
-    root = data.images or notes.parent
     regions = _regions(folder)
     labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
-    return checked(
-        RawSet(str(notes), tuple(keys), Files(tuple(paths), root), tuple(captions), None, labels, label_names)
-    )
+    return checked(RawSet(str(notes), tuple(keys), Files(tuple(paths)), tuple(captions), None, labels, label_names))
 
 
 # --- Wikipedia ------------------------------------------------------------------------------------------------------
@@ -171,7 +168,7 @@ def wikipedia_photos(data: Data) -> RawSet:
             place=str(folder),
             # Texts and images both occur in several pairs.
             keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
-            pictures=Files(tuple(paths), root),
+            pictures=Files(tuple(paths)),
             captions=tuple(captions),
             labels=labels,
             label_names=names,
@@ -208,4 +205,4 @@ def read_pascal(data: Data) -> RawSet:
     labels, names = multi_hot([{stem.parts[0]} if len(stem.parts) > 1 else set() for stem in inner])
     paths = tuple(endings.get(stem, root / f"{stem}.jpg") for stem in inner)
     keys = tuple(stem.as_posix() for stem in inner)
-    return checked(RawSet(str(folder), keys, Files(paths, root), tuple(captions), None, labels, names))
+    return checked(RawSet(str(folder), keys, Files(paths), tuple(captions), None, labels, names))

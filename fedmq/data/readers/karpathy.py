@@ -110,7 +110,7 @@ def read_karpathy(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(entry["filename"] for entry in entries),
-            pictures=Files(files, images),
+            pictures=Files(files),
             captions=tuple(
                 tuple(text for sentence in entry["sentences"] if (text := sentence["raw"].strip())) for entry in entries
             ),

@@ -1,9 +1,10 @@
 """Read any data set described by a CSV or JSONL file with the image, captions, labels and split of each item.
 
 CSV: a header line with ``image`` and any of ``captions`` (or ``caption``), ``labels``, ``split``, ``key``. Several
-captions or labels of an item are separated by ``|``; captions may also have several columns. JSONL: one object per line
-with the same fields; captions and labels are a string or a list. Videos and folders of frames are read as for MSR-VTT.
-Relative paths are relative to the file's folder.
+captions or labels of an item are separated by ``|`` or written as a list (``['dog', 'sky']``, as pandas does); captions
+may also have several columns. JSONL: one object per line with the same fields; captions and labels are a string or a
+list. Lines of one image, or of one key, are one item with the captions and labels of all of them. Videos and folders of
+frames are read as for MSR-VTT. Relative paths are relative to the file's folder.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
+from fedmq.data.readers.cells import captions_of, labels_of, one_label, one_spelling, one_text
 from fedmq.data.splits import split_numbers
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
 from fedmq.errors import InputError
@@ -55,7 +58,9 @@ def _csv(path: Path, more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
                     single[name] = value
                 else:
                     # Columns `captions` and `caption` are joined in column order.
-                    several.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(value.split("|"))
+                    place = f"{path}: line {reader.line_num}: {name}"
+                    read = captions_of if name in CAPTIONS else labels_of
+                    several.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(read(place, value))
             yield reader.line_num, {**single, **several}
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
@@ -78,7 +83,19 @@ def _jsonl(path: Path, _more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
                 raise InputError(f"{path}: line {number}", str(error), "valid JSON, each field once") from None
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number}", type(record).__name__, "an object")
+            _check_texts(f"{path}: line {number}", record)
             yield number, record
+
+
+def _check_texts(place: str, record: Record) -> None:
+    """Refuse captions and labels of JSON that look like lists but are texts."""
+    for name in (*CAPTIONS, "labels", "label"):
+        value, label = record.get(name), name not in CAPTIONS
+        if isinstance(value, str):
+            _ = one_label(f"{place}: {name}", value) if label else one_text(f"{place}: {name}", value, label=False)
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, str):
+                one_text(f"{place}: {name}", item, label=label)
 
 
 def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
@@ -115,6 +132,62 @@ def _contains_root(path: Path, root: Path) -> bool:
     return normal == start or normal in start.parents
 
 
+@dataclass
+class _Item:
+    """One item, of one or several lines.
+
+    Args:
+        line: number of its first line.
+        file: its image, video or folder of frames.
+        split: name of its split; empty if it has none.
+        value: its value of the column that the partition deals by; empty without one.
+        captions: its distinct captions in order, as keys.
+        labels: its distinct labels in order, as keys.
+    """
+
+    line: int
+    file: Path
+    split: str
+    value: str
+    captions: dict[str, None] = field(default_factory=dict)
+    labels: dict[str, None] = field(default_factory=dict)
+
+
+def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: tuple[str, ...]) -> dict[str, _Item]:
+    """The items by key, in file order.
+
+    Raises:
+        InputError: a line is malformed, or lines of one item differ in image, split or column.
+    """
+    items: dict[str, _Item] = {}
+    for number, record in records:
+        place = f"{path}: line {number}"
+        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
+            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
+        image = record.get("image")
+        if not isinstance(image, str) or not image.strip():
+            raise InputError(f"{place}: image", image, "the path of an image")
+        image = whole(image.strip(), f"{place}: image")
+        file = root / image
+        if _contains_root(file, root):
+            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
+        key, split = _key(place, record, image), record.get("split")
+        split = "" if split is None else str(split).strip()
+        value = _value(place, record, more[0]) if more else ""
+        item = items.setdefault(key, _Item(number, file, split, value))
+        if os.path.normpath(file) != os.path.normpath(item.file):
+            allowed = f"{item.file}, as in line {item.line}, or another key"
+            raise InputError(f"{place}: image of the item {key!a}", image, allowed)
+        if split != item.split:
+            allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
+            raise InputError(f"{place}: split", split or "nothing", allowed)
+        if value != item.value:
+            raise InputError(f"{place}: {more[0]}", value, f"{item.value}, as in line {item.line} for {key!a}")
+        item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
+        item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
+    return items
+
+
 def read_manifest(data: Data) -> RawSet:
     """Read the items in file order.
 
@@ -129,49 +202,28 @@ def read_manifest(data: Data) -> RawSet:
         raise InputError("partition.column", data.column, f"a column of its own, not one of {', '.join(KNOWN)}")
     more = () if data.column is None else (data.column,)
     root = data.images or path.parent
-    keys: dict[str, int] = {}
-    paths, captions, labels, splits, values = [], [], [], [], []
-    for number, record in readers[path.suffix.lower()](path, more):
-        place = f"{path}: line {number}"
-        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
-            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
-        image = record.get("image")
-        if not isinstance(image, str) or not image.strip():
-            raise InputError(f"{place}: image", image, "the path of an image")
-        image = whole(image.strip(), f"{place}: image")
-        path_of = root / image
-        if _contains_root(path_of, root):
-            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
-        key = _key(place, record, image)
-        if key in keys:
-            allowed = "every item once, with all its captions; or a different key for each"
-            raise InputError(place, f"{key!a} again, as in line {keys[key]}", allowed)
-        keys[key] = number
-        paths.append(path_of)
-        captions.append(_strings(place, record, *CAPTIONS))
-        labels.append(_strings(place, record, "labels", "label"))
-        values += [_value(place, record, column) for column in more]
-        split = record.get("split")
-        splits.append("" if split is None else str(split).strip())
-    lines = tuple(keys.values())
+    items = _items(path, readers[path.suffix.lower()](path, more), root, more)
+    lines, paths = [item.line for item in items.values()], [item.file for item in items.values()]
+    splits = [item.split for item in items.values()]
     if any(splits) and not all(splits):
         raise InputError(
             f"{path}: line {lines[splits.index('')]}: split", "nothing", "a split for every item or for none"
         )
+    labels = one_spelling([tuple(item.labels) for item in items.values()])
     hot, names = multi_hot(labels)
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
     return checked(
         RawSet(
             place=str(path),
-            keys=tuple(keys),
-            pictures=Files(tuple(paths), root, data.frames if videos else 1, folders),
-            captions=tuple(captions),
+            keys=tuple(items),
+            pictures=Files(tuple(paths), data.frames if videos else 1, folders),
+            captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,
             split=split_numbers(str(path), splits, {"validation": "val", "valid": "val"}, lines)
             if any(splits)
             else None,
-            column=tuple(values) if more else None,
+            column=tuple(item.value for item in items.values()) if more else None,
         )
     )

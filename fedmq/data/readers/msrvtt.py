@@ -98,7 +98,7 @@ def read_msrvtt(data: Data) -> RawSet:
         RawSet(
             place=str(paths[0]),
             keys=keys,
-            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), root, data.frames, True),
+            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
             captions=tuple(tuple(captions[key]) for key in keys),
             labels=labels,
             label_names=names,

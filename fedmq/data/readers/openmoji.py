@@ -13,7 +13,7 @@ import importlib.metadata
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -238,9 +238,12 @@ class Drawings:
         """Name of the drawing in error messages."""
         return f"openmoji {self.keys[row]}"
 
-    def stamp(self, row: int) -> str:
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """Key, edge length, and versions of the packages that determine the pixels."""
-        return f"{self.keys[row]}|{self.edge}|{_versions()}"
+        del on_progress  # no file is read
+        return tuple(f"{key}|{self.edge}|{_versions()}" for key in self.keys)
+
+    contents = stamps
 
     def missing(self, row: int) -> bool:
         """Always False: only existing drawings are listed."""

@@ -13,6 +13,7 @@ from fedmq.data.readers.array_files import Stored, guarded, is_hdf5
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.extras import package
+from fedmq.storage.file_digests import file_digests
 
 _OPENING = threading.Lock()
 _ALLOWED = "whole numbers 0 to 255 in three channels"
@@ -40,9 +41,8 @@ class PixelArray:
 
     @cached_property
     def stamp(self) -> str:
-        """The file's name, size and modification time, and the array's name."""
-        about = self.stored.path.stat()
-        return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
+        """The digest of the file, and the array's name."""
+        return f"{file_digests([self.stored.path])[0]}|{self.stored.key}"
 
     @cached_property
     def _source(self) -> Any:

@@ -101,7 +101,7 @@ def mirflickr_photos(data: Data) -> RawSet:
         RawSet(
             place=str(inner),
             keys=tuple(f"im{number}" for number in numbers),
-            pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers), root),
+            pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers)),
             captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
             labels=labels,
@@ -176,7 +176,7 @@ def nuswide_photos(data: Data) -> RawSet:
         RawSet(
             place=str(listed),
             keys=tuple(names[row] for row in kept),
-            pictures=Files(tuple(root / names[row] for row in kept), root),
+            pictures=Files(tuple(root / names[row] for row in kept)),
             captions=tuple(
                 (" ".join(words[column] for column in np.flatnonzero(bag[row])),) if bag[row].any() else ()
                 for row in kept

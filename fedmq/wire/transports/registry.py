@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from fedmq.errors import InputError
 from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
+from fedmq.wire.transports.shared import SHARED, SharedConnection, SharedListener
 
 #: Entry point group of installed packages.
 GROUP = "fedmq.transports"
@@ -44,14 +45,17 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Liste
 
     Args:
         uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
-            ``memory://NAME`` within this process, or a URI of another registered scheme.
+            ``memory://NAME`` within this process, or a URI of another registered scheme; with the prefix ``shared+``,
+            many peers share a connection.
         max_frame: largest accepted frame [bytes]; a peer that announces a larger one is disconnected before it is read.
         queue: messages queued per peer and direction.
 
     Raises:
         InputError: an unknown scheme, a malformed URI, or an address that cannot be bound.
     """
-    return _checked(uri, "uri", listening=True).listen(uri, max_frame, queue)
+    inner = uri.removeprefix(SHARED)
+    listener = _checked(inner, "uri", listening=True).listen(inner, max_frame, queue)
+    return listener if inner == uri else SharedListener(listener)
 
 
 def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Connection:
@@ -65,7 +69,20 @@ def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Conn
     Raises:
         InputError: an unknown scheme or a malformed URI.
     """
+    if uri.startswith(SHARED):
+        return connect_shared(uri, max_frame=max_frame, queue=queue).branch(0)
     return _checked(uri, "uri", listening=False).connect(uri, max_frame, queue)
+
+
+def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> SharedConnection:
+    """Open a connection for many peers of this process; arguments and errors as for :func:`connect`.
+
+    Args:
+        uri: of a listener with the prefix ``shared+``.
+        max_frame: largest accepted frame [bytes].
+        queue: messages queued per direction, for all peers together.
+    """
+    return SharedConnection(connect(uri.removeprefix(SHARED), max_frame=max_frame, queue=queue))
 
 
 def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
@@ -79,7 +96,7 @@ def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
     Raises:
         InputError: an unknown scheme or a malformed URI.
     """
-    _checked(uri, place, listening=listening)
+    _checked(uri.removeprefix(SHARED), place, listening=listening)
 
 
 def _checked(uri: str, place: str, *, listening: bool) -> Transport:

@@ -1,0 +1,112 @@
+"""Texts of a table that stand for several captions or labels, such as ``dog|sky`` and ``['dog', 'sky']``."""
+
+from __future__ import annotations
+
+import json
+import re
+from ast import literal_eval
+from collections.abc import Collection, Sequence
+
+from fedmq.errors import InputError
+
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,18})?"
+_BRACKETS = ("[]", "()", "{}")
+_LIST_START = re.compile(r"[\[({]\s*['\"]|(?:array|frozenset|set|tuple|list|Index)\(")
+_SEPARATOR = re.compile(r"[,;\t\n]")
+#: How pandas writes a missing value as text.
+_MISSING = ("nan", "NaN", "<NA>")
+_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
+
+
+def _listed(item: str) -> re.Pattern[str]:
+    """A list, tuple or set with commas between its items, as Python, pandas and JSON write it."""
+    return re.compile(rf"[\[({{]\s*(?:{item}\s*(?:,\s*{item}\s*)*,?\s*)?[\])}}]", re.DOTALL)
+
+
+_TEXTS, _TEXTS_OR_NUMBERS = _listed(_TEXT), _listed(f"(?:{_TEXT}|{_NUMBER})")
+_ITEM = re.compile(f"{_TEXT}|{_NUMBER}", re.DOTALL)
+
+
+def captions_of(place: str, cell: str) -> list[str]:
+    """The captions in a CSV cell: separated by ``|``, or a list of quoted texts; none if the cell says ``nan``.
+
+    Raises:
+        InputError: the cell looks like a list of another form, which would be taken for one caption.
+    """
+    found = _list_of(place, cell, _TEXTS)
+    return [text for text in cell.split("|") if text.strip() not in _MISSING] if found is None else found
+
+
+def labels_of(place: str, cell: str) -> list[str]:
+    """The labels in a CSV cell: separated by ``|``, or a list; none if the cell says ``nan``.
+
+    Raises:
+        InputError: the cell looks like several labels of another form, which would be taken for one label.
+    """
+    found = _list_of(place, cell, _TEXTS_OR_NUMBERS)
+    if found is None and "|" not in cell and (separator := _SEPARATOR.search(cell.strip())):
+        allowed = f"labels separated by |; end the text with | if {separator[0]!a} is part of one label"
+        raise InputError(place, cell[:80], allowed)
+    return [name for name in cell.split("|") if name.strip() not in _MISSING] if found is None else found
+
+
+def one_text(place: str, text: str, *, label: bool) -> str:
+    """A caption or label of JSON, unchanged.
+
+    Raises:
+        InputError: it looks like a list, which would be taken for one caption or label.
+    """
+    if _list_of(place, text, _TEXTS_OR_NUMBERS if label else _TEXTS) is not None:
+        raise InputError(place, text[:80], "a JSON list, not a text that holds a list")
+    return text
+
+
+def one_label(place: str, text: str) -> str:
+    """A label that JSON has as a text in place of a list, unchanged.
+
+    Raises:
+        InputError: it looks like several labels.
+    """
+    if "|" in text or _SEPARATOR.search(text.strip()):
+        raise InputError(place, text[:80], 'a list for several labels, ["dog", "sky"]; also for one label with a comma')
+    return one_text(place, text, label=True)
+
+
+def _list_of(place: str, cell: str, pattern: re.Pattern[str]) -> list[str] | None:
+    """Items of a list in a text; None if the text is no list."""
+    text = cell.strip()
+    bracketed = text[:1] + text[-1:] in _BRACKETS
+    if bracketed and pattern.fullmatch(text):
+        try:
+            return [_value(item) for item in _ITEM.findall(text)]
+        except (ValueError, SyntaxError):  # an escape that does not exist
+            pass
+    elif not _LIST_START.match(text) and not (bracketed and pattern is _TEXTS_OR_NUMBERS):
+        return None
+    raise InputError(place, text[:80], "texts separated by |, or a list of quoted texts such as ['dog', 'sky']")
+
+
+def _value(item: str) -> str:
+    """An item of a list: JSON where it is JSON, whose escapes of two halves of a character Python does not know."""
+    try:
+        return str(json.loads(item))
+    except ValueError:
+        return str(literal_eval(item))
+
+
+def one_spelling(labels: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
+    """Labels of each item in which a whole number has one spelling, the shortest that occurs: ``1`` for ``1.0``.
+
+    A column of numbers with gaps becomes floating-point in pandas, so one file may hold both spellings.
+    """
+    spelling: dict[str, str] = {}
+    for name in sorted({name for item in labels for name in item}, key=len):
+        if number := _WHOLE.fullmatch(name):
+            spelling.setdefault(number[1], name)
+
+    def spelt(name: str) -> str:
+        number = _WHOLE.fullmatch(name)
+        return spelling[number[1]] if number else name
+
+    return [tuple(dict.fromkeys(map(spelt, item))) for item in labels]

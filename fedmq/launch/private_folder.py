@@ -1,0 +1,63 @@
+"""The temporary folder of a run, with its keys and its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedmq.errors import InputError
+from fedmq.storage.locks import try_lock
+
+#: Prefix of the temporary folders with runs' keys and sockets.
+_PRIVATE = "fedmq-run-"
+#: File in such a folder that its run has locked.
+_LOCK = "lock"
+#: Longest path of a folder for sockets [bytes]. Unix sockets have at most 107, and the forkserver's is 32 longer.
+_SOCKET_FOLDER_BYTES = 72
+
+
+def socket_folder() -> Path:
+    """The folder for temporary files, or another one if its path is too long for sockets in it.
+
+    Raises:
+        InputError: no folder has a short path and can be written.
+    """
+    usual = tempfile.gettempdir()
+    for place in (usual, os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):  # noqa: S108 - mkdtemp makes a private folder in it
+        if not place or len(os.fsencode(place)) > _SOCKET_FOLDER_BYTES:
+            continue
+        if os.access(place, os.W_OK | os.X_OK):
+            return Path(place)
+    allowed = f"a folder with a path of at most {_SOCKET_FOLDER_BYTES} bytes, as Unix sockets need it"
+    raise InputError("TMPDIR", usual, allowed)
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A temporary folder for the keys and the socket of one run, removed at its end.
+
+    A run ended by SIGKILL cannot remove its folder; the next run does, as the folder's lock is then free. The path is
+    short, because paths of Unix sockets must be.
+
+    Raises:
+        InputError: no folder for temporary files has a path that is short enough.
+    """
+    parent = socket_folder()
+    for lock in parent.glob(f"{_PRIVATE}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+b") as file:
+            if try_lock(file):
+                shutil.rmtree(lock.parent)
+    private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=parent))
+    try:
+        # Locked under another name first, so that no other run takes the folder for an abandoned one.
+        with (private / "fresh").open("xb") as file:
+            with contextlib.suppress(OSError):  # without support for locks, no other run gets this one
+                try_lock(file)
+            (private / "fresh").rename(private / _LOCK)
+            yield private
+    finally:
+        shutil.rmtree(private, ignore_errors=True)

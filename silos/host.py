@@ -1,0 +1,173 @@
+"""A host: one process that answers for many silos in turn, so that a thousand of them fit on one machine.
+
+Each silo keeps its own key, session, message log and personal state on disk, as if it were a process of its own. The
+silos share the connection, the data and one model, into which each loads the parameters that it receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from fedmq.clock import Clock, WallClock
+from fedmq.encoders.gpu import release_unused_memory
+from fedmq.federation.population import Population, build_population, device_of
+from fedmq.malloc import keep_buffers
+from fedmq.models.two_tower import TwoTower
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.channel import Channel
+from fedmq.wire.channel_group import ChannelGroup
+from fedmq.wire.handshake import Accepted
+from fedmq.wire.keys import load_accepted, load_identity, noise_key
+from fedmq.wire.layout import agree
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog, StartFacts
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.transports.shared import beat_patience
+from silos.personal_state import StateStore
+from silos.program import KEPT_MODELS, Silo, SiloArguments, StateNotes, reply_to
+from silos.slots import Slots, slots_folder
+
+#: Silos whose datasets a host keeps in memory: those that it answered for last.
+_KEPT_SILOS = 8
+
+
+@dataclass(frozen=True)
+class HostArguments:
+    """How a host is started.
+
+    Args:
+        names: the silos that it hosts.
+        silo: the arguments of the first of them; those of the others differ in the name only. ``connect`` has the
+            prefix ``shared+``, and ``keys`` holds the keys of all of them.
+        most: the number of silos of the largest host of the run, on which the heartbeat depends.
+        index: number of the host; ``auto`` assigns the machine's GPUs round-robin.
+    """
+
+    names: tuple[str, ...]
+    silo: SiloArguments
+    most: int
+    index: int = 0
+
+    def of(self, name: str) -> SiloArguments:
+        """The arguments of one silo."""
+        return replace(self.silo, name=name)
+
+
+@dataclass
+class _Member:
+    """A hosted silo while no task of it runs."""
+
+    log: MessageLog
+    notes: StateNotes
+    sent_at: float = 0.0
+
+
+@dataclass
+class _Host:
+    """The silos of a host.
+
+    Args:
+        arguments: how it was started.
+        population: the data and its partition among the silos.
+        model: the two towers, which the silos share.
+        accepted: accepted public keys.
+    """
+
+    arguments: HostArguments
+    population: Population
+    model: TwoTower
+    accepted: Accepted
+    clock: Clock = field(default_factory=WallClock)
+    members: dict[str, _Member] = field(default_factory=dict)
+
+    @cached_property
+    def channels(self) -> ChannelGroup:
+        """The channels of all silos."""
+        return ChannelGroup(self.arguments.silo.connect, self._open, self.arguments.names)
+
+    def _open(self, name: str, deliver: Callable[[Message], None]) -> Channel:
+        arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
+        log = MessageLog(folder.messages(name), name, self.clock)
+        log.note(NoteKind.STARTED, run=arguments.run.id)
+        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log))
+        identity = load_identity(arguments.keys, name)
+        log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
+        return Channel(
+            arguments.connect,
+            identity,
+            self.accepted,
+            arguments.run.id,
+            log,
+            self.clock,
+            now=lambda: member.sent_at,
+            patience=beat_patience(self.arguments.most),
+            deliver=deliver,
+        )
+
+    @cached_property
+    def _recent(self) -> OrderedDict[str, Silo]:
+        return OrderedDict()
+
+    def silo(self, name: str) -> Silo:
+        """A silo with its dataset, which is loaded unless the silo was among the last ones."""
+        found = self._recent.pop(name, None)
+        if found is None:
+            arguments = self.arguments.of(name)
+            own = arguments.scenario.privacy.noise_from == "key"
+            noise = noise_key(load_identity(arguments.keys, name)) if own else arguments.scenario.seed
+            found = Silo(arguments, self.population, self.model, noise=noise)
+        self._recent[name] = found
+        while len(self._recent) > _KEPT_SILOS:
+            self._recent.popitem(last=False)
+        return found
+
+
+def run_host(arguments: HostArguments, *, joined: Callable[[], None] = lambda: None) -> None:
+    """Run a host until the coordinator has told its silos to stop.
+
+    Args:
+        arguments: how it was started.
+        joined: called when the coordinator has accepted the first silo.
+
+    Raises:
+        InputError: a key or the data is invalid, or the coordinator's model has another layout.
+    """
+    torch.set_num_threads(1)
+    silo, scenario = arguments.silo, arguments.silo.scenario
+    device = device_of(silo.device or scenario.device, arguments.index)
+    here = scenario.model_copy(update={"device": device})
+    population = build_population(here, folder=silo.data, pooled=silo.run.pooled)
+    model = population.build_model(scenario, device, ("image", "text"))
+    keep_buffers(KEPT_MODELS * model.flat.nbytes)
+    host = _Host(arguments, population, model, load_accepted(silo.keys))
+    with contextlib.closing(Slots(slots_folder(silo.run.id), scenario.slots)) as slots:
+        channels = host.channels
+        try:
+            channels.start()
+            while (received := channels.receive()) is not None:
+                name, message = received
+                _answer(host, name, message, slots, joined)
+                # The next message may take minutes; release the memory of this one's model.
+                del message, received
+        finally:
+            channels.close()
+
+
+def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Callable[[], None]) -> None:
+    member = host.members[name]
+    if message.header.kind is Kind.STOP:
+        return  # its channel has ended
+    member.sent_at = message.header.sent_at
+    if message.header.kind is Kind.LAYOUT:
+        agree(message.layout, host.model.layout)
+        joined()
+    elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
+        reply_to(host.channels.channels[name], host.silo(name), slots, message, lambda _: None)
+        release_unused_memory()  # memory of a failed task
+        member.notes.after_task(message.header.sequence)

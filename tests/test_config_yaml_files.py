@@ -1,0 +1,114 @@
+"""YAML files: values by YAML 1.2, and bounds against files that expand when they are read."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedmq.audit.policy import read_policy
+from fedmq.config import loader, yaml_files
+from fedmq.errors import InputError
+from fedmq.experiments import spec_file
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("on", "on"),
+        ("No", "No"),
+        ("y", "y"),
+        ("TRUE", True),
+        ("2026-01-13", "2026-01-13"),
+        ("1e-4", 1e-4),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("-.inf", -math.inf),
+        ("~", None),
+        ("", None),
+        ("'010'", "010"),
+    ],
+)
+def test_plain_values_are_read_by_the_core_schema_of_yaml_1_2(text: str, value: object) -> None:
+    read = yaml_files.parse(f"a: {text}\n")["a"]
+    assert (type(read), read) == (type(value), value)
+
+
+@pytest.mark.parametrize("text", ["!!int on", "!!float x", "!!bool 1", "!!int 1:30", "9" * 5000])
+def test_values_that_contradict_their_tag_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(f"rounds: {text}\n")
+    with pytest.raises(InputError, match=r"x\.yaml"):
+        yaml_files.read_yaml(tmp_path / "x.yaml")
+
+
+printable = st.text(st.characters(exclude_categories=["C"]))
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), printable,
+    st.from_regex(r"[-+]?[0-9_:.eEox]{1,6}|on|Off|YES|no|y|null|~|<<|=", fullmatch=True),
+)  # fmt: skip
+
+
+@given(st.dictionaries(printable, st.lists(scalars), max_size=4))
+def test_what_is_written_is_read_back_also_by_a_reader_of_yaml_1_1(value: dict[str, object]) -> None:
+    text = yaml_files.dump(value)
+    assert yaml_files.parse(text) == value
+    assert yaml.safe_load(text) == value
+
+
+def bomb(levels: int) -> str:
+    """A list of nine aliases to a list of nine aliases, and so on."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join([*lines, ""])
+
+
+#: A mapping that merges nine times a mapping that merges nine times another, and so on.
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+
+
+def test_a_few_aliases_are_read(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\nd: {<<: *a, e: 2}\n")
+    assert yaml_files.read_yaml(tmp_path / "x.yaml")["d"] == {"b": 1, "e": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(bomb(9), id="lists"),
+        pytest.param(bomb(9).replace("[", "{k: [").replace("]", "]}"), id="mappings"),
+        pytest.param(MERGES, id="merges"),
+        pytest.param("a: &a [*a]\n", id="itself"),
+        pytest.param("a: &a {b: *a}\n", id="its own value"),
+    ],
+)
+def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    started = time.perf_counter()
+    for reader in (yaml_files.read_yaml, loader.load, spec_file.read, read_policy):
+        with pytest.raises(InputError, match=r"x\.yaml: line \d+: found .*alias"):
+            reader(path)
+    with pytest.raises(InputError, match="--set"):
+        loader.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
+    assert time.perf_counter() - started < 5
+
+
+def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        yaml_files.read_yaml(tmp_path / "pipe")
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(InputError, match="at most 262,144 bytes"):
+        yaml_files.read_yaml(tmp_path / "large.yaml")

@@ -1,0 +1,124 @@
+"""Pictures are known by their content: in cache keys, in splits that are drawn, and in the data check."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.duplicates import first_of_equals
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import Prepared
+from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split
+from fedmq.errors import InputError
+from fedmq.federation.data_check import check_raw
+from fedmq.seeds import numpy_generator
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+
+
+def photo(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
+
+
+def photos(folder: Path, seeds: list[int], ending: str = "bmp", split: bool = True) -> Path:
+    """A manifest of one photo for each seed; all files have the same size, and a time of change of 0."""
+    lines = []
+    for row, seed in enumerate(seeds):
+        photo(folder / f"{row:02d}.{ending}", seed)
+        os.utime(folder / f"{row:02d}.{ending}", (0, 0))
+        line = {"image": f"{row:02d}.{ending}", "captions": [f"thing {row}"]}
+        lines.append(line | ({"split": "train" if row < len(seeds) // 2 else "test"} if split else {}))
+    path = folder / "list.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def prepared(path: Path, cache: Path) -> Prepared:
+    return prepare(Data(name="manifest", path=path), Backbone(name="lite"), cache)
+
+
+def test_pictures_of_another_folder_with_the_same_names_sizes_and_times_have_their_own_features(tmp_path: Path) -> None:
+    first, second = (photos(tmp_path / name, [seed, seed + 1, seed + 2]) for name, seed in (("a", 0), ("b", 9)))
+    cache = tmp_path / "cache"
+    a, b = prepared(first, cache), prepared(second, cache)
+    assert not np.array_equal(a.image, b.image)
+    assert np.array_equal(b.image, prepared(second, tmp_path / "cache2").image)
+    assert a.content != b.content
+
+
+def test_a_copy_of_a_data_set_shares_its_features_and_its_content(tmp_path: Path) -> None:
+    first, second = (prepared(photos(tmp_path / name, [0, 1, 2]), tmp_path / "cache") for name in ("a", "b"))
+    assert first.folder == second.folder
+    assert first.content == second.content
+
+
+def test_a_picture_replaced_by_one_of_the_same_size_and_time_is_another_data_set(tmp_path: Path) -> None:
+    path = photos(tmp_path / "a", [0, 1, 2])
+    before = prepared(path, tmp_path / "cache")
+    photo(tmp_path / "a" / "01.bmp", 77)
+    os.utime(tmp_path / "a" / "01.bmp", (0, 0))
+    after = prepared(path, tmp_path / "cache")
+    assert (before.digest != after.digest, before.content != after.content) == (True, True)
+    assert [np.array_equal(before.image[row], after.image[row]) for row in range(3)] == [True, False, True]
+
+
+groups = st.lists(st.integers(0, 12), min_size=4, max_size=60).filter(lambda values: len(set(values)) > 1)
+
+
+@given(groups, st.integers(0, 9))
+def test_one_picture_is_never_in_two_splits_that_are_drawn(values: list[int], seed: int) -> None:
+    same = first_of_equals(values)
+    queries, val = len(values) // 4, len(values) // 8
+    for split in (
+        draw_split(len(values), seed, same),
+        draw_parts(len(values), Draw(queries, val), seed, same),
+        draw_parts(len(values), Draw(queries, val, len(values) // 4), seed, same),
+    ):
+        assert len({(first, code) for first, code in zip(same.tolist(), split.tolist(), strict=True)}) == len(
+            set(values)
+        )
+        assert {SPLITS.index("train"), SPLITS.index("test")} <= set(split.tolist())
+
+
+@given(st.integers(2, 80), st.integers(0, 9))
+def test_a_split_of_different_pictures_is_the_one_that_was_always_drawn(n: int, seed: int) -> None:
+    order = numpy_generator(seed, "split").permutation(n)
+    split = draw_split(n, seed, np.arange(n))
+    test = max(1, n // 10)
+    assert set(np.flatnonzero(split == 2)) == set(order[:test])
+    assert set(np.flatnonzero(split == 1)) == set(order[test : test + n // 10])
+    assert (split == draw_split(n, seed)).all()
+
+
+def test_one_picture_for_all_items_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one picture for all 4 items"):
+        prepared(photos(tmp_path / "a", [0] * 4, split=False), tmp_path / "cache")
+
+
+def test_copies_of_a_photo_are_in_one_split_and_twins_across_a_given_split_are_told(tmp_path: Path) -> None:
+    made = prepared(photos(tmp_path / "a", [row // 4 for row in range(40)], split=False), tmp_path / "cache")
+    assert all(len(set(made.split[row : row + 4].tolist())) == 1 for row in range(0, 40, 4))
+    path = photos(tmp_path / "b", [0, 1, 2, 3, 1, 5])
+    Image.open(tmp_path / "b" / "04.bmp").save(tmp_path / "b" / "04.png")  # the same pixels in other bytes
+    path.write_text(path.read_text().replace("04.bmp", "04.png"))
+    assert check_raw(Data(name="manifest", path=path)).twins_by_picture == ("04.png",)
+
+
+def test_photos_of_one_colour_are_named(tmp_path: Path) -> None:
+    path = photos(tmp_path / "a", [0, 1, 2, 3], "png")
+    Image.new("RGB", (16, 16), (3, 5, 4)).save(tmp_path / "a" / "02.png")
+    facts = check_raw(Data(name="manifest", path=path))
+    assert facts.constant == (str(tmp_path / "a" / "02.png"),)
+    assert facts.usable

@@ -42,13 +42,7 @@ _MEASURED = ("startup", "merge", "evaluation")
 
 
 def summary_of(
-    loop: Loop,
-    data: RunData,
-    clock: Clock,
-    config: ReleaseConfig,
-    stated: AgreementRecord | None,
-    *,
-    unchanged: bool,
+    loop: Loop, data: RunData, clock: Clock, config: ReleaseConfig, stated: AgreementRecord | None
 ) -> RunSummary:
     """The summary of a run whose last version is evaluated.
 
@@ -58,7 +52,6 @@ def summary_of(
         clock: the run's clock.
         config: configuration of the released model.
         stated: what the processes stated about their data; None without messages.
-        unchanged: whether the model's parameters equal the initial ones.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
@@ -86,7 +79,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, data, config, last, own, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, data, config, last, own))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -168,13 +161,7 @@ def _versions_of(loop: Loop) -> dict[str, str]:
 
 
 def _optional_keys(
-    loop: Loop,
-    data: RunData,
-    config: ReleaseConfig,
-    last: EvaluationLine,
-    own: OwnHeldOut | None,
-    *,
-    unchanged: bool,
+    loop: Loop, data: RunData, config: ReleaseConfig, last: EvaluationLine, own: OwnHeldOut | None
 ) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
@@ -182,8 +169,8 @@ def _optional_keys(
         optional["own_heldout"] = own
     if config.released_with:
         optional["released_with"] = config.released_with
-    if unchanged:
-        optional["unchanged"] = True
+    if loop.counters.unusable:
+        optional["unusable_replies"] = dict(sorted(loop.counters.unusable.items()))
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
         optional |= {name: value for name, value in line if name.startswith("personal")}

@@ -274,7 +274,8 @@ def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> Silo
     if prepared.label_names != agreed.label_names:
         labels = _spread(labels, len(dataset), prepared.label_names, agreed.label_names)
     if text is not None and prepared.vocabulary != agreed.vocabulary:
-        text = _spread(text, len(dataset), prepared.vocabulary, agreed.vocabulary)
+        values = _spread(text.values, len(text.values), prepared.vocabulary, agreed.vocabulary)
+        text = replace(text, values=values)
     return replace(dataset, labels=labels, text=text)
 
 

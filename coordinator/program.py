@@ -27,6 +27,7 @@ from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
+from coordinator.status_report import StatusReport
 from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
@@ -42,6 +43,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
+from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
@@ -72,6 +74,7 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        logs: of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -82,6 +85,7 @@ class CoordinatorArguments:
     data: Path | None = None
     silos_per_connection: int = 1
     stop_silos: bool = False
+    logs: LogOptions | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -167,6 +171,7 @@ def run_coordinator(
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         loop.stop_silos = arguments.stop_silos
+        log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
@@ -202,7 +207,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
-    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    logger = open_log(arguments.logs, COORDINATOR)
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
@@ -338,7 +344,7 @@ def _loop(
         fault_injector,
         due,
         evaluation,
-        report=status,
+        StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
         stop_wanted=stop_wanted,
     )
 

@@ -13,7 +13,9 @@ from typing import Literal
 from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.storage.locks import try_lock
+from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.run_folder import make_folder, writing
+from fedmq.wire.log_mirror import mirror
 from fedmq.wire.log_records import (
     GENESIS,
     EventKind,
@@ -43,15 +45,19 @@ class MessageLog:
         process: name of the process.
         clock: for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
+        logger: receives every record, too, as a log for operators.
 
     Raises:
         InputError: the log cannot be written there, or another process is writing it, which would break the chain.
         RunError: the disk is full or broken.
     """
 
-    def __init__(self, path: Path, process: str, clock: Clock, *, patience: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, process: str, clock: Clock, *, patience: float = 5.0, logger: Logger = QUIET
+    ) -> None:
         self.path = path
         self.process = process
+        self.logger = logger
         self._clock = clock
         self._last_hash, self._count, self._size = GENESIS, 0, 0
         self._write_lock = threading.Lock()
@@ -103,6 +109,7 @@ class MessageLog:
                     self._file.truncate(self._size)
                     raise
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
+        mirror(self.logger, record)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.

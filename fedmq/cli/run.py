@@ -148,6 +148,7 @@ def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = Fa
 
     if as_json:
         print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
+        terminal.print_warnings(summary, err)
     else:
         terminal.print_summary(summary, folder, out)
 
@@ -378,6 +379,10 @@ def silo_command(
             "--out", metavar="DIR", help="Folder for its log and personal state; runs/<name>-<silo> by default."
         ),
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
     log_level: LogLevelOption = None,
@@ -395,10 +400,8 @@ def silo_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
-    arguments = SiloArguments(
-        run, name, connect, keys, out_dir, device, logs=_logs_of_a_program(log_level, log_file, log_format)
-    )
-    run_silo(arguments)
+    logs = _logs_of_a_program(log_level, log_file, log_format)
+    run_silo(SiloArguments(run, name, connect, keys, out_dir, device, policy=policy, logs=logs))
 
 
 def evaluator_command(

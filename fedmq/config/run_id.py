@@ -23,7 +23,8 @@ _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
     "aggregation": {"task_limit": None},
     "training": {"schedule_rounds": None},
     "data": {"column": None},
-    "partition": {"column": None},
+    "partition": {"column": None, "least": 1},
+    "missing_modality": {"per": "silo"},
 }
 
 
@@ -66,5 +67,13 @@ def name_of(plain: Mapping[str, object]) -> str:
     Args:
         plain: as for :func:`facts_of`.
     """
-    digest = hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
-    return f"{plain.get('name')}-{digest[:12]}"
+    return f"{plain.get('name')}-{digest_of(plain)[:12]}"
+
+
+def digest_of(plain: Mapping[str, object]) -> str:
+    """SHA-256 (hex) of a scenario, of which the run's id has the first 12 digits.
+
+    Args:
+        plain: as for :func:`facts_of`.
+    """
+    return hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedmq.storage.logs import Logger
-from fedmq.wire.log_records import EventRecord, HandshakeRecord, LogRecord, MessageRecord, NoteKind, RefusedRecord
+from fedmq.wire.log_records import (
+    EventRecord,
+    HandshakeRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    SignatureRecord,
+    StartRecord,
+)
 from fedmq.wire.messages import Kind
 
 _INFO = frozenset(
@@ -20,6 +30,7 @@ _WARNING = frozenset(
         NoteKind.EXPELLED, NoteKind.PEER_LOST, NoteKind.NOT_DELIVERED, NoteKind.NOT_MEASURED, NoteKind.TASK_FAILED,
         NoteKind.REFUSALS_COUNTED, NoteKind.FAULT_NOT_CARRIED_OUT, NoteKind.WALL_CLOCK_FAULTS, NoteKind.STATE_GONE,
         NoteKind.COORDINATOR_SILENT, NoteKind.STOOD_STILL, NoteKind.QUEUE_FULL, NoteKind.MESSAGE_LOST,
+        NoteKind.WITHHELD, NoteKind.HELLO_REFUSED,
     }
 )  # fmt: skip
 _ERROR = frozenset({NoteKind.ERROR_REPORTED, NoteKind.CHECKPOINT_REFUSED})
@@ -41,7 +52,11 @@ def mirror(logger: Logger, record: LogRecord) -> None:
         case EventRecord():
             values = _given(silo=record.silo or None, sequence=record.sequence or None, number=record.number)
             logger.debug(f"event {record.event}", now=record.now, version=record.version, **values)
-        case _:
+        case StartRecord():
+            logger.debug("start record signed", protocol=record.protocol)
+        case SignatureRecord():
+            logger.debug("log signed", at=record.at.value, records=record.n)
+        case NoteRecord():
             kind, values = record.text, _given(version=record.version, **record.facts)
             if kind in _ERROR:
                 logger.error(str(kind), **values)

@@ -164,7 +164,9 @@ def text_features(
     def encoded(part: range) -> Array:
         some, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
         used = np.arange(tokens.shape[1]) < some[:, None]
-        return _mean_of(_spread(clip.encode_texts(tower(), tokens[used], BATCH, device), some), some)
+        texts = tokens[used] if used.any() else tokens[:1, 0]  # without captions, only the shape is needed
+        rows = clip.encode_texts(tower(), texts, BATCH, device)[: int(used.sum())]
+        return _mean_of(_spread(rows, some), some)
 
     on_progress = tell(progress, "captions for the clusters", prepared.n)
     path = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, on_progress)

@@ -40,7 +40,7 @@ from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, reason_of, text_of
+from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, text_of
 from coordinator.task_limits import TaskLimits
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
@@ -104,7 +104,7 @@ class Loop:
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
         self._absent_since: dict[str, float] = {}
-        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
         scenario = self.run_context.scenario
         samples = dict(zip(scenario.silo_names, self.run_context.samples, strict=True))
@@ -141,8 +141,8 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._errors.first) is not None and not self.counters.participations.total():
-                raise RunError(f"no silo could train in any round; the first error was {error}")
+            if not self.counters.participations.total():
+                raise RunError(nothing_merged(self._errors, self.counters, self.rounds.version))
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
@@ -211,9 +211,9 @@ class Loop:
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
             self.counters.failed += 1
-            if event.reason in (FailureReason.ERROR, FailureReason.POLICY):
-                self._errors.task_failed(event.silo)
-            else:
+            self.counters.failures[event.reason] += 1
+            self._errors.task_failed(event.silo)
+            if event.reason not in (FailureReason.ERROR, FailureReason.POLICY):
                 self._status.failed(event.silo, f"task {event.sequence}: {event.reason}")
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
@@ -282,7 +282,13 @@ class Loop:
             return
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
         if answers and header.reply_to is not None:
-            self._fail(Failed(header.sender, header.reply_to, unusable.reason))
+            self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
+
+    def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
+        """Fail the task of a refused reply."""
+        if self._outcomes.is_open(self.rounds.pending, silo, sequence):
+            self._errors.refused(silo, detail, scripted=self.fault_injector.attacked(silo))
+        self._fail(Failed(silo, sequence, reason))
 
     def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
@@ -337,7 +343,7 @@ class Loop:
                 self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._fail(Failed(header.sender, header.reply_to, error.reason))
+                self._on_refused(header.sender, header.reply_to, error.reason, str(error))
         elif header.kind is Kind.ERROR:
             self._on_error(message)
         else:
@@ -468,7 +474,9 @@ class Loop:
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
         after = self.rounds.after_merge()
-        self._forget_states(version)
+        # The states that a pending task or evaluation is based on.
+        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
+        self.states = {number: state for number, state in self.states.items() if number in needed}
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self._status.loss = line.loss
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
@@ -489,10 +497,4 @@ class Loop:
         message = self._outcomes.get(item.silo, item.sequence)
         assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
         silo = self.run_context.facts_at(item.silo, message.header.base_version)
-        merged = self.counters.participations
-        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, merged)
-
-    def _forget_states(self, version: int) -> None:
-        """Drop the states that no pending task or evaluation is based on."""
-        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
-        self.states = {number: state for number, state in self.states.items() if number in needed}
+        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, self.counters.participations)

@@ -15,6 +15,7 @@ import torch
 import protocols
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
+from coordinator.aggregation import check_robust
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -31,7 +32,7 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_schedule import FaultSchedule
@@ -285,6 +286,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
+    check_robust(run_context)
     return run_context, model.flat.detach().clone()
 
 
@@ -394,16 +396,23 @@ def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tens
         population: the silos and their data.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
+
+    Raises:
+        RunError: the method shares a model, and no silo's update changed it.
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
+    if shared and torch.equal(state.theta, initial):
+        raise RunError(
+            "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
+            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
+        )
     config = release.write_model(run_context, state.theta, protocol.release(state), population)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
-    unchanged = shared and torch.equal(state.theta, initial)
-    summary = summary_of(loop, population, clock, config, unchanged=unchanged)
+    summary = summary_of(loop, population, clock, config)
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

@@ -33,6 +33,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
+from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
@@ -179,7 +180,10 @@ class Silo:
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
-        trained = self.protocol.train(self.local(self.store.before(header.sequence)), task)
+        try:
+            trained = self.protocol.train(self.local(self.store.before(header.sequence)), task)
+        except FieldError as error:
+            raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)

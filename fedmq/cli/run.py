@@ -98,6 +98,7 @@ def scenario_command(
     write_json(folder.summary, summary.plain())
     if as_json:
         print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
+        terminal.print_warnings(summary, err)
     else:
         terminal.print_summary(summary, folder, out)
 

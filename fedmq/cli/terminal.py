@@ -224,12 +224,18 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             markup=False,
             soft_wrap=True,
         )
-    if summary.unchanged:
+    print_warnings(summary, console)
+
+
+def print_warnings(summary: RunSummary, console: Console) -> None:
+    """Name the silos that took no part because each of their replies was refused or an error."""
+    for silo, found in summary.never_merged.items():
         console.print(
-            "the model is identical to the initial model: no silo's update changed it. Silos without training data "
-            "send zeros; see `loss` in metrics.jsonl for whether any silo trained",
+            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
+            f"the last one: {printable(found.last)}",
             style="yellow",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
 

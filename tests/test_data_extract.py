@@ -343,7 +343,7 @@ def test_items_of_a_manifest_without_image_or_captions_have_rows_of_zeros(tmp_pa
     found = prepare(data, backbone, tmp_path / "cache")
     assert found.present.tolist() == [[True, True], [True, False], [False, True], [True, True]]
     assert found.image.any(axis=1).tolist() == [True, True, False, True]
-    assert found.text.any(axis=(1, 2)).tolist() == [True, False, True, True]
+    assert found.text.any(axis=1).tolist() == [True, False, True, True]
     assert found.captions.tolist() == [1, 0, 1, 1]
     assert text_features(found, backbone).any(axis=1).tolist() == [True, False, True, True]
     whole = prepare(data.model_copy(update={"missing": "skip"}), backbone, tmp_path / "cache")
@@ -360,7 +360,7 @@ def test_a_manifest_may_lack_a_modality_altogether(lacking: str, tmp_path: Path)
     data = Data(name="manifest", path=data_set_folders.manifest(tmp_path / "m", kept))
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert found.present.tolist() == [[lacking != "image", lacking != "caption"]] * 2
-    assert (found.image.shape, found.text.shape) == ((2, 16), (2, 1, 16))
+    assert (found.image.shape, found.text.shape) == ((2, 16), (2, 16))
 
 
 # --- timm -----------------------------------------------------------------------------------------------------------

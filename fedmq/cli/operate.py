@@ -121,8 +121,8 @@ def _show(status: StatusFile, now: datetime) -> None:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow", highlight=False)
     refused = f", {sum(status.refused.values())} messages refused" if status.refused else ""
-    traffic = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
-    out.print(traffic, highlight=False)
+    total = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
+    out.print(total, highlight=False)
     table = Table("silo", "phase", "last message", "task", "MB up", "MB down", "last error")
     for name, silo in sorted(status.silos.items()):
         style = "red" if silo.phase in _BAD else None

@@ -55,6 +55,9 @@ class Admission(Protocol):
             RemoteWireError: ``data`` if its data do not fit the run's, ``unexpected`` for other payloads.
         """
 
+    def record(self) -> AgreementRecord:
+        """What was stated, for the run folder."""
+
 
 def _stated(message: Message, kinds: Sequence[type[Payload]]) -> tuple[Payload, ...]:
     """The payloads of a message that must have exactly these kinds, in this order."""
@@ -69,13 +72,14 @@ class SimulatedAdmission:
 
     Args:
         expected: the salted digest of the coordinator's data set.
+        run: the run's id.
 
     Attributes:
         stated: what each peer stated.
     """
 
-    def __init__(self, expected: str) -> None:
-        self._expected = expected
+    def __init__(self, expected: str, run: str) -> None:
+        self._expected, self._run = expected, run
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
 
     def decide(self, name: str, message: Message) -> Admitted:
@@ -93,9 +97,9 @@ class SimulatedAdmission:
         self.stated[name] = stated, None
         return Admitted()
 
-    def record(self, run: str) -> AgreementRecord:
+    def record(self) -> AgreementRecord:
         """What was stated, for the run folder."""
-        return AgreementRecord.of(run, self.stated)
+        return AgreementRecord.of(self._run, self.stated)
 
 
 class OwnDataAdmission:
@@ -221,9 +225,9 @@ class OwnDataAdmission:
         whole = hashlib.sha256("".join(digests).encode()).hexdigest()
         return run_data_of(agreed, modalities, cache, counts, whole)
 
-    def record(self, run: str) -> AgreementRecord:
+    def record(self) -> AgreementRecord:
         """What was stated and agreed on, for the run folder."""
-        return AgreementRecord.of(run, self.stated, self.agreed)
+        return AgreementRecord.of(self._run, self.stated, self.agreed)
 
 
 class Gathering(Protocol):

@@ -37,7 +37,8 @@ def admission_of(
     """
     scenario = run.scenario
     if population is not None:
-        return SimulatedAdmission(salted_digest(item_digests(population.prepared, scenario.dealt), run.id))
+        items = item_digests(population.prepared, scenario.dealt)
+        return SimulatedAdmission(salted_digest(items, run.id), run.id)
     known = None
     if saved is not None or folder.agreement.exists():
         known = read_json(folder.agreement, AgreementRecord, "what the silos of this run agreed on")
@@ -81,7 +82,7 @@ def gathered(
     if not gather(roster, admission, report=report, stop_wanted=stop_wanted):
         return None
     data = admission.run_data(cache_folder())
-    write_json(folder.agreement, admission.record(roster.run).plain())
+    write_json(folder.agreement, admission.record().plain())
     log.note(NoteKind.AGREED, data_digest=data.digest, silos=len(data.silos), labels=len(data.label_names))
     roster.offer()
     return data

@@ -14,7 +14,7 @@ import torch
 import protocols
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
-from coordinator.admission import OwnDataAdmission
+from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.aggregation import check_robust
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
@@ -29,6 +29,7 @@ from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
+from coordinator.status_report import StatusReport
 from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
@@ -42,12 +43,12 @@ from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
-from fedmq.runs import html_report
-from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
+from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
@@ -80,6 +81,8 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        logs: of the log for operators; None for none.
+        metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
     run: ResolvedRun
@@ -90,6 +93,8 @@ class CoordinatorArguments:
     data: Path | None = None
     silos_per_connection: int = 1
     stop_silos: bool = False
+    logs: LogOptions | None = None
+    metrics_port: int | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -152,54 +157,88 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    population = None
-    if scenario.data is not None:
-        population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
+    population = _population(arguments)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     data = None if population is None else population.counted(scenario)
     setting = None if data is None else _resumable(arguments, data, saved, revoked)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
-        max_body, wire = _own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
-        if peers is None:
-            # Before anything is written, so that an unusable address leaves no folder behind.
-            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
+        max_body = _own_largest_body(scenario) if setting is None else largest_body(setting[0])
+        # Before anything is written, so that an unusable address leaves no folder behind.
+        wire = None if peers is not None else closing.enter_context(_listener(arguments, max_body))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
-        if peers is not None:
-            assert population is not None  # noqa: S101 - silos with data of their own have processes of their own
+        if peers is not None and population is not None:
             log.note(NoteKind.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
-            assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
-            patience = beat_patience(arguments.silos_per_connection)
-            roster = Roster(
-                wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience, admission=admission
-            )
-            if isinstance(admission, OwnDataAdmission):
-                listening(roster.uri)
-                data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
+            roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
+        log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
+        listening(roster.uri)
+        if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
+            data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
-            log.note(NoteKind.ENDED, phase=Phase.STOPPED.value)
-            return CoordinatorResult(Phase.STOPPED, None)
+            return _ended(log, Phase.STOPPED, None)
         run_context, theta = setting or _resumable(arguments, data, saved, revoked)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        loop.stop_silos = arguments.stop_silos
-        if population is not None:
-            listening(roster.uri)
+        _equip(arguments, loop, closing)
         phase = loop.run()
         loop.saving.update_counters()
-        stated = None if admission is None else admission.record(arguments.run.id)
-        summary = finish(loop, data, clock, theta, stated) if phase is Phase.DONE else None
-        log.note(NoteKind.ENDED, phase=phase.value)
-        return CoordinatorResult(phase, summary)
+        summary = finish(loop, data, clock, theta, admission) if phase is Phase.DONE else None
+        return _ended(log, phase, summary)
 
 
-def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> CoordinatorResult:
+    log.note(NoteKind.ENDED, phase=phase.value)
+    return CoordinatorResult(phase, summary)
+
+
+def _population(arguments: CoordinatorArguments) -> Population | None:
+    """The simulated partition; None where silos have data of their own."""
+    scenario = arguments.scenario
+    if scenario.data is None:
+        return None
+    return build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
+
+
+def _roster(
+    arguments: CoordinatorArguments,
+    listener: Listener | None,
+    keys: tuple[Identity | None, Accepted],
+    data: RunData | None,
+    log: MessageLog,
+    clock: Clock,
+    max_body: int,
+    admission: Admission | None,
+) -> Roster:
+    """The peers that connect; this process declares its start in its log."""
+    identity, accepted = keys
+    assert listener is not None and identity is not None  # noqa: S101 - made by the caller where silos connect
+    log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
+    patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
+    return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+
+
+def _equip(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
+    """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
+    loop.stop_silos = arguments.stop_silos
+    if arguments.metrics_port is not None:
+        closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
+
+
+def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
+    """Refuse a run of which the keys of all silos that the method can select were revoked."""
+    eligible = run_context.plan.eligible
+    if revoked.issuperset(eligible):
+        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
+
+
+def _listener(arguments: CoordinatorArguments, max_body: int) -> contextlib.closing[Listener]:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
-    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
+    queue = QUEUE * arguments.silos_per_connection
+    return contextlib.closing(listen(arguments.bind, max_frame=2 * max_body, queue=queue))
 
 
 def _resumable(
@@ -215,10 +254,8 @@ def _resumable(
     """
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
-    scenario, trace = run_context.scenario, run_context.scenario.participation.trace
-    if revoked.issuperset(run_context.plan.eligible):
-        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
+    trace = run_context.scenario.participation.trace
+    _require_selectable(arguments, run_context, revoked)
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
@@ -233,7 +270,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
-    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    logger = open_log(arguments.logs, COORDINATOR)
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
@@ -406,7 +444,7 @@ def _loop(
         fault_injector,
         due,
         evaluation,
-        report=status,
+        StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
         stop_wanted=stop_wanted,
     )
 
@@ -427,9 +465,7 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def finish(
-    loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, stated: AgreementRecord | None
-) -> RunSummary:
+def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:
@@ -437,7 +473,7 @@ def finish(
         data: the run's data, with the numbers of items.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
-        stated: what the processes stated about their data; None without messages.
+        admission: what the processes stated about their data; None without messages.
 
     Raises:
         RunError: the method shares a model, and no silo's update changed it.
@@ -454,6 +490,7 @@ def finish(
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": data.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
+    stated = None if admission is None else admission.record()
     if stated is not None:
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated)

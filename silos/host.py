@@ -21,6 +21,7 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.site_data import raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
+from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.channel_group import ChannelGroup
@@ -31,8 +32,8 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.transports.shared import beat_patience
-from silos.personal_state import StateStore
-from silos.program import KEPT_MODELS, Silo, SiloArguments, StateNotes, reply_to
+from silos.personal_state import StateNotes, StateStore
+from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
 from silos.slots import Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that it answered for last.
@@ -67,6 +68,7 @@ class _Member:
 
     log: MessageLog
     notes: StateNotes
+    logger: Logger
     sent_at: float = 0.0
 
 
@@ -95,9 +97,10 @@ class _Host:
 
     def _open(self, name: str, deliver: Callable[[Message], None]) -> Channel:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
-        log = MessageLog(folder.messages(name), name, self.clock)
+        logger = open_log(arguments.logs, name)
+        log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
         log.note(NoteKind.STARTED, run=arguments.run.id)
-        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log))
+        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = load_identity(arguments.keys, name)
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         channel = Channel(
@@ -108,6 +111,7 @@ class _Host:
             log,
             self.clock,
             now=lambda: member.sent_at,
+            progress=logger.warning,
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
         )
@@ -178,6 +182,6 @@ def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Call
     elif message.header.kind is Kind.ERROR:
         raise_refused(message, name)
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
-        reply_to(host.channels.channels[name], host.silo(name), slots, message, lambda _: None)
+        reply_to(host.channels.channels[name], host.silo(name), slots, message, member.logger)
         release_unused_memory()  # memory of a failed task
         member.notes.after_task(message.header.sequence)

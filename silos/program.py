@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,9 +31,10 @@ from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_la
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
-from fedmq.federation.site_data import SiteData, raise_refused
+from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
+from fedmq.storage.logs import QUIET, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
@@ -40,12 +42,12 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
-from silos.personal_state import StateStore
+from silos.personal_state import StateNotes, StateStore
 from silos.slots import Slots, slots_folder
 
 #: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
@@ -71,6 +73,7 @@ class SiloArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
         site: the silo's site, which has its data if the silos have data of their own; None without a site file.
+        logs: of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 
@@ -82,6 +85,7 @@ class SiloArguments:
     device: str | None = None
     data: Path | None = None
     site: Site | None = None
+    logs: LogOptions | None = None
     policy: Path | None = None
 
     @property
@@ -276,7 +280,7 @@ class Silo:
 
 def run_silo(
     arguments: SiloArguments,
-    progress: Callable[[str], None] = lambda _: None,
+    logger: Logger | None = None,
     *,
     joined: Callable[[], None] = lambda: None,
 ) -> None:
@@ -284,20 +288,19 @@ def run_silo(
 
     Args:
         arguments: how it was started.
-        progress: called with one line on each noteworthy event.
+        logger: the log for operators; None opens that of the arguments.
         joined: called when the coordinator has accepted the silo.
 
     Raises:
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    scenario = arguments.scenario
-    if arguments.name not in scenario.silo_names:
-        raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
+    _check_name(arguments)
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
+    logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
-    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], progress)
-    slots = Slots(slots_folder(arguments.run.id), scenario.slots)
+    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], logger)
+    slots = Slots(slots_folder(arguments.run.id), arguments.scenario.slots)
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
@@ -306,7 +309,7 @@ def run_silo(
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         link.start()
-        progress(f"{arguments.name}: {start.samples} samples, connecting to {arguments.connect}")
+        logger.info("connecting", uri=arguments.connect, samples=start.samples)
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -314,28 +317,33 @@ def run_silo(
             last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
                 case Kind.AGREEMENT:
-                    if silo is None:
-                        silo = start.agreed(message)
-                        notes = StateNotes(silo.store, log)
-                    link.send(Kind.AGREEMENT, message.payloads, sequence=0, reply_to=None, base_version=0)
+                    silo = silo or start.agreed(message)
+                    notes = notes or StateNotes(silo.store, log)
+                    confirm(link, message)
                 case Kind.ERROR:
                     raise_refused(message, arguments.name)
                 case Kind.LAYOUT if silo is not None:
                     agree(message.layout, silo.context.layout)
-                    progress(f"{arguments.name}: joined")
+                    logger.info("joined")
                     joined()
                 case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
-                    reply_to(link, silo, slots, message, progress)
+                    reply_to(link, silo, slots, message, logger)
                     release_unused_memory()  # memory of a failed task
                     notes.after_task(message.header.sequence)
                 case _:
-                    progress(f"{arguments.name}: a {message.header.kind} was ignored")
+                    logger.warning("message ignored", kind=message.header.kind.value)
             # The next message may take minutes; release the memory of this one's model.
             del message
-        progress(f"{arguments.name}: stopped by the coordinator")
+        logger.info("stopped by the coordinator")
     finally:
         link.close()
         slots.close()
+
+
+def _check_name(arguments: SiloArguments) -> None:
+    names = arguments.scenario.silo_names
+    if arguments.name not in names:
+        raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
 
 
 def _log_and_channel(
@@ -343,7 +351,7 @@ def _log_and_channel(
     identity: Identity,
     accepted: Accepted,
     now: Callable[[], float],
-    progress: Callable[[str], None],
+    logger: Logger,
 ) -> tuple[MessageLog, Channel]:
     """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
 
@@ -352,14 +360,14 @@ def _log_and_channel(
         identity: its name and key.
         accepted: accepted public keys.
         now: the run's time as the silo knows it, from the time stamp of its last message [s].
-        progress: called with one line on each noteworthy event.
+        logger: the log for operators.
     """
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
     forbidden = None if arguments.policy is None else guard_of(arguments.policy, arguments.name, path)
-    log = MessageLog(path, arguments.name, clock)
+    log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
-    uri = arguments.connect
-    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=progress, forbidden=forbidden)
+    uri, warn = arguments.connect, logger.warning
+    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=warn, forbidden=forbidden)
 
 
 @dataclass(frozen=True)
@@ -421,31 +429,6 @@ def _silo(arguments: SiloArguments, identity: Identity, population: Population) 
     return silo
 
 
-class StateNotes:
-    """Notes in a silo's log that it has a personal state, or has lost it since.
-
-    Args:
-        store: the silo's personal state.
-        log: the silo's log, which tells whether there was one before.
-    """
-
-    def __init__(self, store: StateStore, log: MessageLog) -> None:
-        self._store, self._log = store, log
-        records = (record for _, record in read_log(log.path))
-        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
-        if self._kept and store.empty:
-            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
-            self._kept = False
-            log.note(NoteKind.STATE_GONE)
-            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
-
-    def after_task(self, number: int) -> None:
-        """Note the first task after which the silo has a state."""
-        if not self._kept and not self._store.empty:
-            self._kept = True
-            self._log.note(NoteKind.STATE_KEPT, task=number)
-
-
 def reportable(error: Exception) -> str:
     """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
 
@@ -468,22 +451,25 @@ def reply_to(
     silo: Silo,
     slots: Slots,
     message: Message,
-    progress: Callable[[str], None],
+    logger: Logger = QUIET,
     fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
 ) -> None:
     """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
-    header = message.header
+    header, began = message.header, time.monotonic()
+    what = {"task": header.sequence, "round": message.task.round} if message.task else {"version": header.base_version}
     try:
         with slots.one():
+            logger.debug("training" if header.kind is Kind.TASK else "evaluating", **what)
             payloads = silo.respond(message)
             release_unused_memory()  # before the slot is released to the next silo
     except fatal:
         raise
     except Exception as error:
         reported = reportable(error)
+        logger.warning("failed", error=f"{type(error).__name__}: {error}", **what)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        elif reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
+        elif logger is QUIET and reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
@@ -496,5 +482,6 @@ def reply_to(
     number, base = header.sequence, header.base_version
     kind = Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.REPLY
     link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
-    done = f"task {header.sequence} of round {message.task.round}" if message.task else f"measuring version {base}"
-    progress(f"{silo.facts.name}: {done} done")
+    personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
+    done = "trained" if header.kind is Kind.TASK else personal
+    logger.info(done, seconds=round(time.monotonic() - began, 1), **what)

@@ -14,7 +14,7 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import MessageRecord
-from fedmq.wire.messages import Kind
+from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.payloads import OwnMetrics, digest
 
 #: Place and text of a finding.
@@ -127,3 +127,9 @@ def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
         return digest(OwnMetrics(items, values)) in answers
     except FieldError:
         return False
+
+
+def never_sent(summary: RunSummary) -> Iterator[Discrepancy]:
+    """The finding that nobody was sent the released version, unless no silo had items to evaluate it on."""
+    if summary.own_heldout is None or summary.own_heldout.items or summary.own_heldout.missing:
+        yield f"{COORDINATOR}.jsonl", f"nobody was ever sent version {summary.versions} to evaluate it"

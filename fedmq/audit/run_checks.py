@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from fedmq.audit.data_checks import LoggedData, check_data
+from fedmq.audit.data_checks import LoggedData, check_data, never_sent
 from fedmq.audit.traffic_checks import TrafficChecks
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -176,7 +176,11 @@ def check_run_folder(
     yield from files.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
-    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _run_paths(folder))):
+    if (
+        course.ended is not None
+        and not folder.summary.exists()
+        and any(map(Path.exists, (folder.scenario, folder.metrics, folder.model)))
+    ):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:
@@ -200,10 +204,6 @@ def check_run_folder(
         if summary is not None:
             yield from _check_summary(folder, course, files.lines, summary, inline=inline)
     yield from found
-
-
-def _run_paths(folder: RunFolder) -> tuple[Path, ...]:
-    return folder.scenario, folder.metrics, folder.model
 
 
 def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]) -> _Record | None:
@@ -301,15 +301,13 @@ def _release(
     if summary is None or inline:
         return
     if summary.versions not in course.evaluated:
-        if summary.own_heldout is None or summary.own_heldout.items or summary.own_heldout.missing:
-            yield f"{COORDINATOR}.jsonl", f"nobody was ever sent version {summary.versions} to evaluate it"
+        yield from never_sent(summary)
         return
     place, request = course.evaluated[summary.versions]
     sent = dict(zip((kind for kind, _ in request.payloads), request.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
-            whose = "the evaluator" if request.header.receiver == EVALUATOR else request.header.receiver
-            yield place, f"{whose} was sent another {kind} than is released"
+            yield place, f"{request.header.receiver} was sent another {kind} than is released"
 
 
 def _other(path: Path, what: str, found: str, expected: object) -> Iterator[Discrepancy]:

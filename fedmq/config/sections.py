@@ -1,4 +1,4 @@
-"""Schema of the sections ``aggregation``, ``participation`` and ``cost``, and the base class of all sections."""
+"""Schema of the sections aggregation, participation, cost, evaluation and privacy, and the base of all sections."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+
+
+#: A Python file that defines metrics, or the name of an installed metric.
+MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class Part(BaseModel):
@@ -236,4 +240,78 @@ class Cost(Part):
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
             raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")
+        return self
+
+
+class Evaluation(Part):
+    """What is measured on which held-out items, and when."""
+
+    heldout: Literal["shared", "own", "both"] | None = Field(
+        None,
+        description="partition.kind own: held-out items that models are evaluated on: the evaluator's (shared), those "
+        "of each silo, by the silo (own), or both; null: own, and shared with any other partition",
+    )
+
+    every: int = Field(
+        10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
+    )
+    personal_every: int = Field(
+        0,
+        ge=0,
+        description="rounds between evaluations of personal models, for methods that have them; 0: only at the end",
+    )
+    split: Literal["val", "test"] = Field("test", description="split whose items are the queries")
+    gallery: Literal["split", "database"] = Field(
+        "split",
+        description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
+        "public ones (for Wikipedia also except validation items)",
+    )
+    fold_size: Count | None = Field(
+        None, description="also report recall as the mean over consecutive folds of this number of items of the split"
+    )
+    within: bool = Field(False, description="also retrieve images by images and texts by texts; needs gallery database")
+    map_at: tuple[Count, ...] = Field(
+        (), description="cut-offs R of mAP@R, in addition to the mAP over the whole ranking"
+    )
+    map_denominator: Literal["retrieved", "total", "min"] = Field(
+        "retrieved",
+        description="denominator of AP@R: number of relevant items among the first R, of all relevant items, or the "
+        "smaller of the latter and R",
+    )
+    map_empty: Literal["zero", "skip"] = Field(
+        "zero", description="queries without relevant items count as 0 in the mAP, or are left out"
+    )
+    ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
+    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="items of NDCG's ideal ranking")
+    metrics: tuple[MetricSource, ...] = Field(
+        (), description="additional metrics: Python files (./mine.py), or names in the entry point group fedmq.metrics"
+    )
+
+    @model_validator(mode="after")
+    def _no_query_finds_itself(self) -> Evaluation:
+        if self.within and self.gallery != "database":
+            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+        return self
+
+
+class Privacy(Part):
+    """Clipping and noise, which a silo applies to its update before sending it."""
+
+    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
+    noise_multiplier: NonNegative = Field(
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
+    )
+    noise_from: Literal["seed", "key"] = Field(
+        "seed",
+        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
+        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
+        "launcher inline, which has no keys",
+    )
+
+    @model_validator(mode="after")
+    def _noise_needs_clip(self) -> Privacy:
+        if self.noise_multiplier > 0 and self.clip_norm is None:
+            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
+        if self.noise_from == "key" and self.noise_multiplier == 0:
+            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         return self

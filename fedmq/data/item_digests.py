@@ -93,7 +93,8 @@ def _heads(prepared: Prepared) -> Iterator[bytes]:
 
 def _of_features(prepared: Prepared) -> Iterator[tuple[bytes, bytes]]:
     for row in range(prepared.n):
-        image, text = prepared.image[row], prepared.text[row, : prepared.captions[row]]
+        start = prepared.first[row]
+        image, text = prepared.image[row], prepared.text[start : start + prepared.captions[row]]
         yield _of_array(image), _of_array(text)
 
 

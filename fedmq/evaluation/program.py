@@ -19,7 +19,8 @@ from fedmq.errors import InputError
 from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.federation.site_data import SiteData, raise_refused
+from fedmq.federation.site_data import SiteData, confirm, raise_refused
+from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
@@ -42,6 +43,7 @@ class EvaluatorArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
         site: the evaluator's site, which has its held-out set if the silos have data of their own.
+        logs: of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -51,6 +53,7 @@ class EvaluatorArguments:
     device: str | None = None
     data: Path | None = None
     site: Site | None = None
+    logs: LogOptions | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -140,7 +143,7 @@ class EvaluatorStart:
 
 def run_evaluator(
     arguments: EvaluatorArguments,
-    progress: Callable[[str], None] = lambda _: None,
+    logger: Logger | None = None,
     *,
     measured: Callable[[], None] = lambda: None,
 ) -> None:
@@ -148,7 +151,7 @@ def run_evaluator(
 
     Args:
         arguments: of the start.
-        progress: called with one line at each step.
+        logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
 
     Raises:
@@ -156,13 +159,12 @@ def run_evaluator(
     """
     torch.set_num_threads(1)
     identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
-    clock = WallClock()
-    last_sent = {"at": 0.0}
-    run = arguments.run.id
-    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
+    clock, run, last_sent = WallClock(), arguments.run.id, {"at": 0.0}
+    logger = logger or open_log(arguments.logs, EVALUATOR)
+    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=progress
+        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=logger.warning
     )
     try:
         start = EvaluatorStart.of(arguments)
@@ -170,7 +172,7 @@ def run_evaluator(
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         link.start()
-        progress(f"{EVALUATOR}: {start.items} held-out items, connecting to {arguments.connect}")
+        logger.info("connecting", uri=arguments.connect, items=start.items)
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -179,7 +181,7 @@ def run_evaluator(
                 raise_refused(message, EVALUATOR)
             if message.header.kind is Kind.AGREEMENT:
                 evaluator = evaluator or start.agreed(message)
-                link.send(Kind.AGREEMENT, message.payloads, sequence=0, reply_to=None, base_version=0)
+                confirm(link, message)
             if evaluator is None:
                 continue
             if message.header.kind is Kind.LAYOUT:
@@ -188,16 +190,23 @@ def run_evaluator(
                 continue
             last_sent["at"] = message.header.sent_at
             header = message.header
-            try:
-                result: Metrics | Error = evaluator.evaluate(message.payloads)
-            except Exception as error:  # report any failure of an evaluation to the coordinator
-                result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
-            release_unused_memory()
+            result = _evaluated(evaluator, message)
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version
             )
-            progress(f"{EVALUATOR}: version {header.base_version} measured")
+            failed = {"error": result.text} if isinstance(result, Error) else {}
+            (logger.error if failed else logger.info)("evaluated", version=header.base_version, **failed)
             measured()
     finally:
         link.close()
+
+
+def _evaluated(evaluator: Evaluator, message: Message) -> Metrics | Error:
+    """The result of an evaluation; any failure of it is reported to the coordinator."""
+    try:
+        return evaluator.evaluate(message.payloads)
+    except Exception as error:
+        return Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
+    finally:
+        release_unused_memory()

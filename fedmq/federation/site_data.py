@@ -17,7 +17,8 @@ from fedmq.federation.population import Population, device_here, own_population
 from fedmq.progress import Progress
 from fedmq.storage.cache import cache_folder
 from fedmq.text import printable
-from fedmq.wire.messages import EVALUATOR, Message, Reason
+from fedmq.wire.channel import Channel
+from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
 
 
@@ -97,6 +98,11 @@ class SiteData:
         if not fits or not mine or tuple(silo.name for silo in data.silos) != self.scenario.silo_names:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
         return own_population(self.scenario, name, self.prepared, data)
+
+
+def confirm(link: Channel, agreement: Message) -> None:
+    """Confirm an agreement by sending it back."""
+    link.send(Kind.AGREEMENT, agreement.payloads, sequence=0, reply_to=None, base_version=0)
 
 
 def raise_refused(message: Message, name: str) -> None:

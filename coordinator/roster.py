@@ -183,7 +183,7 @@ class Roster:
             if error.reason == Reason.GAP:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
-            return Unusable(header, error.reason)
+            return Unusable(header, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal; of senders that prove no key only a limited number per minute is logged."""

@@ -35,9 +35,7 @@ from fedmq.version import __version__
 _MEASURED = ("startup", "merge", "evaluation")
 
 
-def summary_of(
-    loop: Loop, population: Population, clock: Clock, config: ReleaseConfig, *, unchanged: bool
-) -> RunSummary:
+def summary_of(loop: Loop, population: Population, clock: Clock, config: ReleaseConfig) -> RunSummary:
     """The summary of a run whose last version is evaluated.
 
     Args:
@@ -45,7 +43,6 @@ def summary_of(
         population: the silos and their data.
         clock: the run's clock.
         config: configuration of the released model.
-        unchanged: whether the model's parameters equal the initial ones.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
@@ -72,7 +69,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, population, config, last, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, population, config, last))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -139,14 +136,14 @@ def _versions_of(loop: Loop) -> dict[str, str]:
 
 
 def _optional_keys(
-    loop: Loop, population: Population, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool
+    loop: Loop, population: Population, config: ReleaseConfig, last: EvaluationLine
 ) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
     if config.released_with:
         optional["released_with"] = config.released_with
-    if unchanged:
-        optional["unchanged"] = True
+    if loop.counters.unusable:
+        optional["unusable_replies"] = dict(sorted(loop.counters.unusable.items()))
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
         optional |= {name: value for name, value in line if name.startswith("personal")}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fedmq.config.sections import Modality
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import SiloDataset, joined
 from fedmq.federation.protocol import Context, Local, Task
 from protocols import _training
 from protocols._training import Step, Work
@@ -104,9 +104,11 @@ def items_with(local: Local, modality: Modality) -> SiloDataset:
     parts = [part for part in (local.dataset, *local.unpaired) if getattr(part, modality) is not None]
     if not parts:
         raise ValueError(f"{local.silo.name} has no {modality}")
-    held, rows, captions = (
-        getattr(parts[0], name) if len(parts) == 1 else torch.cat([getattr(part, name) for part in parts])
-        for name in (modality, "rows", "captions")
-    )
-    image, text = (held, None) if modality == "image" else (None, held)
-    return SiloDataset(image, text, captions, None, rows)
+    if len(parts) == 1:
+        whole = parts[0]
+        image, text = (whole.image, None) if modality == "image" else (None, whole.text)
+        return SiloDataset(image, text, whole.captions, None, whole.rows)
+    images = [part.image for part in parts if part.image is not None and modality == "image"]
+    texts = [part.text for part in parts if part.text is not None and modality == "text"]
+    rows, captions = torch.cat([part.rows for part in parts]), torch.cat([part.captions for part in parts])
+    return SiloDataset(torch.cat(images) if images else None, joined(texts) if texts else None, captions, None, rows)

@@ -16,13 +16,14 @@ what centroids reveal; docs/results has the ablations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.silo_dataset import CaptionRows
 from fedmq.federation.protocol import (
     Context,
     Encoders,
@@ -134,14 +135,14 @@ class Assigning(_training.Work):
         local: the silo.
         batch_size: items per step.
         centroids: [J, d] of the modality the silo lacks.
-        teacher: the downloaded model's embeddings [n, d] of images, or [n, C, d] of captions.
+        teacher: the downloaded model's embeddings, of images [n, d] or of all captions.
     """
 
     options: FedBridgeOptions
     local: Local
     batch_size: int
     centroids: Tensor
-    teacher: Tensor
+    teacher: Tensor | CaptionRows
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -158,7 +159,8 @@ class Assigning(_training.Work):
         options, held = self.options, image if image is not None else text
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z, index = held.code, torch.from_numpy(rows)
-        teacher = self.teacher[index] if text is None else self.teacher[index, torch.from_numpy(caption[rows])]
+        known = self.teacher
+        teacher = known[index] if isinstance(known, Tensor) else known[index, torch.from_numpy(caption[rows])]
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
@@ -265,22 +267,18 @@ class FedBridge(FederatedProtocol):
         centroids = _centroids.received(task.payloads, local.silo)
         if task.round < self.onset or centroids is None:
             return None
-        device = local.model.flat.device
-        centroids = centroids.to(device)
-        return Assigning(
-            self.options, local, self.context.training.batch_size, centroids, self._embeddings(local).to(device)
-        )
+        centroids = centroids.to(local.model.flat.device)
+        return Assigning(self.options, local, self.context.training.batch_size, centroids, self._embeddings(local))
 
-    def _embeddings(self, local: Local) -> Tensor:
-        """The model's embeddings of all images of the silo [n, d], or of all its captions [n, C, d]."""
+    def _embeddings(self, local: Local) -> Tensor | CaptionRows:
+        """The model's embeddings of all images of the silo [n, d], or of all its captions."""
         share, model = local.dataset, local.model
         with torch.no_grad():
             if share.image is not None:
                 return torch.cat([model.image(x.to(model.flat.device)) for x in torch.split(share.image, 256)])
             assert share.text is not None  # noqa: S101 - a silo has at least one modality
-            flat = share.text.flatten(0, 1)
-            z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
-            return z.view(*share.text.shape[:2], -1)
+            parts = torch.split(share.text.values, 256)
+            return replace(share.text, values=torch.cat([model.caption(x.to(model.flat.device)) for x in parts]))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""

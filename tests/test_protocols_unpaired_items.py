@@ -26,7 +26,7 @@ def part(items: SiloDataset, rows: slice, *, image: bool, text: bool) -> SiloDat
     """Some of a silo's items in some of its modalities."""
     return SiloDataset(
         items.image[rows] if image and items.image is not None else None,
-        items.text[rows] if text and items.text is not None else None,
+        items.text.of(rows) if text and items.text is not None else None,
         items.captions[rows] if text else torch.ones(len(items.rows[rows]), dtype=torch.int64),
         None if items.labels is None else items.labels[rows],
         items.rows[rows],

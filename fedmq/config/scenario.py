@@ -71,7 +71,9 @@ class Data(Part):
     frames: Count = Field(12, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip"] = Field(
-        "refuse", description="items without a picture or a caption: refuse the data set, or skip them"
+        "refuse",
+        description="items without a picture or a caption: refuse the data set, or skip them; a manifest's items that "
+        "name no picture or no caption are kept, unless skipped",
     )
     labelled: bool = Field(False, description="leave out items without a label")
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
@@ -465,6 +467,10 @@ class Scenario(Part):
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
                 "replies"
             )
+        useless = {"trimmed_mean": ("trim", robust.trim), "krum": ("byzantine", robust.byzantine)}
+        name, value = useless.get(robust.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {robust.rule} would trust every reply, like rule: none")
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "

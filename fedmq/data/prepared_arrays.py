@@ -1,10 +1,11 @@
 """Prepared data sets: memory-mapped arrays in the cache, shared by all silo processes of a machine.
 
-A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
-uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``present.npy`` bool [n, 2] (if an item lacks its image or
-its captions; its row is then zero), ``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``.
-Features are always float32: torch trains in float32, and converting once is cheaper than converting every batch. The
-folder is named by the digest of its sources and is created atomically by a rename.
+A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [N, ...] with the captions of all items one after the
+other, ``captions.npy`` int64 [n], ``split.npy`` uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels),
+``present.npy`` bool [n, 2] (if an item lacks its image or its captions, which are then one row of zeros),
+``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``. Features are always float32: torch trains
+in float32, and converting once is cheaper than converting every batch. The folder is named by the digest of its sources
+and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fedmq.data.item_modalities import all_present
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
-from fedmq.storage.cache import FORMAT
+from fedmq.storage.cache import key_of
 from fedmq.storage.json_files import Stored, read_json
 
 _AGAIN = "a prepared data set; delete the folder to prepare it again"
@@ -49,7 +50,7 @@ class PreparedMeta(Stored):
         std: standard deviation of each image channel; empty for features.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     digest: str
     source: dict[str, JsonValue]
     n: int
@@ -135,8 +136,13 @@ class Prepared:
 
     @cached_property
     def text(self) -> Array:
-        """Caption inputs [n, C, *text_shape], read-only; rows beyond an item's captions are zero."""
+        """Caption inputs [N, *text_shape] of all items one after the other, read-only."""
         return self._map("text.npy")
+
+    @cached_property
+    def first(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: row in :attr:`text` of each item's first caption."""
+        return first_rows(self.captions)
 
     @cached_property
     def captions(self) -> npt.NDArray[np.int64]:
@@ -194,6 +200,23 @@ class Prepared:
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int64)
 
 
+def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Row of each item's first caption among the captions of all items, int64 [n], of their numbers int64 [n]."""
+    ends = np.cumsum(np.maximum(counts, 1))
+    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+
+
+def caption_rows(text: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """The captions of all items one after the other, [N, ...], of padded captions [n, C, ...] and their numbers [n]."""
+    rows: Array = text[np.arange(text.shape[1]) < np.maximum(counts, 1)[:, None]]
+    return rows
+
+
+def prepared_key(*parts: object) -> str:
+    """Digest of a prepared folder's sources and of its format."""
+    return key_of("prepared", 2, *parts)
+
+
 def mapped(path: Path) -> Array:
     """Memory-map an array of prepared data, read-only.
 
@@ -230,15 +253,15 @@ def finish(
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
-        format=FORMAT,
+        format=2,
         digest=digest,
         source=dict(source),
         n=len(image),
         image_shape=list(image.shape[1:]),
-        text_shape=list(text.shape[2:]),
+        text_shape=list(text.shape[1:]),
         image_dtype=image.dtype.name,
         text_dtype=text.dtype.name,
-        captions=text.shape[1],
+        captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
         label_names=list(label_names),
         mean=list(mean),
         std=list(std),

@@ -110,6 +110,27 @@ class TaskCounts(Stored):
     discarded: int | None = None
 
 
+class UnusableReplies(Stored):
+    """Tasks of a silo whose reply could not be merged.
+
+    Args:
+        refused: the coordinator refused the reply.
+        scripted: it refused the reply of an attack that the scenario scripts.
+        errors: the silo reported an error instead of a reply.
+        last: why, of the last one.
+    """
+
+    refused: int = 0
+    scripted: int = 0
+    errors: int = 0
+    last: str = ""
+
+    @property
+    def total(self) -> int:
+        """Number of these tasks."""
+        return self.refused + self.scripted + self.errors
+
+
 class Seconds(Stored):
     """Real time by phase [s], and ``virtual``: the run's virtual time at its end [s], None on a wall clock."""
 
@@ -140,7 +161,7 @@ class RunSummary(Stored):
         model_digest: SHA-256 (hex) of the released model.
         data_digest: of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        unchanged: no silo's update changed the model.
+        unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split.
         per_silo: facts and metrics of each silo.
         per_silo_mean: mean over silos of each metric, each silo on its part of the split.
@@ -159,6 +180,7 @@ class RunSummary(Stored):
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
         tasks: counts of tasks by outcome.
+        unusable_replies: refused replies and reported errors, by silo; only silos that had one.
         seconds: time by phase.
         processes: number of silos, and memory.
         versions_of: versions of fedmq, torch and Python, and the processor, on which the last bits of weights depend.
@@ -192,9 +214,16 @@ class RunSummary(Stored):
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)
     tasks: TaskCounts = Field(default_factory=TaskCounts)
+    unusable_replies: dict[str, UnusableReplies] = Field(default_factory=dict)
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    @property
+    def never_merged(self) -> dict[str, UnusableReplies]:
+        """The silos of which no reply was merged because all were refused or errors."""
+        silos = self.per_silo
+        return {name: found for name, found in self.unusable_replies.items() if not silos[name].participations}
 
 
 class MergeLine(Stored):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip
 
 #: Of the pictures, for the silo and the plain loop alike.
@@ -58,7 +58,7 @@ def made_dataset(model: ClipModel, n: int) -> SiloDataset:
     texts = _captions(n, generator)
     return SiloDataset(
         image=torch.from_numpy(generator.integers(0, 256, (n, 3, model.edge, model.edge), dtype=np.uint8)),
-        text=torch.from_numpy(clip.tokenise(model.name, texts))[:, None],
+        text=CaptionRows(torch.from_numpy(clip.tokenise(model.name, texts)), torch.arange(n)),
         captions=torch.ones(n, dtype=torch.int64),
         labels=None,
         rows=torch.arange(n),

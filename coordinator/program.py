@@ -7,7 +7,6 @@ import json
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,8 @@ import torch
 
 import protocols
 from coordinator import checkpoint_files as checkpoints
+from coordinator import release
+from coordinator.aggregation import check_robust
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -31,26 +32,28 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
 from fedmq.runs.results import read_metrics
-from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary
+from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
-from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.payloads import Loss, Payload, digest
+from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
@@ -70,6 +73,7 @@ class CoordinatorArguments:
         out: the run folder; created if missing.
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
     """
 
@@ -80,6 +84,7 @@ class CoordinatorArguments:
     resume: bool = False
     data: Path | None = None
     silos_per_connection: int = 1
+    stop_silos: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -161,9 +166,11 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        loop.stop_silos = arguments.stop_silos
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
@@ -255,14 +262,18 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         raise InputError("missing_modality", "no such silo is left", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
     digests = population.prepared.digest, "" if path is None else file_digest(path)
-    samples = tuple(len(rows) for rows in population.train)
     method = protocols.create(scenario.protocol, context)
+    samples = _samples(scenario, population, method)
     run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
@@ -275,7 +286,32 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
+    check_robust(run_context)
     return run_context, model.flat.detach().clone()
+
+
+def _samples(scenario: Scenario, population: Population, method: FederatedProtocol) -> tuple[int, ...]:
+    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+
+    Raises:
+        InputError: a silo that the method can select has nothing to train on.
+    """
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, population.silos), method.traits().unpaired
+    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
+    for silo in population.silos:
+        found = {state: population.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+        samples.append(max(found.values()))
+        if not method.eligible(silo):
+            continue
+        for state in found:
+            held = len(population.rows_of(state).dataset)
+            if not held:
+                what = "both modalities" if state.paired else "an image" if state.image else "captions"
+                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
+        if silo.paired and contrasts and found[silo] == 1:
+            what = f"{silo.name} with one pair, which has no other to be contrasted with"
+            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
+    return tuple(samples)
 
 
 def _check_labels(scenario: Scenario, population: Population) -> None:
@@ -360,55 +396,24 @@ def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tens
         population: the silos and their data.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
+
+    Raises:
+        RunError: the method shares a model, and no silo's update changed it.
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    config = _release(run_context, state.theta, protocol.release(state), population.prepared.content)
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
+    if shared and torch.equal(state.theta, initial):
+        raise RunError(
+            "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
+            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
+        )
+    config = release.write_model(run_context, state.theta, protocol.release(state), population)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
-    unchanged = shared and torch.equal(state.theta, initial)
-    summary = summary_of(loop, population, clock, config, unchanged=unchanged)
+    summary = summary_of(loop, population, clock, config)
     write_json(folder.summary, summary.plain())
+    release.write_card(run_context, config, summary)
     html_report.write(folder)
     return summary
-
-
-def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: str) -> ReleaseConfig:
-    """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
-
-    Args:
-        run_context: fixed facts of the run.
-        theta: the model's parameters, float32 [P].
-        more: payloads released with the model.
-        data: digest (hex) of the prepared data's content.
-    """
-    layout, folder = run_context.context.layout, run_context.folder.model
-    tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
-    write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
-    for payload in more:
-        arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
-        write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
-    config = ReleaseConfig(
-        backbone=run_context.scenario.backbone.model_dump(mode="json"),
-        objective=run_context.scenario.objective.model_dump(mode="json"),
-        protocol=run_context.scenario.protocol.name,
-        dim=run_context.context.dim,
-        layout_digest=layout.digest,
-        # The safetensors file does not keep the order of the parameters, which is needed to verify the digests.
-        layout=[entry.name for entry in layout.entries],
-        model_digest=layout.model_digest(theta.numpy()),
-        data_digest=data,
-        released_with={payload.KIND: digest(payload) for payload in more},
-    )
-    write_json(folder / "config.json", config.plain())
-    return config
-
-
-def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the usual permissions; the library makes it readable by its owner only."""
-    path.touch()
-    usual = path.stat().st_mode
-    write_tensors(path, tensors)
-    path.chmod(usual)

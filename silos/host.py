@@ -26,7 +26,7 @@ from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.transports.shared import beat_patience
 from silos.personal_state import StateStore
@@ -97,6 +97,7 @@ class _Host:
         log.note(NoteKind.STARTED, run=arguments.run.id)
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log))
         identity = load_identity(arguments.keys, name)
+        log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         return Channel(
             arguments.connect,
             identity,

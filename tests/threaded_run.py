@@ -97,7 +97,7 @@ def run(
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
         return run_coordinator(
-            CoordinatorArguments(made, uri, keys, out, resume),
+            CoordinatorArguments(made, uri, keys, out, resume, stop_silos=True),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq import __version__
 from fedmq.cli import audit, compare, keys, reference, replay, run, search
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED
+from fedmq.version import __version__
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario

@@ -12,6 +12,19 @@ import typer
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
+#: Of the commands that start a run or resume one, whose scenario is in its folder.
+NewFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="A scenario (YAML); not needed with --resume.", show_default=False),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="RUN", help="Resume the run in this folder, which was stopped or killed."),
+]
+Extend = Annotated[
+    int | None,
+    typer.Option("--extend", metavar="ROUNDS", min=1, help="With --resume: add rounds to a finished or stopped run."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),

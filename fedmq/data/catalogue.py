@@ -170,6 +170,11 @@ def find(name: str) -> DataSet:
     return REGISTRY.find(name)
 
 
+def text_kind(data: Data) -> TextKind:
+    """How a data set's captions are represented: ``data.text``, or the set's default."""
+    return data.text or ("sentences" if data.name in OTHERS else find(data.name).text)
+
+
 def check(data: Data) -> None:
     """Validate the ``data`` section of a scenario.
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, cast
 import blake3
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fedmq.errors import InputError
 from fedmq.extras import package
@@ -410,3 +411,39 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
     left, top = (round((side - edge) / 2) for side in size)
     return np.asarray(scaled.crop((left, top, left + edge, top + edge)))
+
+
+def as_pixels(picture: object, place: str) -> Pixels:
+    """Decode a picture given as a path, a Pillow image, an array or a tensor.
+
+    Args:
+        picture: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
+            torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
+        place: of the picture in error messages.
+
+    Returns:
+        uint8 [height, width, 3].
+
+    Raises:
+        InputError: the file is not an image, or the object has another type, shape, dtype or range.
+    """
+    if isinstance(picture, str | os.PathLike):
+        return decode(Path(picture))
+    if hasattr(picture, "convert") and hasattr(picture, "getexif"):  # Pillow is imported only where it is used
+        image = package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
+        _check_sides(place, *image.size)
+        return _eight_bits(image, place)
+    if isinstance(picture, torch.Tensor):
+        array = picture.detach().cpu().numpy()
+        picture = array.transpose(1, 2, 0) if array.ndim == 3 else array
+    if not isinstance(picture, np.ndarray):
+        raise InputError(place, f"an object of type {type(picture).__name__}", "a path, Pillow image, array or tensor")
+    if picture.ndim != 3 or picture.shape[2] != 3:
+        allowed = "an array [height, width, 3] or a tensor [3, height, width] of RGB values"
+        raise InputError(place, f"shape {list(picture.shape)}", allowed)
+    _check_sides(place, picture.shape[1], picture.shape[0])
+    if picture.dtype == np.uint8:
+        return np.ascontiguousarray(picture)
+    if not np.issubdtype(picture.dtype, np.floating) or not ((picture >= 0) & (picture <= 1)).all():
+        raise InputError(place, f"{picture.dtype} values", "uint8, or floating point in [0, 1]")
+    return np.round(255 * picture).astype(np.uint8)

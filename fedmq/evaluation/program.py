@@ -30,7 +30,7 @@ from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind
 from fedmq.wire.payloads import ClassPrototypes, Error, Memory, Metrics, Model, Payload
 
@@ -226,6 +226,7 @@ def run_evaluator(
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
         population = build_population(here, folder=arguments.data)
         evaluator = Evaluator(scenario, population, device_of(here.device))
+        log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
         link.start()
         progress(f"{EVALUATOR}: {len(evaluator.heldout.dataset)} held-out items, connecting to {arguments.connect}")
         while True:

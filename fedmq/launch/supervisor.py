@@ -136,7 +136,7 @@ class _Supervisor:
         ours, theirs = CONTEXT.Pipe()
         bind = f"{SHARED if self.hosting.hosts else ''}ipc://{self.keys.parent / 'wire'}"
         root, most = self.folder.root, self.hosting.most
-        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most)
+        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, stop_silos=True)
         self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
@@ -466,7 +466,7 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
         folder = supervisor.folder
-        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        command = f"fedmq scenario --resume {folder.root}"
         raise RunError(f"the coordinator died with exit code {code}; continue with {command}")
     return None
 

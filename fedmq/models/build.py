@@ -8,11 +8,46 @@ from pathlib import Path
 
 import torch
 
-from fedmq.config.scenario import Backbone
+from fedmq.config.scenario import Backbone, Objective
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
+from fedmq.models import hash_networks
+from fedmq.models.objective_registry import network_of
 from fedmq.models.two_tower import TwoTower, feature_towers, initial_parameters, joint_dim
+
+
+def build_towers(
+    backbone: Backbone,
+    objective: Objective,
+    inputs: InputSpec,
+    label_names: Sequence[str],
+    seed: int,
+    device: str = "cpu",
+    modalities: Sequence[Modality] = MODALITIES,
+    *,
+    cache: Path | None = None,
+) -> TwoTower:
+    """Build the two towers of an objective with their initial parameters, the same in every process.
+
+    Args:
+        backbone: the scenario's backbone section.
+        objective: the scenario's objective section, which may replace the towers by a hash network.
+        inputs: shapes and dtypes of the prepared data.
+        label_names: names of the data's labels, which determine the size of classifiers.
+        seed: the scenario's seed.
+        device: device of the model.
+        modalities: modalities whose frozen towers are loaded.
+        cache: folder of the shared frozen weights; None takes the default.
+
+    Raises:
+        InputError: backbone, objective and data do not fit together.
+    """
+    if network_of(objective) is None:
+        return build(backbone, inputs, seed, device=device, modalities=modalities, cache=cache)
+    trained = backbone if backbone.end_to_end else None
+    classes = hash_networks.classes_of(label_names)
+    return hash_networks.build(objective, inputs, classes, seed, torch.device(device), trained=trained)
 
 
 def build(

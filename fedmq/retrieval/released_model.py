@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from fedmq.config.loader import load
-from fedmq.config.scenario import Data, Scenario
+from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.encoders.base import MODALITIES, Encoder
+from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
+from fedmq.encoders.clip_weights import weights_digest as clip_weights_digest
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import load_inference
-from fedmq.federation.population import Population, device_of
+from fedmq.federation.population import device_of
 from fedmq.federation.protocol import Encoders, encoders_of
+from fedmq.models.build import build_towers
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs.model_files import BESIDE, beside, digests_of
 from fedmq.runs.results import read_summary
@@ -75,24 +78,137 @@ class PersonalModel:
 
 
 @dataclass(frozen=True)
+class ModelFolder:
+    """A released model's folder, which is enough to build the model.
+
+    Args:
+        folder: with ``config.json`` and ``model.safetensors``.
+        config: ``config.json``.
+        backbone: as in the configuration; a local copy may have other paths of the frozen weights.
+        objective: as in the run's scenario.
+        cache: folder of shared frozen weights.
+        device: ``cpu`` or ``cuda:N``.
+        default_seed: seed of random frozen weights, for configurations that do not record it.
+    """
+
+    folder: Path
+    config: ReleaseConfig
+    backbone: Backbone
+    objective: Objective
+    cache: Path
+    device: str
+    default_seed: int = 0
+
+    @property
+    def seed(self) -> int:
+        """Seed of random frozen weights."""
+        return self.default_seed if self.config.seed is None else self.config.seed
+
+    def build(
+        self, inputs: InputSpec, label_names: Sequence[str], modalities: tuple[Modality, ...] = MODALITIES
+    ) -> TwoTower:
+        """The model with its released parameters.
+
+        Args:
+            inputs: shapes and dtypes of the data it was trained on.
+            label_names: of these data.
+            modalities: of the towers that will be used.
+
+        Raises:
+            OtherModelError: the parameters, or a payload released with them, are not those of the run.
+            InputError: the release is damaged or of another model, or the frozen weights are not those of the run.
+        """
+        if (recorded := self.config.frozen.get("blocks")) is not None:
+            self._check_frozen("blocks", clip_weights_digest(self.backbone, self.seed, self.cache), recorded)
+        model = build_towers(
+            self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
+        )
+        if model.layout.digest != self.config.layout_digest:
+            raise InputError(str(self.folder), "parameters of another model", "the release of this very scenario")
+        tensors = self._tensors("model")
+        for entry in model.layout.entries:
+            place = f"{self.folder / 'model.safetensors'}: {entry.name}"
+            found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
+            if found != list(entry.shape):
+                raise InputError(place, found, str(list(entry.shape)))
+            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
+            if dtype != entry.dtype:
+                raise InputError(place, dtype, entry.dtype)
+        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
+        found_digest = model.layout.model_digest(theta.numpy())
+        if found_digest != self.config.model_digest:
+            raise OtherModelError(self.folder / "model.safetensors", found_digest, self.config.model_digest)
+        more = [self._beside(kind) for kind in BESIDE if kind in self.config.released_with]
+        try:
+            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+        except RemoteWireError as error:
+            raise InputError(str(self.folder), str(error), "the release of this very scenario") from None
+        return model
+
+    def encoder(self, modality: Modality) -> Encoder:
+        """The frozen encoder of a modality.
+
+        Raises:
+            InputError: it is not the encoder with which the model was trained, or a package is missing.
+        """
+        make = image_encoder if modality == "image" else text_encoder
+        encoder = make(self.backbone, self.seed, self.cache, self.device)
+        if (recorded := self.config.frozen.get(modality)) is not None:
+            self._check_frozen(modality, encoder.digest, recorded)
+        return encoder
+
+    def _check_frozen(self, what: str, found: str, recorded: str) -> None:
+        if found != recorded:
+            name, weights = self.backbone.name, self.backbone.pretrained or "its own weights"
+            place = f"{self.folder / 'config.json'}: frozen.{what}"
+            allowed = f"the encoder the model was trained with ({recorded[:12]}): the same weights and library version"
+            raise InputError(place, f"{name} with {weights} ({found[:12]})", allowed)
+
+    def _beside(self, kind: str) -> Payload:
+        path, expected = self.folder / f"{kind}.safetensors", self.config.released_with[kind]
+        payload = beside(path, kind)
+        if digest(payload) != expected:
+            raise OtherModelError(path, digest(payload), expected, BESIDE[kind][0])
+        return payload
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        path = self.folder / f"{name}.safetensors"
+        try:
+            return load_aligned(path)
+        except Exception as error:  # safetensors and the file system raise many types
+            raise InputError(str(path), str(error), "a file of the run's release") from None
+
+
+@dataclass(frozen=True)
 class Release:
     """A finished run, opened for inference.
 
     Args:
         run: its folder.
         scenario: as resolved.
-        config: ``model/config.json``.
-        cache: folder of prepared data and shared weights.
-        device: ``cpu`` or ``cuda:N``.
+        files: its released model.
         own: the personal model to use instead of the shared model; None uses the shared one.
     """
 
     run: RunFolder
     scenario: Scenario
-    config: ReleaseConfig
-    cache: Path
-    device: str
+    files: ModelFolder
     own: PersonalModel | None = None
+
+    @property
+    def config(self) -> ReleaseConfig:
+        """``model/config.json``."""
+        return self.files.config
+
+    @property
+    def cache(self) -> Path:
+        """Folder of prepared data and shared weights."""
+        return self.files.cache
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:N``."""
+        return self.files.device
 
     @property
     def digest(self) -> str:
@@ -122,35 +238,7 @@ class Release:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
             InputError: the release is damaged or of another model.
         """
-        nothing = np.zeros(0, np.int64)
-        population = Population(
-            prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache
-        )
-        model = population.build_model(self.scenario, self.device, modalities)
-        if model.layout.digest != self.config.layout_digest:
-            raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
-        tensors = self._tensors("model")
-        for entry in model.layout.entries:
-            place = f"{self.run.model / 'model.safetensors'}: {entry.name}"
-            found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
-            if found != list(entry.shape):
-                raise InputError(place, found, str(list(entry.shape)))
-            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
-            if dtype != entry.dtype:
-                raise InputError(place, dtype, entry.dtype)
-        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
-        found_digest = model.layout.model_digest(theta.numpy())
-        if found_digest != self.digest:
-            raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
-        more: list[Payload] = []
-        for kind in BESIDE:
-            if kind in self.config.released_with:
-                more.append(self._beside(kind))
-        try:
-            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
-        except RemoteWireError as error:
-            raise InputError(str(self.run.model), str(error), "the release of this very scenario") from None
-        return model
+        return self.files.build(prepared.inputs, prepared.label_names, modalities)
 
     def check_data(self, prepared: Prepared) -> None:
         """Refuse data that have changed since the run.
@@ -167,34 +255,42 @@ class Release:
         """The frozen encoder of the run's data, to encode new texts and images.
 
         Raises:
-            InputError: there is none because the data are vectors or bags of words.
+            InputError: there is none because the data are vectors or bags of words, or it is not that of the run.
         """
-        data, backbone = self.scenario.data, self.scenario.backbone
+        data = self.scenario.data
         allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
-        if backbone.name == "features":
+        if self.scenario.backbone.name == "features":
             raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)
-        if modality == "text" and _kind_of_text(data) == "bag":
+        if modality == "text" and catalogue.text_kind(data) == "bag":
             raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
-        make = image_encoder if modality == "image" else text_encoder
-        return make(backbone, self.scenario.seed, self.cache, self.device)
-
-    def _beside(self, kind: str) -> Payload:
-        path, expected = self.run.model / f"{kind}.safetensors", self.config.released_with[kind]
-        payload = beside(path, kind)
-        if digest(payload) != expected:
-            raise OtherModelError(path, digest(payload), expected, BESIDE[kind][0])
-        return payload
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        path = self.run.model / f"{name}.safetensors"
-        try:
-            return load_aligned(path)
-        except Exception as error:  # safetensors and the file system raise many types
-            raise InputError(str(path), str(error), "a file of the run's release") from None
+        return self.files.encoder(modality)
 
 
-def _kind_of_text(data: Data) -> str:
-    return data.text or ("sentences" if data.name in catalogue.OTHERS else catalogue.find(data.name).text)
+def open_model(folder: Path, device: str | None = None, weights: str | None = None) -> ModelFolder:
+    """Open a released model's folder, without its run or its training data.
+
+    Args:
+        folder: with ``config.json`` and ``model.safetensors``.
+        device: ``cpu``, ``cuda:N`` or ``auto``; None takes the CPU.
+        weights: file of the frozen weights, if it is not where the configuration says.
+
+    Raises:
+        InputError: it is not such a folder, or its configuration is damaged.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(str(folder), "no config.json in it", "the folder of a released model, RUN/model")
+    config = read_json(path, ReleaseConfig, "the configuration of a released model")
+    try:
+        backbone = Backbone.model_validate(config.backbone)
+        objective = Objective.model_validate(config.objective)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = f"{path}: {'.'.join(map(str, first['loc'])) or 'backbone'}"
+        raise InputError(place, str(first["input"]), str(first["msg"])) from None
+    if weights is not None:
+        backbone = backbone.model_copy(update={"pretrained": weights})
+    return ModelFolder(folder, config, backbone, objective, cache_folder(), device_of(device or "cpu"))
 
 
 def open_release(root: Path, device: str | None = None) -> Release:
@@ -220,4 +316,7 @@ def open_release(root: Path, device: str | None = None) -> Release:
             if found.get(what, "nothing") != expected.get(what, "nothing"):
                 raise OtherModelError(path, found.get(what, "nothing"), expected.get(what, "nothing"), what)
     scenario = load(run.scenario)
-    return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))
+    place = device_of(device or scenario.device)
+    backbone, objective = scenario.backbone, scenario.objective
+    files = ModelFolder(run.model, config, backbone, objective, cache_folder(), place, scenario.seed)
+    return Release(run, scenario, files)

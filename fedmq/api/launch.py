@@ -1,0 +1,297 @@
+"""Run scenarios from Python: ``fedmq scenario`` in a process of its own, watched through the run folder.
+
+A separate process works in scripts without ``if __name__ == "__main__"``, in notebooks and beside threads, and leaves
+the caller's signal handlers and torch settings alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+import yaml
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import protocols
+from fedmq.api.results import Run
+from fedmq.config.resolve import read, resolve
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError, RunError
+from fedmq.evaluation.metrics import BRIEF, metric_of
+from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
+
+OnMerge = Callable[[MergeLine], None]
+OnEvaluation = Callable[[EvaluationLine], None]
+#: Interval at which the run folder is read [s].
+_INTERVAL = 0.1
+#: Lines of the program's standard error that are kept for error messages.
+_KEPT_LINES = 40
+#: Sections that a name, a mapping, or a class from the user's own file replaces, as the options belong to the name.
+_REPLACED = ("protocol", "objective")
+#: Sections of which a name, or an object from the user's own file, changes only the name.
+_NAMED = ("data", "backbone")
+
+
+class StopRun(Exception):  # noqa: N818 - a request, not an error
+    """Raise it in a callback to stop the run cleanly; :func:`resume` continues it."""
+
+
+def run(
+    scenario: str | os.PathLike[str] | Mapping[str, Any],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    on_merge: OnMerge | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    progress: bool = True,
+    **keys: Any,
+) -> Run:
+    """Run a scenario with all its silos as processes of this machine, and wait for its end.
+
+    >>> run("scenarios/smoke.yaml", rounds=2, protocol="fedavg").summary.metrics["mean_r1"]  # doctest: +SKIP
+
+    Args:
+        scenario: a scenario file, or a scenario as a mapping, whose relative paths start at the working directory.
+        out: the run folder, which must be new; ``runs/<name>-<time>`` by default.
+        on_merge: called in this process after each merge.
+        on_evaluation: called in this process after each evaluation of the shared model.
+        progress: show a progress bar.
+        **keys: scenario keys that override the file's, e.g. ``rounds=20, protocol="rcsr", partition={"alpha": 0.5}`` or
+            ``**{"partition.alpha": 0.5}``. ``protocol`` also accepts a class, and ``data`` or ``objective`` an object,
+            that a Python file of your own defines.
+
+    Returns:
+        The run. It is not finished if a callback raised :class:`StopRun`.
+
+    Raises:
+        InputError: the scenario is invalid, or the folder exists.
+        RunError: the run failed; the message holds what the program reported.
+        KeyboardInterrupt: it was interrupted, after the processes have stopped cleanly; :func:`resume` continues it.
+    """
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(_as_file(scenario))
+        settings = settings_of(keys)
+        found = resolve(read(file, settings), protocols).scenario
+        folder = _new_folder(found, out)
+        command = ["scenario", str(file), "--out", str(folder), *_set(settings)]
+        _watch(command, folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
+    return Run(folder)
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    *,
+    on_merge: OnMerge | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    progress: bool = True,
+) -> Run:
+    """Continue a run that was stopped; arguments, result and errors as of :func:`run`.
+
+    The callbacks receive the merges and evaluations from the last checkpoint on.
+    """
+    stopped = Run(folder)
+    if stopped.finished:
+        raise InputError(str(stopped.folder), "a finished run", "a run that was stopped")
+    file = stopped.folder / "scenario.yaml"
+    found = resolve(read(file), protocols, adopt=False).scenario
+    command = ["scenario", str(file), "--resume", str(stopped.folder)]
+    _watch(command, stopped.folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
+    return Run(folder)
+
+
+def settings_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Scenario keys as settings in the form of ``--set``; mappings give one setting for each of their keys.
+
+    Args:
+        keys: values by key; keys may be paths such as ``partition.alpha``.
+        prefix: path of the section that holds the keys.
+
+    Raises:
+        InputError: a class or object is not defined in a Python file.
+    """
+    settings: list[str] = []
+    for key, value in keys.items():
+        path = f"{prefix}{key}"
+        if path in _REPLACED:
+            section = value if isinstance(value, Mapping | str | None) else _file_of(path, value)
+            settings.append(f"{path}={json.dumps(_plain(section))}")
+        elif isinstance(value, Mapping):
+            settings += settings_of(value, f"{path}.")
+        elif path in _NAMED:
+            name = value if isinstance(value, str) else _file_of(path, value)
+            settings.append(f"{path}.name={json.dumps(name)}")
+        else:
+            settings.append(f"{path}={json.dumps(_plain(value))}")
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """The value for YAML: paths as text, NumPy numbers as numbers, tuples as lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(each) for each in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+def _file_of(place: str, value: object) -> str:
+    """The Python file that defines a class or the class of an object."""
+    kind = value if isinstance(value, type) else type(value)
+    path = None
+    if kind.__module__ != "__main__":  # the program that calls this function must not be executed again
+        with contextlib.suppress(TypeError):
+            path = inspect.getsourcefile(kind)
+    if path is None or not Path(path).is_file():
+        allowed = "one defined in a file of its own; in a notebook, write the cell with %%writefile mine.py"
+        raise InputError(place, f"{kind.__name__}, defined in the main program", allowed)
+    return str(Path(path).resolve())
+
+
+@contextlib.contextmanager
+def _as_file(scenario: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[Path]:
+    if not isinstance(scenario, Mapping):
+        yield Path(scenario)
+        return
+    # In the working directory, at which the relative paths of the mapping start.
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix=".fedmq-", dir=Path.cwd(), encoding="utf-8") as file:
+        yaml.safe_dump(dict(scenario), file, sort_keys=False)
+        file.flush()
+        yield Path(file.name)
+
+
+def _new_folder(scenario: Scenario, out: str | os.PathLike[str] | None) -> Path:
+    if out is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+        return Path("runs") / f"{scenario.name}-{stamp}"
+    folder = Path(out).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"out {folder}", "a folder that is not empty", "a new folder; fedmq.resume continues a run")
+    return folder
+
+
+def _set(settings: Sequence[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def _watch(
+    arguments: Sequence[str],
+    folder: Path,
+    scenario: Scenario,
+    *,
+    progress: bool,
+    on_merge: OnMerge | None,
+    on_evaluation: OnEvaluation | None,
+) -> None:
+    """Start the program and report its merges and evaluations until it ends."""
+    command = [sys.executable, "-m", "fedmq", *arguments, "--quiet", "--json"]
+    metrics, old = folder / "metrics.jsonl", 0
+    if metrics.is_file() and "--resume" in arguments:
+        old = metrics.stat().st_size
+    # A session of its own, so that an interrupt of this process reaches it once, through this process.
+    process = subprocess.Popen(  # noqa: S603 - the program is this package
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    said: deque[str] = deque(maxlen=_KEPT_LINES)
+    assert process.stderr is not None  # noqa: S101 - a pipe was requested
+    reader = Thread(target=_collect, args=(process.stderr, said), daemon=True)
+    reader.start()
+    stopped: BaseException | None = None
+    with _bar(scenario, shown=progress) as show:
+        try:
+            for line in _lines(metrics, old, process):
+                show(line)
+                if on_merge is not None and isinstance(line, MergeLine):
+                    on_merge(line)
+                if on_evaluation is not None and isinstance(line, EvaluationLine):
+                    on_evaluation(line)
+        except BaseException as error:
+            stopped = error
+            _stop(process)
+    reader.join(5.0)
+    if stopped is not None and not isinstance(stopped, StopRun):
+        raise stopped
+    if process.returncode != 0 and stopped is None:
+        text = "\n".join(said).strip() or f"fedmq scenario ended with exit code {process.returncode}"
+        raise RunError(text)
+
+
+def _collect(pipe: IO[bytes], said: deque[str]) -> None:
+    for line in pipe:
+        said.append(line.decode("utf-8", "replace").rstrip())
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop the program cleanly; a second interrupt ends it at once."""
+    try:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def _lines(path: Path, old: int, process: subprocess.Popen[bytes]) -> Iterator[MetricsLine]:
+    """Lines of ``metrics.jsonl`` as they are written, until the program has ended and all were read.
+
+    Args:
+        path: the file.
+        old: its size [bytes] when the program started; a resumed run first cuts off the lines after its checkpoint.
+        process: the program.
+    """
+    position, rest = old, b""
+    while True:
+        ended = process.poll() is not None
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < position:
+                position, rest = size, b""
+            file.seek(position)
+            new = file.read()
+            position += len(new)
+            *complete, rest = (rest + new).split(b"\n")
+            for line in complete:
+                yield AnyMetricsLine.model_validate_json(line).root
+        if ended:
+            return
+        time.sleep(_INTERVAL)
+
+
+@contextlib.contextmanager
+def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine], None]]:
+    if not shown:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("round {task.completed} of {task.total}"),
+        TextColumn("{task.fields[metrics]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task: TaskID = bar.add_task(scenario.name, total=scenario.rounds, metrics="starting the silos")
+
+        def show(line: MetricsLine) -> None:
+            if isinstance(line, MergeLine):
+                bar.update(task, completed=line.version)
+            elif isinstance(line, EvaluationLine):
+                found = [name for name in BRIEF if name in line.metrics]
+                text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
+                bar.update(task, metrics=text)
+
+        yield show

@@ -1,0 +1,129 @@
+"""The model card of a released model: what it is, how it was trained, how well it retrieves, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedmq.config.scenario import Objective
+from fedmq.evaluation.metrics import shown
+from fedmq.models.objective_registry import network_of
+from fedmq.runs.run_records import ReleaseConfig, RunSummary
+
+_TOWERS = """\
+Each tower maps the frozen encoder's vector `x` (float32) of a picture or a caption to an embedding:
+
+    for each adapter of the tower:  x = x + {adapter}
+    z = head.1(relu(head.0(x)))
+    embedding = normalize({sum})
+
+The tensors are `visual.adapters.*` and `visual.head.*` for pictures, `text.adapters.*` and `text.head.*` for captions;
+each layer is `weight @ x + bias`. With `adapter_site: blocks` the adapters follow the blocks of the frozen encoder
+instead. Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
+_NETWORK = """\
+The network of the base loss `{base}` maps the frozen encoders' vectors to {dim} numbers, of which {ranked}. Its layers
+are listed in `config.json` (`layout`); `fedmq.models.hash_networks` computes them."""
+_CARD = """\
+---
+library_name: fedmq
+pipeline_tag: feature-extraction
+tags: [cross-modal-retrieval, federated-learning]
+---
+
+# {scenario}: a cross-modal retrieval model trained with {label}
+
+It embeds pictures and captions in one space, so that one can be retrieved by the other.
+
+| | |
+|---|---|
+| method | {label} |
+| silos | {silos}, {participating} of them contributed |
+| rounds | {versions} |
+| training items | {samples} in all silos |
+| backbone | {backbone} |
+| data digest | `{data}` |
+| model digest | `{model}` |
+| versions | {made} |
+
+## Use
+
+    import fedmq
+
+    model = fedmq.load("this folder")
+    images = model.embed_images(["photo.jpg"])
+    texts = model.embed_texts(["a red fox"])
+    print(images @ texts.T)
+
+It needs this folder and the frozen encoders of the backbone, not the training data. `config.json` records the digests
+of the encoders; others are refused.
+
+## Results
+
+On the {split} of the training data's own set, after the last round:
+
+{results}
+
+## Forward pass
+
+{forward}
+
+## Limits
+
+- It was evaluated only on data like its training data. Results elsewhere are not known.
+- It retrieves what resembles the query. It does not verify that a picture shows what a text says.
+- Training data can leave traces in parameters. `fedmq audit RUN --probe` measures membership inference on the run.
+
+## Licence
+
+None is declared. The licence of the weights depends on the training data and on the frozen encoders; state it here
+before you share the model.
+"""
+
+
+def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: str) -> str:
+    """The text of the card (Markdown, with the front matter that model hubs read).
+
+    Args:
+        config: of the released model.
+        summary: of its run.
+        label: the method's name for display.
+        split: the evaluated split.
+    """
+    samples = sum(silo.samples for silo in summary.per_silo.values())
+    contributed = sum(bool(silo.participations) for silo in summary.per_silo.values())
+    name, weights = config.backbone.get("name"), config.backbone.get("pretrained")
+    made = ", ".join(f"{what} {version}" for what, version in summary.versions_of.items())
+    return _CARD.format(
+        scenario=summary.scenario,
+        label=label,
+        silos=len(summary.per_silo),
+        participating=contributed,
+        versions=summary.versions,
+        samples=f"{samples:,}",
+        backbone=f"{name}, weights {weights}" if weights else name,
+        data=config.data_digest,
+        model=config.model_digest,
+        made=made,
+        split=f"held-out {split} split",
+        results=_results(summary.metrics),
+        forward=_forward(config),
+    )
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    rows = [f"| {metric.title} | {metrics[metric.name]:.4f} |" for metric in shown(metrics)]
+    return "\n".join(["| metric | value |", "|---|---|", *rows])
+
+
+def _forward(config: ReleaseConfig) -> str:
+    objective, backbone = config.objective, config.backbone
+    network = network_of(Objective.model_validate(objective))
+    if network is not None:
+        ranked = "the signs are the hash code" if objective.get("bits") else "cosine similarity ranks them"
+        return _NETWORK.format(base=objective.get("base"), dim=config.dim, ranked=ranked)
+    plain = backbone.get("adapter") == "bottleneck"
+    shared = f"{backbone.get('adapter_scale')} * up(relu(shared(relu(down(x)))))"
+    return _TOWERS.format(
+        adapter="up(gelu(down(x)))" if plain else shared,
+        sum="x + z" if backbone.get("head") == "residual" else "z",
+        dim=config.dim,
+    )

@@ -1,0 +1,206 @@
+"""``fedmq.load``: released models embed new photos and texts without their training data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import fedmq
+from fedmq.api import model as models
+from fedmq.errors import InputError
+from fedmq.retrieval import gallery as galleries
+from fedmq.retrieval.released_model import open_release
+from tests.threaded_run import resolved, run
+
+RNG = np.random.default_rng(3)
+PHOTOS = 24
+COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 200)}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of photos with a manifest: coloured noise."""
+    folder = tmp_path_factory.mktemp("photos")
+    lines = []
+    for index in range(PHOTOS):
+        colour = list(COLOURS)[index % 3]
+        pixels = np.clip(np.array(COLOURS[colour]) + RNG.normal(0, 30, (40, 48, 3)), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:02}.png")
+        split = "test" if index % 4 == 3 else "train"
+        captions = [f"a {colour} wall number {index}"]
+        lines.append(json.dumps({"image": f"{index:02}.png", "captions": captions, "split": split}))
+    (folder / "items.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run over the photos."""
+    root = tmp_path_factory.mktemp("run")
+    scenario = {
+        "name": "walls",
+        "rounds": 1,
+        "protocol": "fedavg",
+        "data": {"name": "manifest", "path": str(photos / "items.jsonl")},
+        "silos": {"count": 2},
+        "partition": {"kind": "iid"},
+        "backbone": {"name": "lite", "bottleneck": 8},
+    }
+    (root / "walls.yaml").write_text(yaml.safe_dump(scenario))
+    run(resolved(root / "walls.yaml"), root / "run")
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def alone(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the model's folder, without its run."""
+    return Path(shutil.copytree(finished / "model", tmp_path_factory.mktemp("alone") / "model"))
+
+
+def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone: Path, photos: Path) -> None:
+    pytest.importorskip("faiss")
+    exported = galleries.export(open_release(finished), None)
+    model = fedmq.load(alone)
+    names = [f"{index:02}.png" for index in range(PHOTOS)]
+    found = model.embed_images([photos / name for name in names])
+    expected = dict(zip(exported.items.keys, exported.array("image"), strict=True))
+    assert np.abs(found - np.stack([expected[name] for name in names])).max() < 1e-6
+    captions = [exported.items.captions[row][0] for row in range(PHOTOS)]
+    assert np.abs(model.embed_texts(captions) - exported.array("text")).max() < 1e-6
+
+
+def test_a_fresh_process_without_data_and_cache_embeds_photos_and_finds_them(
+    alone: Path, photos: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import fedmq\n"
+        f"model = fedmq.load({str(alone)!r})\n"
+        f"gallery = model.gallery({str(photos)!r})\n"
+        "found = [model.search(item, gallery, top=1)[0].item.name for item in gallery.items[:3]]\n"
+        "print(found, gallery.vectors.shape)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": "", "FEDMQ_CACHE": str(tmp_path / "cache"), "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == f"['00.png', '01.png', '02.png'] ({PHOTOS}, 512)", done.stderr
+
+
+def test_paths_pillow_images_arrays_and_tensors_give_the_same_embeddings(alone: Path, photos: Path) -> None:
+    model = fedmq.load(alone)
+    path = photos / "00.png"
+    with Image.open(path) as opened:
+        image = opened.copy()
+    array = np.asarray(image)
+    tensor = torch.tensor(array).permute(2, 0, 1)
+    forms = [path, str(path), image, array, array / 255, tensor, tensor.float() / 255]
+    found = model.embed_images(forms, batch_size=len(forms))
+    one_by_one = np.concatenate([model.embed_images([each], batch_size=1) for each in forms])
+    assert np.abs(found - found[0]).max() < 1e-6
+    assert np.abs(one_by_one - found).max() < 1e-6
+    assert np.allclose(np.linalg.norm(found, axis=1), 1)
+
+
+@pytest.mark.parametrize(
+    ("picture", "words"),
+    [
+        ("nowhere.png", "no such file"),
+        (np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
+        (np.full((4, 4, 3), 2.0), "float64 values"),
+        (np.zeros((4, 4, 3), np.int64), "int64 values"),
+        (7, "type int"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_is_named(alone: Path, picture: object, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        fedmq.load(alone).embed_images([picture])
+
+
+def test_texts_are_checked(alone: Path) -> None:
+    model = fedmq.load(alone)
+    with pytest.raises(InputError, match=r"a list of texts"):
+        model.embed_texts("a red wall")
+    with pytest.raises(InputError, match=r"texts\[1\]"):
+        model.embed_texts(["a red wall", " "])
+    assert model.embed_texts([]).shape == (0, 512)
+
+
+def test_another_frozen_encoder_is_refused_by_name(alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["frozen"]["image"] = "0" * 64
+    path.write_text(json.dumps(config))
+    model = fedmq.load(tmp_path)
+    with pytest.raises(InputError, match=r"frozen\.image.*lite.*the encoder the model was trained with"):
+        model.embed_images([np.zeros((8, 8, 3), np.uint8)])
+    assert model.embed_texts(["a red wall"]).shape == (1, 512)
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda config: config.pop("inputs"), lambda config: config.update(personal_only=True)]
+)
+def test_a_model_that_cannot_stand_alone_is_refused(alone: Path, tmp_path: Path, edit: object) -> None:
+    shutil.copytree(alone, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    assert callable(edit)
+    edit(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="fedmq search RUN"):
+        fedmq.load(tmp_path / "model")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no config\.json"):
+        fedmq.load(tmp_path)
+
+
+def test_the_card_tells_what_the_model_is(alone: Path) -> None:
+    card = fedmq.load(alone).card
+    config = json.loads((alone / "config.json").read_text())
+    wanted = "walls", "fedavg", config["model_digest"], config["data_digest"], "recall@1", "## Limits", "## Licence"
+    assert [part for part in wanted if part not in card] == []
+
+
+def test_the_written_forward_pass_gives_the_embedding(alone: Path, photos: Path) -> None:
+    from safetensors.torch import load_file
+
+    from fedmq.encoders import lite
+
+    tensors = load_file(alone / "model.safetensors")
+
+    def layer(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ tensors[f"visual.{name}.weight"].T + tensors[f"visual.{name}.bias"]
+
+    with Image.open(photos / "05.png") as opened:
+        x = torch.tensor(lite.encode_images([np.asarray(opened.convert("RGB"))]))
+    x = x + layer("adapters.00.up", torch.nn.functional.gelu(layer("adapters.00.down", x)))
+    z = layer("head.1", torch.relu(layer("head.0", x)))
+    expected = torch.nn.functional.normalize(x + z, dim=1).numpy()
+    assert np.abs(fedmq.load(alone).embed_images([photos / "05.png"]) - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_faiss_and_numpy_rank_alike(binary: bool) -> None:
+    pytest.importorskip("faiss")
+    if binary:
+        vectors, query = RNG.integers(0, 256, (500, 8), np.uint8), RNG.integers(0, 256, (1, 8), np.uint8)
+    else:
+        vectors, query = (RNG.normal(size=(n, 16)).astype(np.float32) for n in (500, 1))
+    scores, rows = models.nearest(vectors, query, 500)
+    with_faiss, _ = models.nearest(vectors, query, 500, faiss_from=1)
+    assert sorted(rows) == list(range(500))
+    assert np.allclose(scores, with_faiss, atol=1e-5)

@@ -1,0 +1,196 @@
+"""``fedmq.run`` and ``fedmq.compare``: scenarios from scripts and notebooks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fedmq
+from fedmq.api.launch import settings_of
+from fedmq.errors import InputError, RunError
+from fedmq.runs.run_records import MergeLine
+
+INLINE = {"launcher": "inline", "progress": False}
+METHOD = '''"""A method from the user's own file."""
+
+from protocols.fedavg import FedAvg
+
+
+class Mine(FedAvg):
+    """FedAvg under a name of its own."""
+
+
+PROTOCOL = Mine
+'''
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[fedmq.Run, list[MergeLine]]:
+    """A finished run, and the merges that its callback received."""
+    merges: list[MergeLine] = []
+    out = tmp_path_factory.mktemp("runs") / "a"
+    return fedmq.run(tiny, out=out, on_merge=merges.append, **INLINE), merges
+
+
+def test_callbacks_receive_every_merge_and_the_run_its_results(
+    finished: tuple[fedmq.Run, list[MergeLine]],
+) -> None:
+    run, merges = finished
+    assert [merge.version for merge in merges] == [1, 2, 3, 4]
+    assert list(run.merges.index) == [1, 2, 3, 4]
+    assert list(run.metrics.index) == [0, 2, 4]
+    assert run.metrics.loc[4, "mean_r1"] == run.summary.metrics["mean_r1"]
+    assert list(run.per_silo["modalities"]) == ["image+text", "image+text", "image", "text"]
+    assert run.per_silo["samples"].sum() == 100
+    assert set(run.messages["process"]) == {"coordinator"}
+    assert run.report().stat().st_size > 10_000
+    assert repr(run).startswith(f"<fedmq run {run.folder}: rcsr, 4 rounds, mean_r1 ")
+    assert "recall@1, mean" in run._repr_html_()
+    with pytest.raises(InputError, match="precomputed features"):
+        run.model().embed_texts(["a text"])
+
+
+def test_keywords_are_scenario_keys(tiny: Path, tmp_path: Path) -> None:
+    run = fedmq.run(tiny, tmp_path / "run", rounds=1, protocol="fedavg", partition={"alpha": 2}, **INLINE)
+    scenario = yaml.safe_load((run.folder / "scenario.yaml").read_text())
+    assert (run.summary.protocol, run.summary.versions) == ("fedavg", 1)
+    assert scenario["partition"]["alpha"] == 2
+    assert scenario["partition"]["clusters"] == 5
+
+
+def test_a_scenario_may_be_a_mapping(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = fedmq.run(yaml.safe_load(tiny.read_text()), rounds=1, **INLINE)
+    assert run.folder.parent == Path("runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"rounds": 3, "seed": 1}, ["rounds=3", "seed=1"]),
+        ({"protocol": "rcsr"}, ['protocol="rcsr"']),
+        ({"protocol": {"name": "rcsr", "tau": 0.1}}, ['protocol={"name": "rcsr", "tau": 0.1}']),
+        ({"protocol.tau": 0.1}, ["protocol.tau=0.1"]),
+        ({"data": "openmoji"}, ['data.name="openmoji"']),
+        ({"data": {"path": Path("a b.npz")}}, ['data.path="a b.npz"']),
+        ({"silos": {"count": 3}, "launcher": None}, ["silos.count=3", "launcher=null"]),
+        ({"faults": ({"kind": "drop"},)}, ['faults=[{"kind": "drop"}]']),
+    ],
+)
+def test_keywords_become_settings(keys: Mapping[str, Any], settings: list[str]) -> None:
+    assert settings_of(keys) == settings
+
+
+def test_a_class_of_a_notebook_cell_is_refused_with_what_to_do() -> None:
+    kind = type("Mine", (), {"__module__": "__main__"})
+    with pytest.raises(InputError, match=r"%%writefile mine\.py"):
+        settings_of({"protocol": kind})
+
+
+def test_bad_input_is_refused_before_anything_is_written(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="rounds"):
+        fedmq.run(tiny, tmp_path / "run", rounds=0, **INLINE)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(InputError, match=r"fedmq\.resume"):
+        fedmq.run(tiny, tmp_path / "full", **INLINE)
+
+
+def test_an_error_of_the_program_is_raised_with_its_words(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"data\.path.*an existing file"):
+        fedmq.run(tiny, tmp_path / "run", data={"path": str(tmp_path / "nowhere.npz")}, **INLINE)
+
+
+def test_a_callback_stops_a_run_that_resume_finishes_with_the_same_model(
+    tiny: Path, tmp_path: Path, finished: tuple[fedmq.Run, list[MergeLine]]
+) -> None:
+    def stop(_: MergeLine) -> None:
+        raise fedmq.StopRun
+
+    stopped = fedmq.run(tiny, tmp_path / "run", rounds=60, on_merge=stop, **INLINE)
+    assert not stopped.finished
+    with pytest.raises(InputError, match="unfinished"):
+        stopped.model()
+    assert "not finished" in repr(stopped)
+    resumed = fedmq.resume(stopped.folder, progress=False)
+    whole = fedmq.run(tiny, tmp_path / "whole", rounds=60, **INLINE)
+    assert resumed.summary.model_digest == whole.summary.model_digest
+    with pytest.raises(InputError, match="finished run"):
+        fedmq.resume(finished[0].folder)
+
+
+def test_an_error_of_a_callback_stops_the_run_and_is_raised(tiny: Path, tmp_path: Path) -> None:
+    def fail(_: MergeLine) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fedmq.run(tiny, tmp_path / "run", rounds=60, on_merge=fail, **INLINE)
+    assert not fedmq.open_run(tmp_path / "run").finished
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_real_processes_cleanly(tiny: Path, tmp_path: Path) -> None:
+    def interrupt(_: MergeLine) -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        fedmq.run(tiny, tmp_path / "run", rounds=400, on_merge=interrupt, progress=False)
+    stopped = fedmq.open_run(tmp_path / "run")
+    assert not stopped.finished
+    assert "coordinator" in set(stopped.messages["process"])
+
+
+@pytest.mark.slow
+def test_a_plain_script_needs_no_main_guard_and_runs_a_method_of_its_own_file(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(METHOD)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import fedmq\n"
+        "from mine import PROTOCOL\n"
+        f"run = fedmq.run({str(tiny)!r}, 'run', rounds=1, protocol=PROTOCOL)\n"
+        "print('once', run.summary.versions)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.count("once 1") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_a_comparison_has_a_row_for_each_method(tiny: Path, tmp_path: Path) -> None:
+    found = fedmq.compare(
+        tiny, seeds=[0, 1], vary={"protocol": ["fedavg", "rcsr"]}, rounds=1, out=tmp_path / "compared", progress=False
+    )
+    assert len(found.table) == 2
+    assert len(found.runs) == 4
+    assert found.plots.is_file()
+    assert "<table" in found._repr_html_()
+    with pytest.raises(RunError, match="allowed: one of"):
+        fedmq.compare(tiny, seeds=[0], protocol="nothing", out=tmp_path / "other", progress=False)
+
+
+@pytest.mark.slow
+def test_the_page_on_python_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "howto" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    (tmp_path / "scenarios").symlink_to(root / "scenarios")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "python.md", "exec"), names)
+    assert names["finished"].summary.versions == 3
+    assert names["texts"].shape == (2, 512)

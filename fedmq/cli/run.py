@@ -22,6 +22,7 @@ from fedmq.cli.options import AsJson, Connect, Device, Extend, File, Keys, NewFi
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -70,6 +71,8 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
+    from fedmq.data.remarks import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
@@ -85,6 +88,8 @@ def scenario_command(
     prepare = processes.population_here if inline else supervisor.prepare_population
     with _removed_if_refused(folder.root if resume is None and new else None):
         data = prepare(run, None if quiet else bar())
+    for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
+        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     if resume is None:
         _begin(folder, scenario)
     elif extend is not None:

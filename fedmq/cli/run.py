@@ -92,8 +92,6 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
-    from fedmq.data.remarks import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
@@ -109,8 +107,8 @@ def scenario_command(
     prepare = processes.population_here if inline else supervisor.prepare_population
     with _removed_if_refused(folder.root if resume is None and new else None):
         data = prepare(run, None if quiet else bar())
-    for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
-        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
+    if not quiet:
+        _tell_remarks(data)
     if resume is None:
         _begin(folder, scenario)
     elif extend is not None:
@@ -139,6 +137,15 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
     logs = LogOptions(level or LogLevel.INFO, file, format_)
     logs.check()
     return logs
+
+
+def _tell_remarks(data: Path) -> None:
+    """Print what the data set holds that is seldom meant."""
+    from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
+    from fedmq.data.remarks import sentences  # noqa: PLC0415
+
+    for line in sentences(open_prepared(data).meta.remarks, equal=False):
+        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _exit_stopped(command: str, others: str = "") -> NoReturn:

@@ -41,7 +41,7 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
-from fedmq.runs import html_report
+from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
@@ -78,6 +78,7 @@ class CoordinatorArguments:
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
         logs: of the log for operators; None for none.
+        metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
     run: ResolvedRun
@@ -89,6 +90,7 @@ class CoordinatorArguments:
     silos_per_connection: int = 1
     stop_silos: bool = False
     logs: LogOptions | None = None
+    metrics_port: int | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -173,6 +175,7 @@ def run_coordinator(
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         loop.stop_silos = arguments.stop_silos
+        _serve_metrics(arguments, loop, closing)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
         phase = loop.run()
@@ -180,6 +183,12 @@ def run_coordinator(
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _serve_metrics(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
+    """Serve figures for Prometheus until the run ends, if asked to."""
+    if arguments.metrics_port is not None:
+        closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:

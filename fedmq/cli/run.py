@@ -28,11 +28,13 @@ from fedmq.cli.options import (
     LogFile,
     LogFormatOption,
     LogLevelOption,
+    MetricsPort,
     NewFile,
     Quiet,
     Resume,
     Seed,
     Settings,
+    StopSilos,
 )
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
@@ -320,15 +322,11 @@ def coordinator_command(
     seed: Seed = None,
     resume: Resume = None,
     extend: Extend = None,
-    stop_silos: Annotated[
-        bool,
-        typer.Option(
-            "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
-        ),
-    ] = False,
+    stop_silos: StopSilos = False,
     log_level: LogLevelOption = None,
     log_file: LogFile = None,
     log_format: LogFormatOption = LogFormat.CONSOLE,
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Run a coordinator, which waits for manually launched silos and an evaluator.
 
@@ -360,7 +358,9 @@ def coordinator_command(
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of_a_program(level, log_file, log_format)
-    arguments = CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs)
+    arguments = CoordinatorArguments(
+        run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
+    )
     stop = until_stopped(command)
     with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
         outcome = run_coordinator(arguments, status=status, stop_wanted=stop)

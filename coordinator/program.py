@@ -28,6 +28,7 @@ from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
+from coordinator.status_report import StatusReport
 from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
@@ -40,11 +41,12 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
-from fedmq.runs import html_report
+from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
+from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
@@ -75,6 +77,8 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        logs: of the log for operators; None for none.
+        metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
     run: ResolvedRun
@@ -85,6 +89,8 @@ class CoordinatorArguments:
     data: Path | None = None
     silos_per_connection: int = 1
     stop_silos: bool = False
+    logs: LogOptions | None = None
+    metrics_port: int | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -149,9 +155,7 @@ def run_coordinator(
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
     population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
-    if revoked.issuperset(run_context.plan.eligible):
-        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
+    _require_selectable(arguments, run_context, revoked)
     saved = _checkpoint(run_context) if arguments.resume else None
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
@@ -171,12 +175,28 @@ def run_coordinator(
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         loop.stop_silos = arguments.stop_silos
+        _serve_metrics(arguments, loop, closing)
+        log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _serve_metrics(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
+    """Serve figures for Prometheus until the run ends, if asked to."""
+    if arguments.metrics_port is not None:
+        closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
+
+
+def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
+    """Refuse a run of which the keys of all silos that the method can select were revoked."""
+    eligible = run_context.plan.eligible
+    if revoked.issuperset(eligible):
+        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
 def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
@@ -206,7 +226,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
-    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    logger = open_log(arguments.logs, COORDINATOR)
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
@@ -367,7 +388,7 @@ def _loop(
         fault_injector,
         due,
         evaluation,
-        report=status,
+        StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
         stop_wanted=stop_wanted,
     )
 

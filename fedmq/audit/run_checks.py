@@ -176,11 +176,8 @@ def check_run_folder(
     yield from files.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
-    if (
-        course.ended is not None
-        and not folder.summary.exists()
-        and any(map(Path.exists, (folder.scenario, folder.metrics, folder.model)))
-    ):
+    others = (folder.scenario, folder.metrics, folder.model)
+    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, others)):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:

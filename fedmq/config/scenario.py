@@ -435,6 +435,8 @@ class Scenario(Part):
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
+        if self.data is None and self.participation.minimum is not None:
+            raise ValueError("participation.minimum with partition.kind own, where all silos state their data first")
         others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
         if self.data is None and others:
             raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")

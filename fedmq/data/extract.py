@@ -322,10 +322,9 @@ def prepare_raw(
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
         remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
-        scale = {"mean": todo.image.mean, "std": todo.image.std}
         words = raw.vocabulary if todo.kind == "bag" else ()
-        named = {"column": raw.column, "vocabulary": words, "remarks": remarks}
-        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, **named)
+        described = partial(finish, column=raw.column, vocabulary=words, remarks=remarks)
+        described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
 

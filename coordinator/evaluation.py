@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from coordinator.model_selection import patience_over
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from coordinator.task_errors import text_of
@@ -116,6 +117,18 @@ class EvaluationRequests:
         return len(self.pending) > UNDER_WAY
 
     @property
+    def decides(self) -> bool:
+        """Whether the rounds wait for each evaluation, because it may end the run."""
+        return self._run_context.scenario.evaluation.patience is not None
+
+    def ends_after(self, version: int) -> bool:
+        """Whether the run is to end after a version, because evaluations no longer improve."""
+        patience = self._run_context.scenario.evaluation.patience
+        if patience is None or version not in self._evaluated:
+            return False
+        return patience_over(read_metrics(self._run_context.folder), patience)
+
+    @property
     def asked(self) -> tuple[str, ...]:
         """Silos that have not answered the evaluation request for their personal models."""
         return tuple(self._requests)
@@ -136,18 +149,18 @@ class EvaluationRequests:
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
-    def evaluated(self, message: Message) -> None:
-        """Validate the evaluator's answer and append it to ``metrics.jsonl``."""
+    def evaluated(self, message: Message) -> Metrics | None:
+        """Validate the evaluator's answer and append it to ``metrics.jsonl``; returns it if it is accepted."""
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
-            return
+            return None
         silos = [silo.name for silo in self._run_context.context.silos]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
         if wrong is not None or not isinstance(payload, Metrics):
             self._refusal = f"version {version}: {wrong}"
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", self._refusal), 0)
             self.unusable.add(version)
-            return
+            return None
         self.pending.remove(version)
         self.unusable.discard(version)
         self._evaluated.add(version)
@@ -158,6 +171,7 @@ class EvaluationRequests:
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)
+        return payload
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
         """Prepare requests to the silos of a personalised method to evaluate their personal models locally.
@@ -207,13 +221,14 @@ class EvaluationRequests:
         """
         away = clock.stopwatch()
         # During the run the evaluator may be late; silos' answers are validated against its first one.
-        while (self.pending and final) or self.crowded or self.asked or self._early:
+        waits = final or self.decides
+        while (self.pending and waits) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
             look()
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
-            needed = self.pending if final else self._early
+            needed = self.pending if waits else self._early
             hopeless = self.crowded and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
                 why = "sent an invalid evaluation" if self.unusable else "stayed away"

@@ -33,6 +33,7 @@ from coordinator.events import (
     Switched,
 )
 from coordinator.fault_injection import FaultInjector
+from coordinator.model_selection import BestModel
 from coordinator.outcomes import Outcomes
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
@@ -78,6 +79,7 @@ class Loop:
         status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
+        best: keeps the best version; None keeps none.
 
     Attributes:
         saving: writes the checkpoints.
@@ -96,6 +98,7 @@ class Loop:
     status: StatusReport
     stop_wanted: Callable[[], bool]
     stop_silos: bool = False
+    best: BestModel | None = None
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
@@ -323,7 +326,9 @@ class Loop:
         header = message.header
         self._note_answer(header)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
-            self.evaluation.evaluated(message)
+            answer, version = self.evaluation.evaluated(message), header.base_version
+            if answer is not None and self.best is not None:
+                self.best.evaluated(version, answer, self.states[version])
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
@@ -476,15 +481,15 @@ class Loop:
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(after, self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
-        self._handle(Merged(version), cause)
+        self._handle(Merged(version, last=self.evaluation.ends_after(version)), cause)
 
     def _measure_before_checkpoint(self, version: int) -> bool:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
-        return not self.evaluation.crowded or self.evaluation.wait(
-            self._poll, self.stop_wanted, self.clock, final=False
-        )
+        if not self.evaluation.crowded and not self.evaluation.decides:
+            return True
+        return self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._outcomes.get(item.silo, item.sequence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from coordinator.model_selection import patience_over
+from coordinator.model_selection import BestModel, patience_over
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from coordinator.task_errors import text_of
@@ -90,6 +90,7 @@ class EvaluationRequests:
         metrics: metrics of the last version evaluated.
         personal: metrics of the personal models in the last evaluation, by silo.
         missing: why a silo's personal model was not evaluated, by silo; the last reason.
+        best: keeps the best version; None keeps none.
 
     Raises:
         InputError: one of the user's own metrics cannot be loaded.
@@ -105,6 +106,7 @@ class EvaluationRequests:
         self.metrics: Mapping[str, float] = {}
         self.personal: dict[str, Metrics] = {}
         self.missing: dict[str, str] = {}
+        self.best: BestModel | None = None
         measures = measures_of(run_context.scenario.evaluation)
         self._names = known_names(run_context.scenario.evaluation, measures)
         self._own_metrics, self._refusal = own_metrics(measures), ""
@@ -149,18 +151,23 @@ class EvaluationRequests:
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
-    def evaluated(self, message: Message) -> Metrics | None:
-        """Validate the evaluator's answer and append it to ``metrics.jsonl``; returns it if it is accepted."""
+    def evaluated(self, message: Message, states: Mapping[int, State]) -> None:
+        """Validate the evaluator's answer, append it to ``metrics.jsonl``, and keep the version if it is the best.
+
+        Args:
+            message: the answer.
+            states: the method's states by version, including those of pending evaluations.
+        """
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
-            return None
+            return
         silos = [silo.name for silo in self._run_context.context.silos]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
         if wrong is not None or not isinstance(payload, Metrics):
             self._refusal = f"version {version}: {wrong}"
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", self._refusal), 0)
             self.unusable.add(version)
-            return None
+            return
         self.pending.remove(version)
         self.unusable.discard(version)
         self._evaluated.add(version)
@@ -171,7 +178,8 @@ class EvaluationRequests:
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)
-        return payload
+        if self.best is not None:
+            self.best.evaluated(version, payload, states[version])
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
         """Prepare requests to the silos of a personalised method to evaluate their personal models locally.

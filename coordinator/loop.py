@@ -33,7 +33,6 @@ from coordinator.events import (
     Switched,
 )
 from coordinator.fault_injection import FaultInjector
-from coordinator.model_selection import BestModel
 from coordinator.outcomes import Outcomes
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
@@ -79,7 +78,6 @@ class Loop:
         status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        best: keeps the best version; None keeps none.
 
     Attributes:
         saving: writes the checkpoints.
@@ -98,7 +96,6 @@ class Loop:
     status: StatusReport
     stop_wanted: Callable[[], bool]
     stop_silos: bool = False
-    best: BestModel | None = None
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
@@ -321,9 +318,7 @@ class Loop:
         header = message.header
         self._note_answer(header)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
-            answer, version = self.evaluation.evaluated(message), header.base_version
-            if answer is not None and self.best is not None:
-                self.best.evaluated(version, answer, self.states[version])
+            self.evaluation.evaluated(message, self.states)
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:

@@ -173,7 +173,7 @@ def run_coordinator(
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        loop.stop_silos, loop.best = arguments.stop_silos, _best_model(run_context, population)
+        loop.stop_silos, loop.evaluation.best = arguments.stop_silos, _best_model(run_context, population)
         _serve_metrics(arguments, loop, closing)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)

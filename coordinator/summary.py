@@ -158,8 +158,8 @@ def _optional_keys(
     split = loop.run_context.scenario.evaluation.split
     if lacking := len(population.prepared.rows(split)) - len(population.evaluated):
         optional["heldout_without_pair"] = lacking
-    if loop.best is not None and loop.best.best is not None:
-        optional["best"] = loop.best.best
+    if (kept := loop.evaluation.best) is not None and kept.best is not None:
+        optional["best"] = kept.best
     if loop.rounds.version < loop.run_context.scenario.rounds:
         optional["stopped_early"] = True
     if traits.public_items is not None:

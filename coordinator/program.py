@@ -23,6 +23,7 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
+from coordinator.model_selection import BestModel
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
 from coordinator.roster import Roster
@@ -38,7 +39,7 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import FederatedProtocol
+from fedmq.federation.protocol import FederatedProtocol, State
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
@@ -180,7 +181,7 @@ def run_coordinator(
             return _ended(log, Phase.STOPPED, None)
         run_context, theta = setting or _resumable(arguments, data, saved, revoked)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        _equip(arguments, loop, closing)
+        _equip(arguments, loop, data, closing)
         phase = loop.run()
         loop.saving.update_counters()
         summary = finish(loop, data, clock, theta, admission) if phase is Phase.DONE else None
@@ -218,9 +219,22 @@ def _roster(
     return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
 
 
-def _equip(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
+def _best_model(run_context: RunContext, data: RunData) -> BestModel | None:
+    """Keeps the best version, if the scenario wants that."""
+    if run_context.scenario.evaluation.keep == "last":
+        return None
+
+    def write(folder: RunFolder, state: State) -> str:
+        into = replace(run_context, folder=folder)
+        more = run_context.protocol.release(state)
+        return release.write_model(into, state.theta, more, data).model_digest
+
+    return BestModel(run_context, write)
+
+
+def _equip(arguments: CoordinatorArguments, loop: Loop, data: RunData, closing: contextlib.ExitStack) -> None:
     """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
-    loop.stop_silos = arguments.stop_silos
+    loop.stop_silos, loop.evaluation.best = arguments.stop_silos, _best_model(loop.run_context, data)
     if arguments.metrics_port is not None:
         closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
 
@@ -429,6 +443,8 @@ def _loop(
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
     evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
+    if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
+        rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
     loop = Loop(
         run_context,
         rounds,

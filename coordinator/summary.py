@@ -185,6 +185,10 @@ def _optional_keys(
         optional["personal_only"] = True
     if data.heldout_without_pair:
         optional["heldout_without_pair"] = data.heldout_without_pair
+    if (kept := loop.evaluation.best) is not None and kept.best is not None:
+        optional["best"] = kept.best
+    if loop.rounds.version < loop.run_context.scenario.rounds:
+        optional["stopped_early"] = True
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional

@@ -437,6 +437,9 @@ class Scenario(Part):
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
         if self.data is None and self.participation.minimum is not None:
             raise ValueError("participation.minimum with partition.kind own, where all silos state their data first")
+        chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
+        if chosen and not self.evaluator:
+            raise ValueError("evaluation.keep best and patience need an evaluator: evaluation.heldout shared or both")
         others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
         if self.data is None and others:
             raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")

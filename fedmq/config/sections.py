@@ -287,6 +287,26 @@ class Evaluation(Part):
         (), description="additional metrics: Python files (./mine.py), or names in the entry point group fedmq.metrics"
     )
 
+    keep: Literal["last", "best"] = Field(
+        "last",
+        description="best: also keep the model with the highest mean R@1 of all evaluated versions, in `best/` of the "
+        "run folder; needs split val",
+    )
+    patience: Count | None = Field(
+        None,
+        description="end the run after this number of evaluations without a higher mean R@1; the rounds wait for each "
+        "evaluation; needs split val and every above 0; null: all rounds are run",
+    )
+
+    @model_validator(mode="after")
+    def _validation_decides(self) -> Evaluation:
+        decides = "keep best" if self.keep == "best" else "patience" if self.patience is not None else None
+        if decides is not None and self.split != "val":
+            raise ValueError(f"evaluation.{decides} needs evaluation.split val: test items must not choose the model")
+        if self.patience is not None and not self.every:
+            raise ValueError("evaluation.patience needs evaluation.every above 0")
+        return self
+
     @model_validator(mode="after")
     def _no_query_finds_itself(self) -> Evaluation:
         if self.within and self.gallery != "database":

@@ -14,7 +14,7 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation.protocol import State
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 
 #: Attempts to write a checkpoint, as a disk may be full for a moment only; after the last the run ends, resumable.
@@ -78,6 +78,7 @@ class Checkpointing:
         """
         self.settled, self._settled_before = after.settled, self.settled
         self.update_counters()
+        self._log.sign(SignedAt.MERGE, version=after.version)
         issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
         rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
         run_context = self._run_context

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
+from coordinator.task_errors import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.fairness import fairness_of, means
@@ -22,7 +23,7 @@ from fedmq.storage.run_folder import append_line
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
-from fedmq.wire.payloads import Error, Metrics, Payload
+from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
@@ -256,9 +257,10 @@ class EvaluationRequests:
             return False
         name, version = header.sender, header.base_version
         payload = message.payloads[0] if message.payloads else None
-        if isinstance(payload, Error):
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=payload.text[:300])
-            self._lacks(name, version, payload.text[:300])
+        if isinstance(payload, Error | Refusal):
+            text = text_of(message)[:300]
+            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._lacks(name, version, text)
         elif self._like is None:  # the evaluator has not answered yet
             self._early[name] = version, payload
         else:

@@ -6,7 +6,6 @@ earliest due reply and waits for exactly that message, so that the run does not 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -34,18 +33,19 @@ from coordinator.events import (
     Switched,
 )
 from coordinator.fault_injection import FaultInjector
+from coordinator.outcomes import Outcomes
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
 from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.task_errors import TaskErrors, text_of
+from coordinator.status_report import StatusReport
+from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, text_of
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import Reply, SiloFacts, State
-from fedmq.runs.status import Status
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
@@ -75,8 +75,9 @@ class Loop:
         fault_injector: determines the outcome of tasks and injects faults.
         due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
         evaluation: requests to the evaluator, and to the silos of methods with personal models.
-        report: called with a :class:`Status` a few times per second.
+        status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
+        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
 
     Attributes:
         saving: writes the checkpoints.
@@ -92,24 +93,25 @@ class Loop:
     fault_injector: FaultInjector
     due: dict[str, float]
     evaluation: EvaluationRequests
-    report: Callable[[Status], None]
+    status: StatusReport
     stop_wanted: Callable[[], bool]
+    stop_silos: bool = False
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
-        self._inbox: dict[tuple[str, int], Message | Failed] = {}
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
         self._absent_since: dict[str, float] = {}
-        self._loss: float | None = None
-        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
-        self._began = self._reported = self._checked = self._caught_up = self.clock.stopwatch()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
+        self._began = self._checked = self._caught_up = self.clock.stopwatch()
+        self._limits = self.status.limits
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
-        for silo, at in self.due.items():
-            if at < math.inf:  # on a wall clock arrival times are unknown
-                self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.pending[silo].sequence)
+        self._outcomes = Outcomes(
+            self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
+        )
+        self._outcomes.schedule_saved(self.rounds.pending)
         now, trace = self.clock.now(), self.run_context.trace
         for name, facts in self._facts.items():
             if not trace.on(name, now):
@@ -132,15 +134,16 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._errors.first) is not None and not self.counters.participations.total():
-                raise RunError(f"no silo could train in any round; the first error was {error}")
+            if not self.counters.participations.total():
+                raise RunError(nothing_merged(self._errors, self.counters, self.rounds.version))
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
-        for name in (*self._facts, EVALUATOR):
-            self.roster.send(name, self.roster.header(name, Kind.STOP))
+        if self.stop_silos or self.rounds.phase is Phase.DONE:
+            for name in (*self._facts, EVALUATOR):
+                self.roster.send(name, self.roster.header(name, Kind.STOP))
         self.roster.note_unlogged()
-        self._report(force=True)
+        self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
 
     def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
@@ -174,7 +177,7 @@ class Loop:
             self.clock.advance_to(max(entry.at, self.clock.now()))
             if entry.kind is EntryKind.SWITCH:
                 self._timeline.next_switch(trace, self.clock.now(), entry.index, entry.silo)
-            event = event_of(entry, self._inbox.get((entry.silo, entry.sequence)), trace)
+            event = event_of(entry, self._outcomes.get(entry.silo, entry.sequence), trace)
             self.counters.events += 1
             note_event(self.log, entry, event, self.rounds.version, self.counters.events)
             self._handle(event, self.counters.events)
@@ -189,7 +192,7 @@ class Loop:
     def _is_ready(self, entry: TimelineEntry) -> bool:
         if not self.clock.virtual:
             return entry.at <= self.clock.now()
-        return entry.kind is not EntryKind.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
+        return entry.kind is not EntryKind.ARRIVAL or self._outcomes.get(entry.silo, entry.sequence) is not None
 
     def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
         """Pass an event to the rounds machine and carry out its actions.
@@ -199,11 +202,12 @@ class Loop:
             number: number of the timeline event that it is, or that caused it.
         """
         if isinstance(event, Failed):
-            self._inbox.pop((event.silo, event.sequence), None)
-            self.due.pop(event.silo, None)
+            self._outcomes.remove(event.silo, event.sequence)
             self.counters.failed += 1
-            if event.reason is FailureReason.ERROR:
-                self._errors.task_failed(event.silo)
+            self.counters.failures[event.reason] += 1
+            self._errors.task_failed(event.silo)
+            if event.reason not in (FailureReason.ERROR, FailureReason.POLICY):
+                self.status.failed(event.silo, f"task {event.sequence}: {event.reason}")
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
             )
@@ -220,9 +224,10 @@ class Loop:
             case Merge():
                 self._merge(action)
             case Discard(silo, sequence, reason, cause=cause):
-                self._inbox.pop((silo, sequence), None)
-                if reason is not DiscardReason.DUPLICATE:
-                    self.due.pop(silo, None)
+                if reason is DiscardReason.DUPLICATE:
+                    self._outcomes.forget(silo, sequence)
+                else:
+                    self._outcomes.remove(silo, sequence)
                 self.counters.discarded[reason] += 1
                 self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, cause=cause)
             case Finish(cause=cause):
@@ -245,7 +250,8 @@ class Loop:
             wait = 0.0
             arrived, lost = self.fault_injector.incoming(*received)
             for failed in lost:
-                self._set_outcome(failed.silo, failed.sequence, failed)
+                self._limits.forget(failed.silo)
+                self._fail(failed)
             for address, frames in arrived:
                 taken = self.roster.take(address, frames)
                 if isinstance(taken, Ready):
@@ -255,13 +261,27 @@ class Loop:
                 elif taken is not None:
                     self._on_message(taken)
 
+    def _note_answer(self, header: Header) -> None:
+        """Note that a silo answered a task, also if its answer is of no use; an overdue silo can be selected again."""
+        number, now = header.reply_to, self.clock.stopwatch()
+        if header.sender in self._facts and number is not None and self._limits.replied(header.sender, number, now):
+            self._join(header.sender)
+
     def _on_unusable(self, unusable: Unusable) -> None:
-        """Fail the task of an unreadable reply; a resend would be unreadable, too."""
+        """Fail the task of an unreadable reply or error; a resend would be unreadable, too."""
         header = unusable.header
+        self._note_answer(header)
         if self.evaluation.unreadable(header):
             return
-        if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
-            self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
+        answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
+        if answers and header.reply_to is not None:
+            self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
+
+    def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
+        """Fail the task of a refused reply."""
+        if self._outcomes.is_open(self.rounds.pending, silo, sequence):
+            self._errors.refused(silo, detail, scripted=self.fault_injector.attacked(silo))
+        self._fail(Failed(silo, sequence, reason))
 
     def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
@@ -270,6 +290,7 @@ class Loop:
             self.roster.drop(name)
             return
         if ready.returned and name != EVALUATOR:
+            self._limits.forget(name)
             self._handle(Lost(name))
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
             self._absent_since.setdefault(name, now)
@@ -283,39 +304,53 @@ class Loop:
         if name in self.evaluation.asked:
             self.evaluation.ask(name)
         self._seen.add(name)
-        if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
-            self.counters.add_seconds("startup", self.clock.stopwatch() - self._began)
+        self._join(name)
+
+    def _join(self, name: str) -> None:
+        """A silo is ready for tasks; the run starts once enough silos are."""
+        gathering = self.rounds.phase is Phase.GATHERING
+        self._limits.forget(name)
         self._handle(Joined(name))
+        if not gathering or self.rounds.phase is Phase.GATHERING:
+            return
+        now = self.clock.stopwatch()
+        if "startup" not in self.counters.seconds:
+            self.counters.add_seconds("startup", now - self._began)
+        for absent in self.rounds.pending.keys() - self.rounds.online:
+            self._absent_since.setdefault(absent, now)
 
     def _on_message(self, message: Message) -> None:
         header = message.header
+        self._note_answer(header)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message)
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             self.counters.add_traffic("up", message.payloads)
+            self.status.received(header.sender, message.payloads)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
                 validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._set_outcome(header.sender, header.reply_to, message)
+                self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
+                self._on_refused(header.sender, header.reply_to, error.reason, str(error))
         elif header.kind is Kind.ERROR:
-            self._on_error(header, text_of(message))
+            self._on_error(message)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _on_error(self, header: Header, text: str) -> None:
-        """Handle a peer's report of an error: of a task, or of the peer itself."""
-        silo, number = header.sender, header.reply_to
+    def _on_error(self, message: Message) -> None:
+        """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
+        silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
+        self.status.failed(silo, text)
         if number is not None and silo in self._facts:
-            if self._is_open(silo, number):
+            if self._outcomes.is_open(self.rounds.pending, silo, number):
                 self._errors.reported(silo, text)
-            self._set_outcome(silo, number, Failed(silo, number, FailureReason.ERROR))
+            self._fail(Failed(silo, number, reason_of(message)))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:
@@ -323,30 +358,9 @@ class Loop:
             self._errors.silo_failed(silo, text)
             self._on_peer_lost(silo)
 
-    def _set_outcome(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
-        """Store the outcome of a pending task; the first one counts. The timeline decides when it is handled.
-
-        Args:
-            silo: the task's silo.
-            sequence: number of the task.
-            outcome: a validated reply, or the failure.
-            after: delay on a wall clock [s]; None for the delay of the scenario's faults.
-        """
-        if not self._is_open(silo, sequence):
-            # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
-            reason = DiscardReason.DUPLICATE
-            self.counters.discarded[reason] += 1
-            self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason)
-            return
-        self._inbox[silo, sequence] = outcome
-        if not self.clock.virtual:
-            at = self.clock.now() + (self.fault_injector.delay(silo) if after is None else after)
-            self._timeline.arrival(at, self._facts[silo].index, silo, sequence)
-
-    def _is_open(self, silo: str, sequence: int) -> bool:
-        """Whether a task is pending and has no outcome yet."""
-        pending_task = self.rounds.pending.get(silo)
-        return pending_task is not None and pending_task.sequence == sequence and (silo, sequence) not in self._inbox
+    def _fail(self, failed: Failed, after: float | None = None) -> None:
+        """Store a failure as the outcome of its task, unless the task has one; ``after`` as for Outcomes.put."""
+        self._outcomes.put(self.rounds.pending, failed.silo, failed.sequence, failed, after)
 
     def _check_peers(self) -> None:
         """Handle silent, lost and absent peers, and report the status."""
@@ -366,13 +380,24 @@ class Loop:
         patience = self.run_context.scenario.aggregation.lost_after
         for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
             self.evaluation.give_up(name)
+        self._fail_overdue()
         for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
                 del self._absent_since[name]
-                number = pending_task.sequence
-                self._set_outcome(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
-        self._report()
+                self._fail(Failed(name, pending_task.sequence, FailureReason.STAYED_AWAY, gone=True))
+        self.status.update(self.rounds, self._seen)
+
+    def _fail_overdue(self) -> None:
+        """Fail the tasks of connected silos that exceeded their limit; these silos are not selected until they reply.
+
+        Time is judged as of the last time the queue was empty: after a long merge replies may be unread.
+        """
+        if self.rounds.phase is not Phase.COLLECTING:
+            return
+        for task in self._limits.exceed(self._caught_up):
+            self._handle(Lost(task.silo))
+            self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True))
 
     def _on_peer_lost(self, name: str) -> None:
         """End a peer's session."""
@@ -380,6 +405,7 @@ class Loop:
         self.log.note(NoteKind.PEER_LOST, peer=name)
         if name in self._facts:
             self._absent_since[name] = self.clock.stopwatch()
+            self._limits.forget(name)
             self._handle(Lost(name))
 
     # -------------------------------------------------------------------------------------------------- to outside
@@ -389,20 +415,15 @@ class Loop:
         outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work, action.cause)
         if not self.run_context.protocol.eligible(silo):
             outcome = replace(outcome, due=outcome.issued_at, fails=FailureReason.NOT_ELIGIBLE, sent=False)
-        if silo.name not in self.due:
-            self.due[silo.name] = math.inf
-            if self.clock.virtual:
-                at = self.run_context.outcome_at(silo.name, outcome)
-                self.due[silo.name] = at
-                self._timeline.arrival(at, silo.index, silo.name, action.sequence)
-        off = self.clock.virtual and not self.run_context.trace.on(silo.name, self.due[silo.name])
+        due = self._outcomes.expect(silo.name, action.sequence, self.run_context.outcome_at(silo.name, outcome))
+        off = self.clock.virtual and not self.run_context.trace.on(silo.name, due)
         if off or not outcome.sent:
             # The task is known to fail, so it is not sent. While silos join or evaluate, none is stopped.
             if self.rounds.phase is Phase.COLLECTING:
                 self.fault_injector.withhold(silo.name, outcome)
-            if (silo.name, action.sequence) not in self._inbox:
+            if self._outcomes.get(silo.name, action.sequence) is None:
                 failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF)
-                self._set_outcome(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
+                self._fail(failed, max(0.0, outcome.due - self.clock.now()))
             return
         self.fault_injector.restart(silo.name)
         if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
@@ -415,6 +436,8 @@ class Loop:
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
             self.counters.add_traffic("down", payloads)
+            self.status.sent(silo.name, payloads)
+            self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     def _merge(self, action: Merge) -> None:
@@ -432,8 +455,7 @@ class Loop:
                 self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, cause=cause)
             self._errors.clear()
         for item in arrived:
-            self._inbox.pop((item.silo, item.sequence))
-            self.due.pop(item.silo, None)
+            self._outcomes.remove(item.silo, item.sequence)
             self.counters.participations[item.silo] += 1
         version = self.rounds.version + 1
         self.states[version] = state
@@ -445,12 +467,14 @@ class Loop:
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
         after = self.rounds.after_merge()
-        self._forget_states(version)
+        # The states that a pending task or evaluation is based on.
+        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
+        self.states = {number: state for number, state in self.states.items() if number in needed}
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
-        self._loss = line.loss
+        self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
-        self.saving.save(after, self.states, self.due, cause)
+        self.saving.save(after, self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version), cause)
 
@@ -463,37 +487,7 @@ class Loop:
         )
 
     def _reply(self, item: Arrived) -> Reply:
-        message = self._inbox[item.silo, item.sequence]
+        message = self._outcomes.get(item.silo, item.sequence)
         assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
         silo = self.run_context.facts_at(item.silo, message.header.base_version)
-        merged = self.counters.participations
-        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, merged)
-
-    def _forget_states(self, version: int) -> None:
-        """Drop the states that no pending task or evaluation is based on."""
-        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
-        self.states = {number: state for number, state in self.states.items() if number in needed}
-
-    # ------------------------------------------------------------------------------------------------------ display
-    def _report(self, *, force: bool = False) -> None:
-        now, machine = self.clock.stopwatch(), self.rounds
-        if not force and now - self._reported < _POLL_SECONDS:
-            return
-        self._reported = now
-        self.report(
-            Status(
-                phase=machine.phase.value,
-                round=machine.version,
-                rounds=self.run_context.scenario.rounds,
-                training=len(machine.pending),
-                missing=tuple(name for name in (*self._facts, EVALUATOR) if not self.roster.online(name)),
-                refused=(dict(self.roster.refused), self.roster.refusal),
-                online=sum(self.roster.online(name) for name in self._facts),
-                lost=sum(not self.roster.online(name) for name in self._seen),
-                loss=self._loss,
-                metrics=self.evaluation.metrics,
-                bytes=self.counters.up.total() + self.counters.down.total(),
-                now=self.clock.now(),
-                elapsed=now - self._began,
-            )
-        )
+        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, self.counters.participations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,10 +31,12 @@ class Unusable:
     Args:
         header: header of the message.
         reason: why it was refused.
+        detail: the same, as one line for a reader.
     """
 
     header: Header
     reason: str
+    detail: str
 
 
 class Peers(Protocol):
@@ -89,6 +91,9 @@ class Peers(Protocol):
 
     def silent(self, seconds: float, at: float) -> list[str]:
         """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]; empty where there are no heartbeats."""
 
     def drop(self, name: str) -> bool:
         """Remove a peer until it is ready again; returns whether it was online."""

@@ -118,6 +118,8 @@ class RoundsPlan:
         patience: time that a merge waits for more replies [s]; None waits for all.
         max_staleness: replies with a higher staleness are discarded; None accepts all.
         first_round_selects_all: sync: the first round selects all eligible silos (pFedMMA).
+        minimum: number of joined silos at which the run starts; the others are selected once they have joined. None
+            waits for all silos.
     """
 
     seed: int
@@ -133,6 +135,7 @@ class RoundsPlan:
     patience: float | None = None
     max_staleness: int | None = None
     first_round_selects_all: bool = False
+    minimum: int | None = None
 
     def __post_init__(self) -> None:
         if not self.eligible:
@@ -270,9 +273,21 @@ class Rounds:
             if pending_task is None
             else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
         )
-        complete = joined.phase is Phase.GATHERING and set(joined.plan.silos) <= joined.online | joined.gone
-        after, actions = joined._begin_round() if complete else joined._select()
+        if joined.phase is not Phase.GATHERING or not joined._enough_silos:
+            after, actions = joined._select()
+            return after, resend + actions
+        # Silos that are not needed to start are not selected until they join.
+        absent = frozenset(joined.plan.silos) - joined.online
+        after, actions = replace(joined, gone=joined.gone | absent)._begin_round()
         return after, resend + actions
+
+    @property
+    def _enough_silos(self) -> bool:
+        """Whether enough silos have joined to start or resume."""
+        plan = self.plan
+        if set(plan.silos) <= self.online | self.gone:
+            return True
+        return plan.minimum is not None and len(self.online.intersection(plan.eligible)) >= plan.minimum
 
     def _cleared(self) -> Rounds:
         """The machine without the fields of the present version."""

@@ -83,6 +83,7 @@ class RunContext:
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
             first_round_selects_all=self.traits.first_round_selects_all,
+            minimum=participation.minimum,
         )
 
     @cached_property
@@ -103,7 +104,7 @@ class RunContext:
             round_: number of the round.
             settled: number of the silo's last durably settled task; it may delete older personal states.
         """
-        rate = self.scenario.training.rate_at(round_, self.scenario.rounds)
+        rate = self.scenario.training.rate_at(round_, self.scenario.schedule_rounds)
         return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=settled, learning_rate=rate)
 
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:

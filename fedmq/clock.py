@@ -8,7 +8,7 @@ lines and the duration of commands read the machine's clock directly.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -32,8 +32,12 @@ class Clock(Protocol):
         """Real monotonic time [s], for reports and liveness."""
         ...
 
-    def utc(self) -> str:
-        """Real date and time, ISO 8601 with milliseconds, for logs."""
+    def utc(self, at: float | None = None) -> str:
+        """Real date and time, ISO 8601 with milliseconds, for logs.
+
+        Args:
+            at: a time of the stopwatch [s]; None for now.
+        """
         ...
 
     def pause(self, seconds: float) -> None:
@@ -48,8 +52,9 @@ class _RealTime:
     def stopwatch(self) -> float:
         return time.monotonic()
 
-    def utc(self) -> str:
-        return datetime.now(UTC).isoformat(timespec="milliseconds")
+    def utc(self, at: float | None = None) -> str:
+        past = 0.0 if at is None else time.monotonic() - at
+        return (datetime.now(UTC) - timedelta(seconds=past)).isoformat(timespec="milliseconds")
 
 
 class VirtualClock(_RealTime):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedmq.wire.log_records import GENESIS, MessageRecord, RefusedRecord, canonical, chain, sealed
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedmq.wire.log_records import (
+    GENESIS,
+    MessageRecord,
+    RefusedRecord,
+    canonical,
+    chain,
+    sealed,
+    signed_statement,
+)
 from fedmq.wire.messages import Header, Kind, Reason
 
 
@@ -79,3 +89,46 @@ def message_record(
         bytes=frames,
         tag="0" * 32,
     )
+
+
+def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
+    """Write the logs of some processes anew, with the chains, heads and signatures that their keys allow.
+
+    A received message gets its sender's new head if the sender's log is rewritten as well, so that a forger with all
+    keys leaves no trace.
+
+    Args:
+        run: the run folder, whose logs were changed.
+        keys: private keys by process; they also replace the keys in the records of starts. None leaves the key and the
+            signatures of a process as they are.
+    """
+    todo = {process: [json.loads(line) for line in lines(run, process)] for process in keys}
+    done: dict[str, list[str]] = {process: [] for process in keys}
+    heads, names, sent = dict.fromkeys(keys, GENESIS), dict[str, str](), dict[tuple[str, str, int], str]()
+    publics = {process: key.public_key().public_bytes_raw().hex() for process, key in keys.items() if key}
+    while any(todo.values()):
+        before = sum(map(len, todo.values()))
+        for process, records in todo.items():
+            while records:
+                record = records[0]
+                frame = (str(record.get("sender")), str(record.get("session")), int(record.get("counter", 0)))
+                if record["action"] == "received" and record.get("sender") in keys and "head" in record:
+                    if frame not in sent:
+                        break  # its sender's log has to be rewritten up to there first
+                    record["head"] = sent[frame]
+                if record["action"] == "sent" and "head" in record:
+                    record["head"] = sent[frame] = heads[process]
+                if record["action"] == "start":
+                    names[process], record["key"] = record["run"], publics.get(process, record["key"])
+                    record["peers"] = {name: publics.get(name, key) for name, key in record["peers"].items()}
+                record |= {"n": len(done[process]), "previous": heads[process]}
+                if record["action"] == "signed" and (key := keys[process]) is not None:
+                    statement = signed_statement(names[process], process, record["n"], heads[process])
+                    record["signature"] = key.sign(statement).hex()
+                del record["hash"]
+                record["hash"] = heads[process] = chain(heads[process], record)
+                done[process].append(canonical(record).decode())
+                records.pop(0)
+        assert sum(map(len, todo.values())) < before, "a message was received before it was sent"
+    for process, content in done.items():
+        rewrite(run, process, content)

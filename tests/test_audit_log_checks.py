@@ -17,11 +17,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coordinator import roster
-from fedmq.audit import log_checks as audits
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import terminal
+from fedmq.audit.verdict import Evidence, verdict
+from fedmq.cli.audit_output import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
@@ -208,10 +207,6 @@ def test_a_sender_field_in_a_record_that_has_none_is_ignored(run: Path) -> None:
     assert not audit_run(run).findings
 
 
-def test_the_audit_and_the_coordinator_name_unknown_peers_alike() -> None:
-    assert audits._UNKNOWN == roster._UNKNOWN
-
-
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="run folder"):
         audit_run(tmp_path)
@@ -371,7 +366,7 @@ def test_the_audit_reports_logs_that_are_being_written(run: Path, capsys: pytest
         audit = audit_run(run)
     assert audit.written == ("silo-00",)
     assert audit_run(run).written == ()
-    terminal.print_audit(audit, Console())
+    print_audit(audit, verdict(audit, Evidence()), Console())
     assert "silo-00: still being written" in capsys.readouterr().out
 
 
@@ -443,7 +438,8 @@ def test_escape_sequences_in_a_log_do_not_reach_the_auditors_terminal(run: Path)
     forge(run, "coordinator", lambda each: {**each, "peer": "z\x1b]0;t\x07"} if each["action"] == "refused" else each)
     (run / "messages" / "silo-00.jsonl").rename(run / "messages" / "silo\x1b[31m.jsonl")
     console = Console(record=True, width=200)
-    terminal.print_audit(audit_run(run), console)
+    audit = audit_run(run)
+    print_audit(audit, verdict(audit, Evidence()), console)
     policy.show(held(run, "up: {kinds: [loss]}"), console)
     shown = console.export_text()
     assert "x?[2Jy" in shown

@@ -144,7 +144,12 @@ def test_a_silo_without_a_log_here_is_checked_by_the_log_of_the_other_end(run: P
         ("up: {bytes_in_all: -1}", "up.bytes_in_all", -1, "greater than or equal to 0"),
         ("upwards: {}", "upwards", "upwards", "one of up, down, evaluator, silos, peers"),
         ("silos: {silo-1: {kinds: []}}", "silos.silo-1.kinds", "kinds", "one of up, down"),
-        ("evaluator: {up: {kind: []}}", "evaluator.up.kind", "kind", "one of kinds, bytes_per_payload, bytes_per_m"),
+        (
+            "evaluator: {up: {kind: []}}",
+            "evaluator.up.kind",
+            "kind",
+            "one of kinds, fields, bytes_per_payload, bytes_per_m",
+        ),
         ("silos: {Silo 1: {}}", "silos.Silo 1", "Silo 1", "match"),
         ("silos: {evaluator: {up: {kinds: []}}}", "silos", "evaluator", "names of silos"),
         ("up: 3", "up", 3, "a mapping"),
@@ -172,7 +177,7 @@ def test_an_invalid_policy_is_refused_with_one_line(
 MESSAGES = st.lists(
     st.tuples(
         st.sampled_from(["silo-00", "silo-01"]),
-        st.lists(st.tuples(st.sampled_from(sorted(PAYLOADS)), st.integers(0, 99)), max_size=4),
+        st.lists(st.tuples(st.sampled_from(sorted(PAYLOADS.keys() - {"refusal"})), st.integers(0, 99)), max_size=4),
         st.integers(1, 999),
     ),
     min_size=1,
@@ -190,7 +195,9 @@ def test_any_policy_stricter_than_the_tightest_compliant_one_is_broken(
         contents = [(kind, size, kind) for kind, size in payloads]
         record = message_record(silo, *contents, counter=number, frames=size)
         audit.messages.append((f"{silo}.jsonl:{number}", record))
-    sums = [sum(size for silo, _, size in messages if silo == name) for name in ("silo-00", "silo-01")]
+    sums = [
+        sum(size for silo, payloads, size in messages if silo == name and payloads) for name in ("silo-00", "silo-01")
+    ]
     every = [payload for _, payloads, _ in messages for payload in payloads]
     rule = {
         "kinds": sorted({kind for kind, _ in every}),
@@ -204,8 +211,8 @@ def test_any_policy_stricter_than_the_tightest_compliant_one_is_broken(
 
     assert breaches(**rule) == 0
     assert breaches(bytes_per_message=rule["bytes_per_message"] - 1) >= 1
-    assert breaches(bytes_in_all=rule["bytes_in_all"] - 1) == sums.count(max(sums))
     if every:
+        assert breaches(bytes_in_all=rule["bytes_in_all"] - 1) == sums.count(max(sums))
         kind = data.draw(st.sampled_from(rule["kinds"]))
         assert breaches(kinds=[each for each in rule["kinds"] if each != kind]) == sum(
             each == kind for each, _ in every

@@ -19,8 +19,9 @@ from safetensors.numpy import load_file, save_file
 from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
+from fedmq.audit.verdict import Evidence, verdict
 from fedmq.cli import main as cli
-from fedmq.cli import terminal
+from fedmq.cli.audit_output import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name
@@ -137,15 +138,16 @@ def test_an_unfinished_run_has_no_findings(run: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert any("there is no summary.json" in what for _, what in found(run))
     content = lines(run, "coordinator")
-    rewrite(run, "coordinator", content[:-2])  # killed before it logged its release
+    rewrite(run, "coordinator", content[:-3])  # killed before it logged its release
     assert found(run) == []
-    assert '"released"' in content[-2]
-    assert '"ended"' in content[-1]
+    assert '"released"' in content[-3]
+    assert '"ended"' in content[-2]
+    assert '"signed"' in content[-1]
 
 
 def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-2])  # without its last note and the signature of that
     assert found(run) == []
 
 
@@ -179,7 +181,10 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     flat = {"model_digest": own["model_digest"], **own["released_with"]}
     forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
     findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
-    assert findings == [f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")]
+    assert findings == [
+        *(f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")),
+        "the log up to here is not what coordinator signed",
+    ]
 
 
 def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
@@ -342,7 +347,7 @@ def test_a_line_that_is_not_an_object_is_named(run: Path) -> None:
 
 def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").unlink()
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # without its last note, that the run has ended
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-2])  # without its last note, that the run has ended
     negate_arrays(run / "model" / "model.safetensors")
     assert places(run) == {"model/model.safetensors"}
     rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of its release
@@ -354,7 +359,7 @@ def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytes
     assert places(run) == {"metrics.jsonl"}
     audit = audit_run(run)
     assert not audit.finished and audit.to_plain()["finished"] is False
-    terminal.print_audit(audit, Console())
+    print_audit(audit, verdict(audit, Evidence()), Console())
     assert "the run has not finished" in capsys.readouterr().out
 
 

@@ -92,7 +92,8 @@ def test_bad_input_prints_one_line_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["scenario"], "Missing argument 'FILE'; see fedmq scenario --help"),
+        (["scenario"], "FILE: found 'no scenario', allowed: a scenario (YAML), or --resume RUN"),
+        (["evaluator"], "Missing argument 'FILE'; see fedmq evaluator --help"),
         (["scenaro", "x.yaml"], "No such command 'scenaro'"),
         (["scenario", "x.yaml", "--sed", "1"], "No such option: --sed"),
         (["scenario", "x.yaml", "--seed", "abc"], "--seed: found 'abc', allowed: "),
@@ -173,22 +174,22 @@ def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = ("coordinator", tiny, "--keys", tmp_path)
-    assert fedmq(monkeypatch, *coordinator, "--resume") == 2
-    assert "--out DIR" in capfd.readouterr().err
     other = tmp_path / "other"
-    assert fedmq(monkeypatch, *coordinator, "--resume", "--out", other) == 2
+    assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
+    assert fedmq(monkeypatch, *coordinator, "--resume", other, "--out", other) == 2
+    assert "no --out with --resume RUN" in capfd.readouterr().err
     other.mkdir()
     written = tiny.read_text().replace("rounds: 4", "rounds: 5")
     (other / "scenario.yaml").write_text(written)
-    for more in ((), ("--resume",)):
+    for option in ("--out", "--resume"):
         capfd.readouterr()
-        assert fedmq(monkeypatch, *coordinator, "--out", other, *more) == 2
+        assert fedmq(monkeypatch, *coordinator, option, other) == 2
         assert "rounds is 5, here 4" in capfd.readouterr().err
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
     (other / "summary.json").write_text("{}")
-    assert fedmq(monkeypatch, *coordinator, "--out", other, "--resume") == 2
+    assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
     assert "a finished run" in capfd.readouterr().err
 
 

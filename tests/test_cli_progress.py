@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,18 @@ def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
         )
     )
     assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x?" in screen.getvalue()
+
+
+def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
+    base = Status("collecting", 3, 4, 4, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0)
+    slow = (("silo-02", 95.4, 120.0), ("silo-01", 31.0, None))
+    assert terminal.waited_for(base) == ""
+    named = "silo-02, training for 95 s (limit 120 s); silo-01, training for 31 s"
+    shown = terminal.waited_for(replace(base, slow=slow, overdue=("silo-00",)))
+    assert shown == f"{named}; no reply from silo-00 within the limit"
+    gathering = replace(base, phase="gathering", missing=("silo-03",), online=1, minimum=2)
+    assert terminal.waited_for(gathering) == "silo-03; starts with 2 silos, joined: 1"
+    screen = io.StringIO()
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        show(replace(base, slow=slow[:1]))
+    assert "waiting for silo-02, training for 95 s (limit 120 s)" in screen.getvalue()

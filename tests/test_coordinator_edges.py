@@ -156,7 +156,7 @@ def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(
 
 
 def test_errors_before_a_merge_with_a_reply_are_cleared() -> None:
-    errors = TaskErrors({})
+    errors = TaskErrors({}, {})
     errors.reported("silo-00", "no")
     errors.task_failed("silo-00")
     assert errors.first == "silo-00: no"
@@ -229,12 +229,12 @@ def test_a_leave_fault_stops_the_process_only_while_replies_are_collected(tmp_pa
             samples=(1,),
             protocol=types.SimpleNamespace(eligible=lambda silo: True),
             trace=Trace(),
+            outcome_at=lambda name, outcome: outcome.due,
         ),
         rounds=types.SimpleNamespace(phase=phase),
         clock=clock,
-        due={"silo-00": 5.0},
-        _inbox={},
-        _set_outcome=lambda silo, sequence, outcome, wait: failed.append(outcome),
+        _outcomes=types.SimpleNamespace(expect=lambda *_: 5.0, get=lambda *_: None),
+        _fail=lambda outcome, after: failed.append(outcome),
     )
     Loop._send(loop, Send("silo-00", 1, 0, 0))
     assert [each.reason for each in failed] == ["away"], "the task fails in either case"

@@ -61,7 +61,7 @@ def describe(spec: Field) -> str:
             return f"number{bounds}{', or nil' if spec.nullable else ''}"
         case Word():
             named = {fields.DIGEST: "digest", fields.NAME: "name"}
-            return named.get(spec.pattern) or "`image`, `text` or `both`"
+            return named.get(spec.pattern) or words(spec.pattern)
         case Text():
             return f"str, at most {spec.longest} bytes"
         case Names():
@@ -70,6 +70,12 @@ def describe(spec: Field) -> str:
             return f"map of at most {spec.most} metric names to numbers"
         case NumbersByName():
             return f"map of at most {spec.most} names to such maps"
+
+
+def words(pattern: re.Pattern[str]) -> str:
+    """The words that a pattern lists, as documented."""
+    *others, last = (f"`{word}`" for word in pattern.pattern.split("|"))
+    return f"{', '.join(others)} or {last}" if len(others) < 6 else "a payload kind above, `reply` or `heartbeat`"
 
 
 def power(high: int) -> str:
@@ -92,9 +98,9 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     described = rows(section("Messages"))
     assert list(described) == [kind.value for kind in Kind]
     words = {
-        "any but error": frozenset(PAYLOADS) - {"error"},
+        "any but error and refusal": frozenset(PAYLOADS) - {"error", "refusal"},
         "metrics or none": frozenset({"metrics"}),
-        "exactly one error": frozenset({"error"}),
+        "exactly one error or refusal": frozenset({"error", "refusal"}),
     }
     for kind in Kind:
         said = described[kind.value][2]
@@ -136,7 +142,7 @@ def test_the_handshakes_fields_and_lengths_are_documented() -> None:
 def test_every_label_of_the_handshake_is_documented() -> None:
     text = section("The handshake")
     labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
-    assert len(labels) == 6
+    assert len(labels) == 7
     assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
 
 

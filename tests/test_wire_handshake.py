@@ -128,18 +128,18 @@ def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(handshake, "WIRE_VERSIONS", (7,))
         hello, _ = exchange.hello()
-    with pytest.raises(RemoteWireError, match="wire version 7, supported here: 1") as caught:
+    with pytest.raises(RemoteWireError, match="wire version 7, supported here: 1, 2") as caught:
         exchange.welcome(hello)
     assert caught.value.reason == "wire_version"
 
 
 def test_a_peer_with_more_versions_agrees_on_a_common_one(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3))
+        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3, 4))
         hello, initiated = exchange.hello()
     welcome, responded = exchange.welcome(hello)
     ready, silo = exchange.ready(initiated, welcome)
-    assert silo.wire_version == 1
+    assert silo.wire_version == 2
     assert_works(silo, confirm(responded, ready))
 
 

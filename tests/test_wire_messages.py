@@ -55,10 +55,11 @@ def floats(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def test_there_are_exactly_the_sixteen_payload_kinds() -> None:
+def test_there_are_exactly_these_payload_kinds() -> None:
     assert set(PAYLOADS) == {
         "model", "delta", "partial_delta", "modality_prototypes", "class_prototypes", "memory", "router_statistics",
         "geometry", "loss", "map", "label_count", "representations", "discriminator_delta", "share", "metrics", "error",
+        "refusal",
     }  # fmt: skip
 
 

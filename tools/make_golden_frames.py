@@ -1,4 +1,4 @@
-"""Write the golden frames in tests/frames/: messages of wire version 1, byte by byte, with fixed keys.
+"""Write the golden frames in tests/frames/: messages of every wire version, byte by byte, with fixed keys.
 
     python tools/make_golden_frames.py
 
@@ -9,6 +9,7 @@ files. Each file is JSON with bytes in hexadecimal.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import Ephemeral, complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Header, Kind, Message, TaskInfo
+from fedmq.wire.messages import WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
@@ -37,6 +38,7 @@ from fedmq.wire.payloads import (
     Model,
     PartialDelta,
     Payload,
+    Refusal,
     Representations,
     RouterStatistics,
     SecretShare,
@@ -46,13 +48,22 @@ from fedmq.wire.sealed_sessions import Session, seal_message
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"
 SESSION = bytes(range(16))
+HEAD = bytes(range(64, 96))
 UP_KEY = bytes(range(32))
 DOWN_KEY = bytes(range(32, 64))
 LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "float32"), ("logit_scale", (), "float32")])
 
 
-def golden_messages() -> dict[str, Message]:
-    """All message kinds after the handshake and all payload kinds, by file name."""
+def golden_messages(wire_version: int) -> dict[str, Message]:
+    """All message kinds after the handshake and all payload kinds of a wire version, by file name."""
+    messages = _messages()
+    if wire_version == 1:
+        return messages
+    messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
+    return {name: replace(message, head=HEAD) for name, message in messages.items()}
+
+
+def _messages() -> dict[str, Message]:
     floats = np.arange(9, dtype=np.float32) / 8
     counts = np.array([3, 0], np.int64)
     rows = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
@@ -111,11 +122,19 @@ def down(kind: Kind) -> Header:
     )
 
 
-def golden_session(name: str) -> Session:
+def golden_session(name: str, wire_version: int) -> Session:
     """One end of the session with the fixed keys; ``name`` is ``silo-00`` or ``coordinator``."""
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
-    return Session(run=RUN, name=name, peer=peer, session=SESSION, send_key=keys[0], receive_key=keys[1])
+    return Session(
+        run=RUN,
+        name=name,
+        peer=peer,
+        session=SESSION,
+        send_key=keys[0],
+        receive_key=keys[1],
+        wire_version=wire_version,
+    )
 
 
 def golden_identity(name: str, seed: int) -> Identity:
@@ -140,6 +159,7 @@ def describe(message: Message) -> dict[str, Any]:
         ],
         "task": None if message.task is None else vars(message.task),
         "layout": None if message.layout is None else message.layout.to_plain(),
+        **({} if message.head is None else {"head": message.head.hex()}),
     }
 
 
@@ -157,31 +177,31 @@ def plain(value: Any) -> Any:
             return value
 
 
-def sealed_entry(message: Message) -> dict[str, Any]:
-    session = golden_session(message.header.sender)
+def sealed_entry(message: Message, wire_version: int) -> dict[str, Any]:
+    session = golden_session(message.header.sender, wire_version)
     sealed = seal_message(session, message)
     return {
         "wire_version": sealed.header.wire_version,
         "key": (UP_KEY if message.header.sender == "silo-00" else DOWN_KEY).hex(),
         "clear": bytes(sealed.frames[0]).hex(),
-        "body": b"".join(encode_body(message)).hex(),
+        "body": b"".join(encode_body(message, wire_version)).hex(),
         "sealed": bytes(sealed.frames[1]).hex(),
         "tag": sealed.tag,
-        "message": describe(Message(sealed.header, message.payloads, message.task, message.layout)),
+        "message": describe(replace(message, header=sealed.header)),
     }
 
 
-def handshake_entry() -> dict[str, Any]:
+def handshake_entry(wire_version: int) -> dict[str, Any]:
     """A complete handshake; all but the welcome is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}
-    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10))
+    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10), WIRE_VERSIONS[:wire_version])
     welcome, responded = respond(coordinator, keys, RUN, hello, 2.0, ephemeral=golden_ephemeral(20))
     ready, session = complete(initiated, keys, welcome, 3.0)
     confirm(responded, ready)
     first = seal_message(session, Message(up(Kind.HEARTBEAT)))
     return {
-        "wire_version": 1,
+        "wire_version": wire_version,
         "hello": [frame.hex() for frame in hello],
         "welcome": [frame.hex() for frame in welcome],
         "ready": [bytes(frame).hex() for frame in ready],
@@ -192,8 +212,12 @@ def handshake_entry() -> dict[str, Any]:
 
 def main() -> None:
     FRAMES.mkdir(exist_ok=True)
-    entries = {f"v1-{name}": sealed_entry(message) for name, message in golden_messages().items()}
-    entries["v1-handshake"] = handshake_entry()
+    entries = {
+        f"v{version}-{name}": sealed_entry(message, version)
+        for version in WIRE_VERSIONS
+        for name, message in golden_messages(version).items()
+    }
+    entries[f"v{WIRE_VERSION}-handshake"] = handshake_entry(WIRE_VERSION)
     for name, entry in entries.items():
         path = FRAMES / f"{name}.json"
         if not path.exists():

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
+from fedmq.audit.signature_checks import SignatureChecks, SignedLog
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.run_folder import RunFolder
@@ -29,13 +32,14 @@ from fedmq.wire.log_records import (
     NoteKind,
     NoteRecord,
     RefusedRecord,
+    SignatureRecord,
+    StartRecord,
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
+from fedmq.wire.refusals import UNKNOWN
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
-#: Peer name in the record of a refused frame that belongs to no session. The layer order forbids importing it.
-_UNKNOWN = "unknown"
 
 
 # ------------------------------------------------------------------------------------------------------ the audit
@@ -60,6 +64,7 @@ class Audit:
         findings: discrepancies; empty if the logs are consistent in themselves and with each other.
         records: number of records read, by process.
         left: payload tensors that each process sent [bytes], by kind.
+        sent: number of payloads that each process sent, by kind.
         frames: all frames that each process sent [bytes].
         refused: number of refused frames, by process and reason.
         inline: the silos ran inside the coordinator and exchanged no messages, so there is nothing to check.
@@ -69,11 +74,13 @@ class Audit:
         finished: the run has a summary, so that its release and its final evaluation are checked, too.
         written: processes that are writing their logs now; messages sent while the logs are read one by one may show
             as discrepancies.
+        signatures: of each log, by process.
     """
 
     findings: list[Finding] = field(default_factory=list)
     records: Counter[str] = field(default_factory=Counter)
     left: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    sent: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     frames: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     undelivered: int = 0
@@ -81,6 +88,7 @@ class Audit:
     messages: list[tuple[str, MessageRecord]] = field(default_factory=list)
     finished: bool = False
     written: tuple[str, ...] = ()
+    signatures: dict[str, SignedLog] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
@@ -91,6 +99,7 @@ class Audit:
             "findings": [{"place": f.place, "what": f.what} for f in self.findings],
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
+            "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
             "frames": dict(sorted(self.frames.items())),
             "refused": {name: dict(sorted(reasons.items())) for name, reasons in sorted(self.refused.items())},
             "undelivered": self.undelivered,
@@ -98,7 +107,7 @@ class Audit:
 
 
 #: Fields, in addition to the header, that both ends of a message must log identically.
-_COMPARED = ("payloads", "digests", "bytes", "tag")
+_COMPARED = ("payloads", "digests", "bytes", "tag", "head")
 #: Place and record of each logged frame.
 _Frames = dict[Frame, tuple[str, MessageRecord]]
 
@@ -115,6 +124,7 @@ class _Logs:
         inline: processes whose logs note that nothing was sent, with the place of that note.
         exchanged: whether any log has a message or a handshake.
         course: facts to compare with the rest of the run folder.
+        signed: signatures, and what processes declared at their starts.
     """
 
     sent: _Frames = field(default_factory=dict)
@@ -124,14 +134,17 @@ class _Logs:
     inline: list[tuple[str, str]] = field(default_factory=list)
     exchanged: bool = False
     course: LoggedRun = field(default_factory=LoggedRun)
+    signed: SignatureChecks = field(default_factory=SignatureChecks)
 
 
-def audit_run(folder: Path) -> Audit:
+def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = None) -> Audit:
     """Check every message log of a run folder: its hash chain, sent against received messages, and both against the
     other files of the folder.
 
     Args:
         folder: the run folder.
+        accepted: the processes' public keys by name, if the auditor has them; otherwise signatures are checked with the
+            keys that the logs declare.
 
     Raises:
         InputError: the folder holds no message logs.
@@ -155,6 +168,10 @@ def audit_run(folder: Path) -> Audit:
         _compare_ends(found, {path.stem for path in logs}, result)
     discrepancies = check_run_folder(RunFolder(folder), files, found.course, found.named, inline=result.inline)
     result.findings += [Finding(*each) for each in discrepancies]
+    result.signatures, released = found.signed.logs, found.course.released
+    data = None if released is None else released[1].facts.get("data_digest")
+    scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
+    result.findings += [Finding(*each) for each in found.signed.compare(scenario, data, accepted, finished=ended)]
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
@@ -196,8 +213,8 @@ def _others(record: LogRecord) -> tuple[str, ...]:
         case HandshakeRecord():
             return (record.peer,)
         case RefusedRecord():
-            return () if record.peer == _UNKNOWN else (record.peer,)
-        case NoteRecord() | EventRecord():
+            return () if record.peer == UNKNOWN else (record.peer,)
+        case NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
             return ()
 
 
@@ -236,14 +253,14 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
                 elif counter < expected and action == "received":
                     result.findings.append(Finding(place, f"message {counter} of a session after {expected - 1}"))
                 counters[session] = max(expected, counter + 1)
-            case HandshakeRecord() | NoteRecord() | EventRecord():
+            case HandshakeRecord() | NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
                 pass
         yield place, record
 
 
 def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
     """The records of a log with their places, after checking the hash chain."""
-    head, count = GENESIS, 0
+    head, count, wall = GENESIS, 0, ""
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
         if record is None:
@@ -255,6 +272,9 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
             )
         elif not record.intact:
             result.findings.append(Finding(place, "was changed after it was written"))
+        if record.wall < wall:
+            result.findings.append(Finding(place, f"its time, {record.wall}, is before that of the record before it"))
+        wall = record.wall
         head, count = record.hash, record.n + 1
         result.records[path.stem] += 1
         yield place, record
@@ -265,6 +285,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, found: 
     for name in _others(record):
         found.named.setdefault(name, place)
     found.course.take(process, place, record)
+    found.signed.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1
@@ -283,7 +304,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, found: 
             if record.action == "sent":
                 result.frames[process] += record.bytes
             _collect_message(process, place, record, result, found)
-        case EventRecord():
+        case EventRecord() | StartRecord() | SignatureRecord():
             pass
 
 
@@ -305,6 +326,7 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
     if record.action == "sent":
         for kind, size in record.payloads:
             result.left[process][kind] += size
+            result.sent[process][kind] += 1
         if process != header.sender:
             result.findings.append(Finding(place, f"{process} logged sending in the name of {header.sender}"))
     elif process != header.receiver:

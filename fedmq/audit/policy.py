@@ -7,12 +7,12 @@ tensors, and bytes of all its frames. The rest of a payload (numbers, names, tex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.markup import escape
 
@@ -24,7 +24,7 @@ from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.payloads import PAYLOADS
+from fedmq.wire.payloads import PAYLOADS, Refusal, WithheldBy
 
 Way = Literal["up", "down"]
 _ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/howto/audit.md describes it"
@@ -45,6 +45,10 @@ class Rule(Part):
     """Limits of the messages that a silo sends, or receives; a key that is left out or null limits nothing."""
 
     kinds: list[_Kind] | None = Field(None, description="payload kinds that may pass")
+    fields: dict[_Kind, list[str]] | None = Field(
+        None,
+        description="fields that may have a value, by payload kind; only a silo can check it, before it sends",
+    )
     bytes_per_payload: dict[_Kind, _Bytes] | None = Field(
         None, description="largest size of a payload's tensors, by payload kind"
     )
@@ -53,7 +57,17 @@ class Rule(Part):
         None,
         description="replaces bytes_per_message for messages with a payload of a kind; of several the largest applies",
     )
-    bytes_in_all: _Bytes | None = Field(None, description="largest total size of one silo's frames over the run")
+    bytes_in_all: _Bytes | None = Field(
+        None, description="largest total size over the run of one silo's messages that have payloads, refusals aside"
+    )
+
+    @model_validator(mode="after")
+    def _fields_exist(self) -> Rule:
+        for kind, names in (self.fields or {}).items():
+            declared = PAYLOADS[kind].FIELDS
+            if unknown := [name for name in names if name not in declared]:
+                raise ValueError(f"{kind} has no field {unknown[0]}, only {', '.join(declared)}")
+        return self
 
 
 class Ways(Part):
@@ -233,7 +247,7 @@ def check_policy(audit: Audit, policy: Policy, file: Path) -> PolicyResult:
             checked.add(key)
             breaches += _broken(place, record, process, way, rule, places)
             before = sums[process, way]
-            sums[process, way] += record.bytes if first else 0
+            sums[process, way] += record.bytes if first and counts_in_all(record.payloads) else 0
             most = rule.bytes_in_all
             if most is not None and before <= most < sums[process, way]:
                 text = f"{places['bytes_in_all']} allows {most:,}, which this message exceeds"
@@ -262,22 +276,44 @@ def _broken(
     place: str, record: MessageRecord, process: str, way: Way, rule: Rule, places: dict[str, str]
 ) -> Iterator[Breach]:
     """The breaches of one message against the rule of one of its ends."""
-    for kind, size in record.payloads:
-        if rule.kinds is not None and kind not in rule.kinds:
+    for _, kind, size, text in broken_limits(record.payloads, record.bytes, rule, places):
+        yield Breach(place, process, way, record.header.kind, kind, size, text)
+
+
+def counts_in_all(payloads: Sequence[tuple[str, int]]) -> bool:
+    """Whether a message with these payloads (kind, bytes) counts in ``bytes_in_all``."""
+    return any(kind != Refusal.KIND for kind, _ in payloads)
+
+
+def broken_limits(
+    payloads: Sequence[tuple[str, int]], size: int, rule: Rule, places: Mapping[str, str]
+) -> Iterator[tuple[WithheldBy, str | None, int, str]]:
+    """The limits that a message breaks.
+
+    Args:
+        payloads: kind and bytes of tensors of each.
+        size: of all its frames [bytes].
+        rule: the limits.
+        places: of the rule's keys in the policy file.
+
+    Yields:
+        The broken limit, the kind of payload (None for the message as a whole), bytes, and what is allowed.
+    """
+    for kind, bytes_ in payloads:
+        # A refusal says that a policy was kept, in two fixed words.
+        if rule.kinds is not None and kind not in rule.kinds and kind != Refusal.KIND:
             text = f"{places['kinds']} allows {', '.join(rule.kinds) or 'nothing'}"
-            yield Breach(place, process, way, record.header.kind, kind, size, text)
+            yield WithheldBy.KINDS, kind, bytes_, text
         most = (rule.bytes_per_payload or {}).get(kind)
-        if most is not None and size > most:
-            text = f"{places['bytes_per_payload']}.{kind} allows {most:,}"
-            yield Breach(place, process, way, record.header.kind, kind, size, text)
-    most, place_ = rule.bytes_per_message, places["bytes_per_message"]
+        if most is not None and bytes_ > most:
+            yield WithheldBy.BYTES_PER_PAYLOAD, kind, bytes_, f"{places['bytes_per_payload']}.{kind} allows {most:,}"
+    most, place = rule.bytes_per_message, places["bytes_per_message"]
     larger = rule.bytes_per_message_with or {}
-    if limited := [kind for kind, _ in record.payloads if kind in larger]:
+    if limited := [kind for kind, _ in payloads if kind in larger]:
         kind = max(limited, key=lambda each: larger[each])
-        most, place_ = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
-    if most is not None and record.bytes > most:
-        text = f"{place_} allows {most:,}"
-        yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
+        most, place = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
+    if most is not None and size > most:
+        yield WithheldBy.BYTES_PER_MESSAGE, None, size, f"{place} allows {most:,}"
 
 
 def show(result: PolicyResult, console: Console) -> None:

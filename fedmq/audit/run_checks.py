@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from fedmq.audit.traffic_checks import TrafficChecks
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
@@ -34,7 +35,15 @@ from fedmq.runs.run_records import (
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import EventRecord, LogRecord, MessageRecord, NoteKind, NoteRecord, RefusedRecord
+from fedmq.wire.log_records import (
+    EventRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    StartRecord,
+)
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payloads import Metrics, Model, digest
 
@@ -59,6 +68,7 @@ class LoggedRun:
         personal: digests of the silos' evaluations of their personal models that the coordinator accepted, by silo and
             version.
         refused: silos from which the coordinator refused a message that it could read.
+        traffic: what the coordinator sent and received.
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -69,16 +79,20 @@ class LoggedRun:
     measured: dict[int, set[str]] = field(default_factory=dict)
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    traffic: TrafficChecks = field(default_factory=TrafficChecks)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
         match record:
             case MessageRecord():
                 self.runs.setdefault((process, record.header.run), place)
+            case StartRecord():
+                self.runs.setdefault((process, record.run), place)
             case NoteRecord() | EventRecord() if isinstance(run := record.facts.get("run"), str):
                 self.runs.setdefault((process, run), place)
         if process != COORDINATOR:
             return
+        self.traffic.take(record)
         match record:
             case RefusedRecord():
                 if not record.bytes:  # a frame that could not be opened has a size, and its content is unknown
@@ -87,6 +101,8 @@ class LoggedRun:
                 self.released = place, record
             case NoteRecord(text=NoteKind.ENDED) if record.facts.get("phase") == _DONE:
                 self.ended = place
+            case NoteRecord(text=NoteKind.EXTENDED):
+                self.ended = None
             case MessageRecord():
                 self._take_message(place, record)
 
@@ -304,6 +320,7 @@ def _check_metrics(
     if inline:
         return
     yield from _merged_not_received(place, merges, course)
+    yield from course.traffic.merged_without_update(place, lines)
     for evaluation in _evaluations(lines):
         answers = course.measured.get(evaluation.version, set())
         if not _was_reported(evaluation.metrics, evaluation.per_silo, answers):
@@ -332,6 +349,7 @@ def _check_summary(
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
     yield from _check_means(place, summary, personal_means(summary.personal_whole_split, summary.personal_per_silo))
     if not inline:
+        yield from course.traffic.other_traffic(place, summary)
         yield from _not_reported_by_silos(place, summary.versions, summary, course)
         recorded = [(line.version, line.personal_whole_split) for line in _personal(lines)]
         recorded.append((summary.versions, summary.personal_whole_split))

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fedmq.audit.log_checks import Audit, Finding
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
+    from fedmq.audit.verdict import Verdict
     from fedmq.config.scenario import Scenario
     from fedmq.federation.protocol import Traits
 
@@ -54,6 +56,17 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
             float | None,
             typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
         ] = None,
+        keys: Annotated[
+            Path | None,
+            typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+        ] = None,
+        heads: Annotated[
+            Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
+        ] = None,
+        expect: Annotated[
+            str | None,
+            typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
         """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
@@ -65,35 +78,59 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000 --policy docs/policies/rcsr_p.yaml[/bold]
 
+        Example: [bold]fedmq audit runs/smoke-20260101-120000 --heads heads.json[/bold]
+
         Example: [bold]fedmq audit runs/smoke-20260101-120000 --probe[/bold]
 
         Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
-        if _audit(run, policy_file, delta, (lambda: _probed(run, bar, traits_of)) if with_probe else None, as_json):
+        probe = (lambda: _probed(run, bar, traits_of)) if with_probe else None
+        if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, as_json)):
             sys.exit(DIFFERENT)
 
 
-def _audit(
-    run: Path, policy_file: Path | None, delta: float | None, probe: Callable[[], _Probed] | None, as_json: bool
-) -> bool:
-    """Audit a run, print the result, and return whether there are findings.
+@dataclass(frozen=True)
+class _Options:
+    """What an audit does besides checking the logs.
 
     Args:
-        run: the run folder.
         policy_file: the policy to check; None checks none.
         delta: delta for which to compute epsilon; None computes none.
         probe: probes the released model; None does not probe it.
+        keys: folder of public keys that must have signed; None takes those that the logs declare.
+        heads: file to write the heads to; None writes none.
+        expect: heads that were noted before; None compares none.
         as_json: print JSON on standard output instead of text.
+    """
+
+    policy_file: Path | None
+    delta: float | None
+    probe: Callable[[], _Probed] | None
+    keys: Path | None
+    heads: Path | None
+    expect: str | None
+    as_json: bool
+
+
+def _audit(run: Path, options: _Options) -> bool:
+    """Audit a run, print the result, and return whether there are findings.
 
     Raises:
         InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
             computed or the model cannot be probed.
     """
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
+    from fedmq.audit.heads import check_expected, differences, heads_of, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
+    from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
+    from fedmq.wire.keys import load_accepted  # noqa: PLC0415
 
+    policy_file, delta, probe = options.policy_file, options.delta, options.probe
+    if options.expect is not None:
+        check_expected(options.expect)
     allowed = None if policy_file is None else policy.read_policy(policy_file)
-    audit = audit_run(run)
+    audit = audit_run(run, None if options.keys is None else load_accepted(options.keys))
+    audit.findings += [] if options.expect is None else differences(options.expect, audit)
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
@@ -106,13 +143,19 @@ def _audit(
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
-    if as_json:
+    sentences = verdict(audit, Evidence(options.keys is not None, options.expect is not None))
+    heads = heads_of(audit)
+    if options.heads is not None:
+        write_heads(heads, options.heads)
+    if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
+        facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
         results = {"policy": policy_result, "accounts": accounts, "probe": measured}
         facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
         print(json.dumps(facts | ({"error": str(deferred)} if deferred else {}), indent=2))
     else:
-        _show(audit, policy_result, accounts, measured)
+        _show(audit, sentences, policy_result, accounts, measured)
+        print(f"heads of the logs: {heads.digest}" + (f" in {options.heads}" if options.heads else ""))
     if deferred and not findings:
         raise deferred
     if deferred:
@@ -120,12 +163,18 @@ def _audit(
     return bool(findings)
 
 
-def _show(audit: Audit, policy_result: PolicyResult | None, accounts: Accounts | None, measured: Probe | None) -> None:
+def _show(
+    audit: Audit,
+    sentences: Verdict,
+    policy_result: PolicyResult | None,
+    accounts: Accounts | None,
+    measured: Probe | None,
+) -> None:
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
-    from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.cli.audit_output import print_audit  # noqa: PLC0415
 
     out = Console()
-    terminal.print_audit(audit, out)
+    print_audit(audit, sentences, out)
     if policy_result is not None:
         policy.show(policy_result, out)
     if accounts is not None:

@@ -8,10 +8,25 @@ from typing import Annotated
 
 import typer
 
+from fedmq.storage.logs import LogFormat, LogLevel
+
 #: Makes a progress line, a function of (what, done, total).
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
+#: Of the commands that start a run or resume one, whose scenario is in its folder.
+NewFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="A scenario (YAML); not needed with --resume.", show_default=False),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="RUN", help="Resume the run in this folder, which was stopped or killed."),
+]
+Extend = Annotated[
+    int | None,
+    typer.Option("--extend", metavar="ROUNDS", min=1, help="With --resume: add rounds to a finished or stopped run."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
@@ -20,6 +35,12 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario'
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
 Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
+LogLevelOption = Annotated[
+    LogLevel | None,
+    typer.Option("--log-level", help="Least level logged; info for manually launched programs.", show_default=False),
+]
+LogFile = Annotated[Path | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Lines for a reader, or JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

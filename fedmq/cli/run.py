@@ -12,19 +12,37 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, out, starting
-from fedmq.cli.options import AsJson, Connect, Device, File, Keys, Quiet, Seed, Settings
-from fedmq.cli.scenarios import resolved, resolved_file, warn
+from fedmq.cli.options import (
+    AsJson,
+    Connect,
+    Device,
+    Extend,
+    File,
+    Keys,
+    LogFile,
+    LogFormatOption,
+    LogLevelOption,
+    NewFile,
+    Quiet,
+    Resume,
+    Seed,
+    Settings,
+)
+from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
+from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
+    from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
@@ -41,17 +59,19 @@ def add_run(app: typer.Typer) -> None:
 
 # ------------------------------------------------------------------------------------------------------- scenario
 def scenario_command(
-    file: File,
+    file: NewFile = None,
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Resume a run that was stopped or killed.")
-    ] = None,
+    resume: Resume = None,
+    extend: Extend = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -63,6 +83,8 @@ def scenario_command(
     from fedmq.launch import forkserver  # noqa: PLC0415
 
     starting(quiet=quiet)
+    logs = _logs_of_a_scenario(log_level, log_file, log_format)
+    file = _file_of(file, resume, extend, out_dir)
     source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario.launcher)
     if not inline:
@@ -71,30 +93,62 @@ def scenario_command(
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
-    scenario = run.scenario
-    device_of(scenario.device)
+    device_of(run.scenario.device)
     warn([run])
     new = out_dir is None or not out_dir.expanduser().exists()
-    folder = _folder_for(scenario, out_dir, resume)
+    folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
+    run = _with_rounds(run, extend)
+    scenario = run.scenario
     prepare = processes.population_here if inline else supervisor.prepare_population
     with _removed_if_refused(folder.root if resume is None and new else None):
         data = prepare(run, None if quiet else bar())
     if resume is None:
         _begin(folder, scenario)
+    elif extend is not None:
+        begin_extension(folder, scenario)
     with terminal.display(scenario, err, quiet=quiet) as status:
         launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
-        simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
+        simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
     if simulated.outcome.summary is None:
-        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
-        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
+        _exit_stopped(f"fedmq scenario --resume {folder.root}")
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
+    _print_summary(summary, folder, as_json=as_json)
+
+
+def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
+    """A scenario's processes log only if asked to: to the file if there is one, so that the display stays readable."""
+    if level is None and file is None:
+        return None
+    logs = LogOptions(level or LogLevel.INFO, file, format_, console=file is None)
+    logs.check()
+    return logs
+
+
+def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions:
+    """A manually launched program logs to standard error, and to the file if there is one."""
+    logs = LogOptions(level or LogLevel.INFO, file, format_)
+    logs.check()
+    return logs
+
+
+def _exit_stopped(command: str, others: str = "") -> NoReturn:
+    """Print the command that continues a stopped run, and exit."""
+    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
+    err.print(text, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = False) -> None:
+    from fedmq.cli import terminal  # noqa: PLC0415
+
     if as_json:
         print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
+        terminal.print_warnings(summary, err)
     else:
         terminal.print_summary(summary, folder, out)
 
@@ -115,29 +169,63 @@ def _removed_if_refused(root: Path | None) -> Iterator[None]:
         raise
 
 
-def _folder_for(scenario: Scenario, out_dir: Path | None, resume: Path | None) -> RunFolder:
-    """The folder of a new run, or of the run to resume.
+def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:
+    """The scenario of a new run, or of the run to resume.
 
     Raises:
-        InputError: a new run's folder is not empty, or the run to resume has another scenario or is finished.
+        InputError: there is none, or options contradict each other.
+    """
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+    if resume is None:
+        if extend is not None:
+            raise InputError("--extend", str(extend), "--resume RUN --extend ROUNDS, with the folder of a run")
+        if file is None:
+            raise InputError("FILE", "no scenario", "a scenario (YAML), or --resume RUN")
+        return file
+    if out_dir is not None:
+        raise InputError("--out", str(out_dir), "no --out with --resume RUN, which is the folder")
+    return open_run(resume).scenario if file is None else file
+
+
+def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: bool = False) -> RunFolder:
+    """The folder of the run to resume.
+
+    Raises:
+        InputError: it has another scenario, or is finished and not to be extended.
     """
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, make_folder, open_run  # noqa: PLC0415
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-    if resume is not None:
-        if out_dir is not None:
-            raise InputError("--out", str(out_dir), "no --out with --resume DIR, which is the folder")
-        folder = open_run(resume)
-        before = resolved_file(folder.scenario, adopt=False).scenario
-        resuming.check(folder, before, scenario, f"--resume {resume}", inline=scenario.launcher == "inline")
-        return folder
+    folder = open_run(resume)
+    before = resolved_file(folder.scenario, manual=manual, adopt=False).scenario
+    inline = not manual and scenario.launcher == "inline"
+    resuming.check(folder, before, scenario, f"--resume {resume}", inline=inline, extend=extend is not None)
+    return folder
+
+
+def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
+    """A run with further rounds; None for none."""
+    from fedmq.runs.extension import extended  # noqa: PLC0415
+
+    return run if extend is None else again(extended(run.scenario, extend))
+
+
+def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
+    """The folder of a new run.
+
+    Raises:
+        InputError: it is not empty.
+    """
+    from fedmq.storage.run_folder import RunFolder, make_folder  # noqa: PLC0415
+
     if out_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         return RunFolder(_new_folder(make_folder(Path("runs")), f"{scenario.name}-{stamp}"))
     folder = RunFolder(out_dir.expanduser())
     make_folder(folder.root)
     if any(folder.root.iterdir()):
-        allowed = "a new folder, or --resume DIR to resume a run"
+        allowed = "a new folder, or --resume RUN to resume a run"
         raise InputError(f"--out {folder.root}", "a folder that is not empty", allowed)
     return folder
 
@@ -200,8 +288,8 @@ def until_stopped(resume: str = "the same command") -> Callable[[], bool]:
 
 
 def coordinator_command(
-    file: File,
     keys: Keys,
+    file: NewFile = None,
     bind: Annotated[
         str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
     ] = "tcp://127.0.0.1:5555",
@@ -210,9 +298,21 @@ def coordinator_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
+    resume: Resume = None,
+    extend: Extend = None,
+    stop_silos: Annotated[
+        bool,
+        typer.Option(
+            "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
+        ),
+    ] = False,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run a coordinator, which waits for manually launched silos and an evaluator.
+
+    Ctrl-C or SIGTERM stops it cleanly; silos and evaluator wait until it is started again with --resume.
 
     Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --bind tcp://127.0.0.1:5555 --out runs/hand[/bold]
     """
@@ -220,42 +320,51 @@ def coordinator_command(
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
-    from fedmq.runs import resume_check as resuming  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, open_run  # noqa: PLC0415
+    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
-    run = resolved_file(file, settings, seed, manual=True)
+    run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
+    if resume is None:
+        folder = _manual_run_folder(run.scenario, out_dir)
+    else:
+        folder = _resumable(run.scenario, resume, extend, manual=True)
+    run = _with_rounds(run, extend)
     scenario = run.scenario
-    if resume and out_dir is None:
-        raise InputError("--resume", "no --out", "--out DIR --resume, with the folder of the run to resume")
-    folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
-    if resume or folder.scenario.exists():
-        # Silos and the evaluator may already have started their logs in it, but it must not be another run's.
-        open_run(folder.root)
-        before = resolved_file(folder.scenario, manual=True, adopt=False).scenario
-        resuming.check(folder, before, scenario, f"--out {folder.root}", inline=False)
-    if not resume and any(folder.checkpoints.glob("version-*")):
-        raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     warn([run])
     data = build_population(scenario, bar()).prepared.folder
-    stop = until_stopped(f"the same command and --out {folder.root} --resume")
-    with terminal.display(scenario, err, quiet=False) as status:
-        outcome = run_coordinator(
-            CoordinatorArguments(run, bind, keys, folder.root, resume, data),
-            listening=lambda uri: err.print(
-                f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
-            ),
-            status=status,
-            stop_wanted=stop,
-        )
+    if extend is not None:
+        begin_extension(folder, scenario)
+    command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
+    # On a terminal the live display shows what happens: only warnings are printed above it.
+    level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
+    logs = _logs_of_a_program(level, log_file, log_format)
+    arguments = CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs)
+    stop = until_stopped(command)
+    with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
+        outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
     if outcome.summary is None:
-        options = escape(f"--out {folder.root} --resume")
-        err.print(
-            f"stopped; continue with the same command and [bold]{options}[/bold]", highlight=False, soft_wrap=True
-        )
-        sys.exit(FAILED)
+        _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     terminal.print_summary(outcome.summary, folder, out)
+
+
+def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
+    """The folder of a new run, in which silos and the evaluator may already have started their logs.
+
+    Raises:
+        InputError: it is of another run, or has checkpoints already.
+    """
+    from fedmq.runs import resume_check as resuming  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder  # noqa: PLC0415
+
+    folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
+    if folder.scenario.exists():
+        before = resolved_file(folder.scenario, manual=True, adopt=False).scenario
+        resuming.check(folder, before, scenario, f"--out {folder.root}", inline=False)
+    if any(folder.checkpoints.glob("version-*")):
+        raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume RUN")
+    return folder
 
 
 def silo_command(
@@ -270,8 +379,15 @@ def silo_command(
             "--out", metavar="DIR", help="Folder for its log and personal state; runs/<name>-<silo> by default."
         ),
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run one silo; it waits for the coordinator and reconnects when the coordinator restarts.
 
@@ -284,8 +400,8 @@ def silo_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
-    arguments = SiloArguments(run, name, connect, keys, out_dir, device)
-    run_silo(arguments, progress=_print_progress)
+    logs = _logs_of_a_program(log_level, log_file, log_format)
+    run_silo(SiloArguments(run, name, connect, keys, out_dir, device, policy=policy, logs=logs))
 
 
 def evaluator_command(
@@ -298,6 +414,9 @@ def evaluator_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run the evaluator; it waits for the coordinator.
 
@@ -310,8 +429,7 @@ def evaluator_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-evaluator"
-    arguments = EvaluatorArguments(run, connect, keys, out_dir, device)
-    run_evaluator(arguments, progress=_print_progress)
-
-
-_print_progress = partial(print, file=sys.stderr, flush=True)
+    arguments = EvaluatorArguments(
+        run, connect, keys, out_dir, device, logs=_logs_of_a_program(log_level, log_file, log_format)
+    )
+    run_evaluator(arguments)

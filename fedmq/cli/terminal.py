@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
+from rich.table import Table
 
-from fedmq.audit.log_checks import Audit
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
@@ -26,6 +26,8 @@ _PLAIN_SECONDS = 10.0
 _GATHERING_SECONDS = 2.0
 #: Most names listed individually.
 _MANY = 5
+#: Slow silos shown.
+_SLOW_SHOWN = 3
 #: Most characters shown of a refusal.
 _SHOWN = 160
 
@@ -62,10 +64,28 @@ def _refused(status: Status) -> str:
     return f"{counts}; the last of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
 
 
+def waited_for(status: Status) -> str:
+    """What the run waits for, with the names of silos; empty if all goes as expected."""
+    if status.phase == "gathering" and status.missing:
+        enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
+        return f"{name_some(status.missing)}{enough}"
+    slow = [f"{silo}, training for {took:.0f} s{_limit(limit)}" for silo, took, limit in status.slow[:_SLOW_SHOWN]]
+    if len(status.slow) > _SLOW_SHOWN:
+        slow.append(f"{len(status.slow) - _SLOW_SHOWN} more")
+    overdue = f"no reply from {name_some(status.overdue)} within the limit" if status.overdue else ""
+    return "; ".join(filter(None, [*slow, overdue]))
+
+
+def _limit(limit: float | None) -> str:
+    return "" if limit is None else f" (limit {limit:.0f} s)"
+
+
 def _line(status: Status, left: str) -> str:
     refused = f"  refused: {_refused(status)}" if any(status.refused) else ""
-    if status.phase == "gathering" and status.missing:
-        return f"waiting for {name_some(status.missing)}{refused}"
+    waiting = waited_for(status)
+    if status.phase == "gathering" and waiting:
+        return f"waiting for {waiting}{refused}"
+    refused = f"  waiting for {waiting}{refused}" if waiting else refused
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.3f}" for name in BRIEF if name in status.metrics
@@ -100,22 +120,31 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         if metric.way in ("", "mean")
     )
     table.add_row("metrics", measured or "not evaluated yet", _bytes(status.bytes))
-    if status.phase == "gathering" and status.missing:
-        table.add_row("waiting for", name_some(status.missing))
+    if waiting_for := waited_for(status):
+        table.add_row("waiting for", escape(waiting_for))
     if any(status.refused):
         table.add_row("refused", escape(_refused(status)))
     return table
 
 
+def is_live(console: Console) -> bool:
+    """Whether a display can move the cursor on a console."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextmanager
-def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+def display(
+    scenario: Scenario, console: Console, *, quiet: bool, line: Callable[[str], object] | None = None
+) -> Iterator[Callable[[Status], None]]:
     """A live display; yields the function that updates it.
 
     Args:
         scenario: for the title.
         console: where to show it; if it is not a terminal, plain lines every ten seconds.
         quiet: show nothing.
+        line: prints a plain line; None prints it on the console.
     """
+    show = line or partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if quiet:
         yield lambda _: None
         return
@@ -123,8 +152,8 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
         console.print("wall clock: the faults are real, but this run cannot be replayed", highlight=False)
     title = f"{scenario.name} ({scenario.protocol.label}, {scenario.silos.count} silos, seed {scenario.seed})"
     first: list[tuple[int, float]] = []
-    if not console.is_terminal or console.is_dumb_terminal:
-        console.print(title, highlight=False)
+    if not is_live(console):
+        show(title)
         printed_at, ended = [0.0], list[bool]()
         waited: list[tuple[str, ...]] = [()]  # missing processes that were printed last
 
@@ -138,8 +167,7 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
                 printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
-                line = _line(status, _left(status, first[0] if first else None))
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                show(_line(status, _left(status, first[0] if first else None)))
 
         yield plain
         return
@@ -195,6 +223,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         markup=False,
         soft_wrap=True,
     )
+    for line in _not_used(summary):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for silo, why in summary.personal_missing.items():
         console.print(
             f"{silo}: its personal model was not evaluated and is missing from means over silos: {printable(why)}",
@@ -203,49 +233,31 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             markup=False,
             soft_wrap=True,
         )
-    if summary.unchanged:
+    print_warnings(summary, console)
+
+
+def print_warnings(summary: RunSummary, console: Console) -> None:
+    """Name the silos that took no part because each of their replies was refused or an error."""
+    for silo, found in summary.never_merged.items():
         console.print(
-            "the model is identical to the initial model: no silo's update changed it. Silos without training data "
-            "send zeros; see `loss` in metrics.jsonl for whether any silo trained",
+            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
+            f"the last one: {printable(found.last)}",
             style="yellow",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
 
 
-def print_audit(audit: Audit, console: Console) -> None:
-    """Print the result of an audit."""
-    whose = Column("process", no_wrap=True)
-    table = Table(whose, "records", "bytes of frames sent", "payloads sent [bytes]", "refused")
-    for process in sorted(audit.records):
-        left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
-        refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))
-        name, left, refused = (
-            escape(printable(text)) for text in (process, left, refused)
-        )  # a log may contain anything
-        table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
-    console.print(table)
-    if audit.undelivered:
-        console.print(
-            f"{audit.undelivered} messages were sent but not accepted: refused, or in transit when a process ended",
-            highlight=False,
+def _not_used(summary: RunSummary) -> Iterator[str]:
+    """Lines on the items that were not trained on, and on those that were not evaluated."""
+    ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}
+    if ignored:
+        held, most = sum(silo.samples for silo in summary.per_silo.values()), sorted(ignored, key=lambda k: -ignored[k])
+        named = name_some([f"{name} {ignored[name]}" for name in most])
+        yield (
+            f"{sum(ignored.values())} of {held} training items were not trained on, as they lack a modality or are "
+            f"a silo's only pair: {named}"
         )
-    if audit.written:
-        console.print(
-            f"{', '.join(map(printable, audit.written))}: still being written; "
-            "messages sent while the logs are read may appear as differences, so audit again after the run",
-            style="yellow",
-            highlight=False,
-            markup=False,
-        )
-    if not audit.finished:
-        console.print(
-            "no summary.json: the run has not finished, or only its logs were copied; its result was not checked",
-            style="yellow",
-            highlight=False,
-        )
-    for finding in audit.findings:
-        place, what = escape(printable(finding.place)), escape(printable(finding.what))
-        console.print(f"[red]{place}[/red]: {what}", highlight=False)
-    verdict = "the logs are consistent" if not audit.findings else f"{len(audit.findings)} differences"
-    console.print(verdict, style="green" if not audit.findings else "red", highlight=False)
+    if summary.heldout_without_pair:
+        yield f"{summary.heldout_without_pair} held-out items lack a modality and were not evaluated"

@@ -12,14 +12,19 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "launcher": (),
     "data": ("path", "annotations", "images"),
     "silos": ("slots", "hosts"),
-    "participation": ("trace",),
+    "participation": ("trace", "minimum"),
+    "aggregation": ("task_limit",),
 }
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
     "evaluation": {"personal_every": 0, "metrics": []},
+    "participation": {"minimum": None},
+    "aggregation": {"task_limit": None},
+    "training": {"schedule_rounds": None},
     "data": {"column": None},
-    "partition": {"column": None},
+    "partition": {"column": None, "least": 1},
+    "missing_modality": {"per": "silo"},
 }
 
 
@@ -30,6 +35,11 @@ def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
         plain: a complete scenario as plain data, as in ``scenario.yaml`` of a run folder.
     """
     facts = {key: value for key, value in plain.items() if _MACHINE_KEYS.get(key, ("",)) != ()}
+    training = facts.get("training")
+    if isinstance(training, Mapping):
+        # A run that is extended by further rounds stays the same run.
+        facts["rounds"] = training.get("schedule_rounds") or facts.get("rounds")
+        facts["training"] = {name: value for name, value in training.items() if name != "schedule_rounds"}
     for key, names in _MACHINE_KEYS.items():
         part = facts.get(key)
         if names and isinstance(part, Mapping):
@@ -57,5 +67,13 @@ def name_of(plain: Mapping[str, object]) -> str:
     Args:
         plain: as for :func:`facts_of`.
     """
-    digest = hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
-    return f"{plain.get('name')}-{digest[:12]}"
+    return f"{plain.get('name')}-{digest_of(plain)[:12]}"
+
+
+def digest_of(plain: Mapping[str, object]) -> str:
+    """SHA-256 (hex) of a scenario, of which the run's id has the first 12 digits.
+
+    Args:
+        plain: as for :func:`facts_of`.
+    """
+    return hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()

@@ -194,6 +194,9 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
+    least: Count = Field(
+        1, description="minimum number of training items of a silo; smaller silos get items from the largest one"
+    )
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
@@ -205,12 +208,17 @@ class Partition(Part):
 
 
 class MissingModality(Part):
-    """Which silos lack a modality."""
+    """Which silos, or which training items, lack a modality."""
 
-    rate: Fraction = Field(0.0, description="fraction of the silos with a single modality")
+    per: Literal["silo", "item"] = Field(
+        "silo",
+        description="whole silos lack a modality, or single training items, so that a silo holds pairs, images without "
+        "captions and captions without images",
+    )
+    rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
     seed: int = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
     only: Literal["image", "text"] | None = Field(
-        None, description="modality of the single-modality silos; null: drawn, both equally likely"
+        None, description="modality that they keep; null: drawn, both equally likely"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
         default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
@@ -220,6 +228,8 @@ class MissingModality(Part):
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:
             raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+        if self.silos and self.per == "item":
+            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
         if self.only and self.rate == 0:
             raise ValueError("missing_modality.only needs missing_modality.rate above 0")
         return self
@@ -247,6 +257,11 @@ class Training(Part):
         "rounds - 1 in runs of at most 5 rounds",
     )
     floor: Fraction = Field(0.01, description="cosine and linear: final learning rate, as a fraction of learning_rate")
+    schedule_rounds: Count | None = Field(
+        None,
+        description="rounds over which the learning rate and the methods' schedules run, at most rounds; later rounds "
+        "keep the final learning rate; null: rounds. `--extend` sets it to the number of rounds before",
+    )
     step_rounds: Count = Field(30, description="step: rounds between steps")
     step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
 
@@ -430,26 +445,41 @@ class Scenario(Part):
         if strange:
             known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
             raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
+        planned = self.training.schedule_rounds
+        if planned is not None and planned > self.rounds:
+            raise ValueError(f"training.schedule_rounds ({planned}) must be at most rounds ({self.rounds})")
         if (
-            self.training.warmup_rounds >= self.rounds > 1
+            self.training.warmup_rounds >= self.schedule_rounds > 1
             and self.training.schedule in ("cosine", "linear")
             and self.training.warmup_rounds > 0
         ):
             raise ValueError(
-                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below "
+                f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds})"
             )
-        robust, count = self.aggregation.robust, self.silos.count
+        robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
+        if minimum is not None and minimum > count:
+            raise ValueError(f"participation.minimum ({minimum}) must be at most silos.count ({count})")
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
             raise ValueError(
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
                 "replies"
             )
+        useless = {"trimmed_mean": ("trim", robust.trim), "krum": ("byzantine", robust.byzantine)}
+        name, value = useless.get(robust.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {robust.rule} would trust every reply, like rule: none")
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "
                 "sweep: add --processes)"
             )
         return self
+
+    @property
+    def schedule_rounds(self) -> int:
+        """Rounds over which the learning rate and the methods' schedules run."""
+        return self.training.schedule_rounds or self.rounds
 
     @property
     def silo_names(self) -> tuple[str, ...]:

@@ -40,10 +40,11 @@ class Robust(Part):
         "none", description="aggregation rule: the method's own, or a robust one"
     )
     bound: Positive | None = Field(None, description="norm_bound: maximum L2 norm of an update; null: the median norm")
-    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end")
+    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end, at least one")
     byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
     keep: Count | None = Field(
-        None, description="krum: replies kept, fewer than silos; 1 is Krum; null: all but the Byzantine fraction"
+        None,
+        description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
     )
 
 
@@ -89,6 +90,12 @@ class Aggregation(Part):
         "with clock virtual, whose results must not depend on real time, and give up with clock wall",
     )
     lost_after: Positive = Field(60.0, description="real time after which a lost silo's task is given up [s]")
+    task_limit: Positive | None = Field(
+        None,
+        description="real time after which a connected silo that has not replied to its task has failed it [s]; null: "
+        "10 times its longest task so far, at least 60 s, without a reply of any silo (its first task: by the pace of "
+        "the other silos, at least 600 s)",
+    )
 
     @property
     def rate(self) -> float:
@@ -119,6 +126,11 @@ class Participation(Part):
         "uniform",
         description="with equal probability; in proportion to their samples; among those online by a trace or diurnal; "
         "those with the highest last-known loss",
+    )
+    minimum: Count | None = Field(
+        None,
+        description="number of joined silos (of those that the method can select) at which the run starts; later ones "
+        "are selected once they have joined, so results then depend on when silos join; null: all silos",
     )
     candidates: Count | None = Field(
         None, description="power_of_choice: silos sampled as candidates; null: twice the number selected"

@@ -64,6 +64,8 @@ class FailureReason(StrEnum):
     NOT_ELIGIBLE = "not eligible"  # after a fault the silo's data is of no use to the method
     STAYED_AWAY = "stayed away"  # the silo was disconnected for too long
     ERROR = "error"  # the silo reported a failure
+    POLICY = "policy"  # the silo's own policy forbids the reply
+    OVERDUE = "overdue"  # the silo was connected but did not reply within the task's limit of real time
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.ran
     order = generator.permutation(n_samples)
     order.sort()
     order[chosen[:-1]], order[chosen[-1:]] = chosen[1:], chosen[:1]
-    text = None if dataset.text is None or dataset.image is None else dataset.text[order]
+    text = None if dataset.text is None or dataset.image is None else dataset.text.of(order)
     return replace(
         dataset,
         text=dataset.text if text is None else text,

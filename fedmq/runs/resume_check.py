@@ -18,8 +18,10 @@ _FIRST_LINES = 8
 _SHOWN = 3  # differing keys that are named; further ones are counted
 
 
-def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool) -> None:
-    """Check that a run folder is of an unfinished run of a scenario.
+def check(
+    folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool, extend: bool = False
+) -> None:
+    """Check that a run folder is of a run of a scenario, unfinished or to be extended.
 
     Args:
         folder: of the run.
@@ -27,6 +29,7 @@ def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *
         scenario: the scenario to resume with, as resolved.
         place: the option that names the folder, for the error.
         inline: whether silos are to run inside the coordinator, without messages.
+        extend: whether the run is to be extended by further rounds, for which it may be finished.
 
     Raises:
         InputError: the folder belongs to another scenario (the error names the differing keys), the run is finished, or
@@ -34,14 +37,18 @@ def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *
             a part of it.
     """
     old, new = (_flat(run_facts(each)) for each in (before, scenario))
+    old["rounds"], new["rounds"] = before.rounds, scenario.rounds  # an extended run has more than its id says
     differ = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     if differ:
         named = [f"{key} is {old.get(key, 'not given')}, here {new.get(key, 'not given')}" for key in differ[:_SHOWN]]
         more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
         found = f"a run of another scenario: {'; '.join([*named, *more])}"
         raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
-    if folder.summary.exists():
-        raise InputError(place, "a finished run", "a run that was stopped before its end")
+    if folder.summary.exists() and not extend:
+        allowed = "a run that was stopped before its end, or --extend ROUNDS for further rounds"
+        raise InputError(place, "a finished run", allowed)
+    if extend and not any(folder.checkpoints.glob("version-*")):
+        raise InputError(place, "a run without a checkpoint", "a run with its checkpoints, which `fedmq prune` removes")
     started_inline = _started_inline(folder.messages(COORDINATOR))
     if started_inline is not None and started_inline != inline:
         found, allowed = (

@@ -1,9 +1,97 @@
-"""Status of a run, as the coordinator reports it to displays and supervisors."""
+"""Status of a run, as the coordinator reports it to displays and supervisors, and writes it to ``status.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import Field
+
+from fedmq.storage.json_files import Stored, read_json
+
+#: Interval between two writings of ``status.json`` [s].
+STATUS_SECONDS = 1.0
+
+
+class SiloPhase(StrEnum):
+    """What a silo is doing, as the coordinator sees it."""
+
+    ABSENT = "absent"  # has not joined since the coordinator started
+    WAITING = "waiting"  # joined, without a task, or has replied to it
+    TRAINING = "training"  # has a task and has not replied
+    OVERDUE = "overdue"  # connected, but its last task exceeded its limit; not selected until it replies or rejoins
+    LOST = "lost"  # disconnected; its task is sent again when it rejoins
+    GIVEN_UP = "given up"  # stayed away; not selected until it rejoins
+
+
+class SiloStatus(Stored):
+    """Status of a silo.
+
+    Args:
+        phase: what it is doing.
+        heard: date and time of its last message, UTC; None if there was none since the coordinator started.
+        task_seconds: real time since its pending task was sent [s]; None without a task at a connected silo.
+        limit: real time after which that task has failed [s]; None without a limit.
+        error: the last error that it reported, or the reason why its last task failed; empty if there was none since
+            the coordinator started.
+        up: bytes of payload tensors received from it since the coordinator started.
+        down: bytes of payload tensors sent to it since the coordinator started.
+    """
+
+    phase: SiloPhase = Field(strict=False)
+    heard: str | None = None
+    task_seconds: float | None = None
+    limit: float | None = None
+    error: str = ""
+    up: int = 0
+    down: int = 0
+
+
+class StatusFile(Stored):
+    """``status.json`` of a run folder.
+
+    Args:
+        run: id of the run.
+        written: date and time of this status, UTC.
+        phase: of the rounds' state machine.
+        round: number of merges so far.
+        rounds: total number of merges.
+        loss: mean training loss of the last merge.
+        metrics: of the last evaluation.
+        up: bytes of payload tensors received in the whole run.
+        down: bytes of payload tensors sent in the whole run.
+        now: the run's time [s].
+        elapsed: real time since the coordinator started [s].
+        refused: number of refused messages by reason, since the coordinator started.
+        last_refused: one line about the last refused message.
+        silos: status of each silo.
+    """
+
+    run: str
+    written: str
+    phase: str
+    round: int
+    rounds: int
+    loss: float | None
+    metrics: dict[str, float]
+    up: int
+    down: int
+    now: float
+    elapsed: float
+    refused: dict[str, int]
+    last_refused: str
+    silos: dict[str, SiloStatus]
+
+
+def read_status(path: Path) -> StatusFile:
+    """Read ``status.json``.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    return read_json(path, StatusFile, "the status of a run, which its coordinator writes while it runs")
 
 
 @dataclass(frozen=True)
@@ -24,6 +112,10 @@ class Status:
         bytes: of payload tensors in both directions.
         now: the run's time [s].
         elapsed: real time since the loop started [s].
+        slow: silos whose task takes longer than expected, longest first: name, real time since it was sent [s], and
+            the limit after which it has failed [s].
+        overdue: silos whose task exceeded its limit, and that have not replied since.
+        minimum: number of silos that start the run; None for all.
     """
 
     phase: str
@@ -39,3 +131,6 @@ class Status:
     bytes: int
     now: float
     elapsed: float
+    slow: tuple[tuple[str, float, float | None], ...] = ()
+    overdue: tuple[str, ...] = ()
+    minimum: int | None = None

@@ -47,6 +47,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def status(self) -> Path:
+        """The run's status, which its coordinator writes about every second."""
+        return self.root / "status.json"
+
+    @property
     def metrics(self) -> Path:
         """One line per evaluation and per merge."""
         return self.root / "metrics.jsonl"

@@ -8,7 +8,7 @@ Decoding copies no tensor: the arrays of a decoded message are read-only views o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import msgpack
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSIONS, Header, Kind, Message, Reason, TaskInfo
+from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, Reason, TaskInfo
 from fedmq.wire.payloads import PAYLOADS, Payload, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
@@ -41,7 +41,9 @@ _HEADER_KEYS = (
     "session",
     "counter",
 )
-_BODY_KEYS = ("payloads", "task", "layout")
+_BODY_KEYS = ("payloads", "task", "layout", "head")
+#: Keys of the body that a wire version does not have yet.
+_LATER_BODY_KEYS: Mapping[int, frozenset[str]] = {1: frozenset({"head"})}
 _TASK_KEYS = ("round", "rounds", "settled", "learning_rate")
 _LENGTH_BYTES = 4
 
@@ -63,8 +65,7 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
     if not isinstance(header, Header):
         header = decode_header(header)
     try:
-        payloads, task, layout = _decode_body(byte_view(body), max_body)
-        return Message(header, payloads, task, layout)
+        return Message(header, *_decode_body(byte_view(body), max_body, header.wire_version))
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
     except RecursionError as error:
@@ -102,8 +103,12 @@ def decode_header(raw: BytesLike) -> Header:
         raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
 
 
-def encode_body(message: Message) -> list[BytesLike]:
+def encode_body(message: Message, wire_version: int = WIRE_VERSION) -> list[BytesLike]:
     """Encode everything but the header.
+
+    Args:
+        message: the message.
+        wire_version: of the session; version 1 has no place for the head of a log.
 
     Returns:
         Buffers whose concatenation is the body; each tensor is a view of the payload's array.
@@ -118,11 +123,12 @@ def encode_body(message: Message) -> list[BytesLike]:
         ],
         "task": None if message.task is None else {key: getattr(message.task, key) for key in _TASK_KEYS},
         "layout": None if message.layout is None else message.layout.to_plain(),
+        "head": message.head,
     }
-    head = pack(plain)
-    if len(head) > MAX_BODY_HEADER:
-        raise LocalWireError(f"the body's msgpack part has {len(head)} bytes, allowed {MAX_BODY_HEADER}")
-    buffers: list[BytesLike] = [len(head).to_bytes(_LENGTH_BYTES, "little") + head]
+    packed = pack({key: plain[key] for key in _body_keys(wire_version)})
+    if len(packed) > MAX_BODY_HEADER:
+        raise LocalWireError(f"the body's msgpack part has {len(packed)} bytes, allowed {MAX_BODY_HEADER}")
+    buffers: list[BytesLike] = [len(packed).to_bytes(_LENGTH_BYTES, "little") + packed]
     size = len(buffers[0])
     for array in (array for payload in message.payloads for array in tensors(payload)):
         padding = -size % ALIGNMENT
@@ -217,7 +223,15 @@ def _plain(spec: Field, value: Any) -> Any:
             return value
 
 
-def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None]:
+def _body_keys(wire_version: int) -> tuple[str, ...]:
+    later = _LATER_BODY_KEYS.get(wire_version, frozenset())
+    return tuple(key for key in _BODY_KEYS if key not in later)
+
+
+def _decode_body(
+    body: memoryview, max_body: int, wire_version: int
+) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None, bytes | None]:
+    """The contents of a message, in the order of the fields of ``Message``."""
     if body.nbytes > max_body:
         raise FieldError(f"body: {body.nbytes} bytes, allowed {max_body}", Reason.OVERSIZED)
     if body.nbytes < _LENGTH_BYTES:
@@ -226,7 +240,7 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
     if end > body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its msgpack part ends at {end}")
     plain = unpack(body[_LENGTH_BYTES:end], MAX_BODY_HEADER)
-    _require_keys("body", plain, _BODY_KEYS)
+    _require_keys("body", plain, _body_keys(wire_version))
     task = None
     if plain["task"] is not None:
         _require_keys("task", plain["task"], _TASK_KEYS)
@@ -241,7 +255,7 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
         payloads.append(payload)
     if end != body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its last part ends at {end}")
-    return tuple(payloads), task, layout
+    return tuple(payloads), task, layout, plain.get("head")
 
 
 def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:

@@ -33,6 +33,7 @@ class NoteKind(StrEnum):
 
     STARTED = "started"
     RESUMED = "resumed"
+    EXTENDED = "extended"
     #: Written by the coordinator of an inline run, so that an audit does not take a log without messages for complete.
     INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
     ENDED = "ended"
@@ -49,6 +50,7 @@ class NoteKind(StrEnum):
     ALL_MERGED = "all rounds merged"
     CHECKPOINT_REFUSED = "checkpoint refused"
     REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
+    HELLO_REFUSED = "the coordinator refused the handshake"
     # Scripted faults.
     FAULT = "fault"
     FAULT_NOT_CARRIED_OUT = "fault without its process"
@@ -56,12 +58,25 @@ class NoteKind(StrEnum):
     # A silo's personal state.
     STATE_KEPT = "personal state kept from here on"
     STATE_GONE = "the personal state of its earlier tasks is gone: it goes on without"
+    #: What a silo's own policy forbids to leave, written by the silo.
+    WITHHELD = "withheld by this silo's policy"
     # Why a silo or the evaluator ended its session, to start a new handshake.
     COORDINATOR_SILENT = "the coordinator went silent"
     STOOD_STILL = "this process stood still: to the coordinator it was lost"
     RECONNECTED = "the connection was made anew"
     QUEUE_FULL = "the queue to the coordinator is full"
     MESSAGE_LOST = "a message was lost on the way"
+
+
+class SignedAt(StrEnum):
+    """When a process signs its log."""
+
+    START = "start"
+    #: The coordinator, before it writes the checkpoint of a merge.
+    MERGE = "merge"
+    #: A silo or the evaluator, before it sends a reply or an error.
+    REPLY = "reply"
+    END = "end"
 
 
 class EventKind(StrEnum):
@@ -208,6 +223,51 @@ class RefusedRecord(_Record):
     bytes: _Size
 
 
+class StartRecord(_Record):
+    """What a process declares at each of its starts, before it exchanges messages; a :class:`SignatureRecord` follows.
+
+    Args:
+        action: ``start``.
+        run: the run's name.
+        scenario: SHA-256 (hex) of the scenario without machine-dependent keys; the run's name begins with it.
+        protocol: the method.
+        privacy: the scenario's section of that name.
+        data: digest of the prepared data's content.
+        key: this process's public key, Ed25519, 32 bytes in hexadecimal.
+        peers: public keys that this process accepts, by name.
+    """
+
+    action: Literal["start"]
+    run: str
+    scenario: Digest
+    protocol: str
+    privacy: dict[str, JsonValue]
+    data: str
+    key: Digest
+    peers: dict[str, Digest]
+
+
+class SignatureRecord(_Record):
+    """A signature of the log up to the record before it.
+
+    Args:
+        action: ``signed``.
+        at: when; a merge also has its ``version``.
+        version: number of merges.
+        signature: Ed25519 (64 bytes in hexadecimal) of :func:`signed_statement`, by the key of the last start.
+    """
+
+    action: Literal["signed"]
+    at: Annotated[SignedAt, Field(strict=False)]
+    version: int | None = None
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+def signed_statement(run: str, process: str, n: int, previous: str) -> bytes:
+    """The bytes that a process signs: that its log of this run has ``previous`` as head before record ``n``."""
+    return f"fedmq log 1\n{run}\n{process}\n{n}\n{previous}\n".encode()
+
+
 _HANDSHAKE = (Kind.HELLO, Kind.WELCOME, Kind.READY)
 
 
@@ -247,6 +307,7 @@ class MessageRecord(_Record):
         digests: of each payload.
         bytes: of all its frames.
         tag: hexadecimal authentication tag of the sealed frame.
+        head: head of the sender's log when it sealed the message; missing in wire version 1.
     """
 
     action: _Direction
@@ -255,6 +316,7 @@ class MessageRecord(_Record):
     digests: list[Digest]
     bytes: _Size
     tag: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    head: Digest | None = None
 
     @property
     def frame(self) -> Frame:
@@ -269,7 +331,7 @@ class MessageRecord(_Record):
         return {**plain, **header, "session": self.header.session.hex()}
 
 
-LogRecord = MessageRecord | HandshakeRecord | RefusedRecord | NoteRecord | EventRecord
+LogRecord = MessageRecord | HandshakeRecord | RefusedRecord | StartRecord | SignatureRecord | NoteRecord | EventRecord
 _Any = TypeVar("_Any", bound=_Record)
 
 
@@ -306,6 +368,10 @@ def _parsed(value: Any) -> LogRecord | None:
             return HandshakeRecord.model_validate(value)
         case {"action": "refused"}:
             return RefusedRecord.model_validate(value)
+        case {"action": "start"}:
+            return StartRecord.model_validate(value)
+        case {"action": "signed"}:
+            return SignatureRecord.model_validate(value)
         case {"action": "note", "text": "event"}:
             return EventRecord.model_validate(value)
         case {"action": "note"}:

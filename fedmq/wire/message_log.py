@@ -5,15 +5,26 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import JsonValue
+
 from fedmq.clock import Clock
-from fedmq.errors import InputError
+from fedmq.config.resolve import ResolvedRun
+from fedmq.config.run_id import digest_of
+from fedmq.errors import DiskError, InputError
 from fedmq.storage.locks import try_lock
+from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.run_folder import make_folder, writing
+from fedmq.wire.keys import Identity
+from fedmq.wire.log_mirror import mirror
 from fedmq.wire.log_records import (
     GENESIS,
     EventKind,
@@ -25,11 +36,40 @@ from fedmq.wire.log_records import (
     NoteKind,
     NoteRecord,
     RefusedRecord,
+    SignatureRecord,
+    SignedAt,
+    StartRecord,
     record_of,
     sealed,
+    signed_statement,
 )
-from fedmq.wire.messages import Kind, Message
+from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import digest, tensor_bytes
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """What every process of a run must agree on; each declares it in its log and signs it.
+
+    Args:
+        run: the run's name.
+        scenario: SHA-256 (hex) of the scenario, see ``config.run_id.digest_of``.
+        protocol: the method.
+        privacy: the scenario's section of that name.
+        data: digest of the prepared data's content.
+    """
+
+    run: str
+    scenario: str
+    protocol: str
+    privacy: Mapping[str, JsonValue]
+    data: str
+
+    @classmethod
+    def of(cls, run: ResolvedRun, data: str) -> StartFacts:
+        """The facts of a run with these data, given by their digest."""
+        plain = run.scenario.model_dump(mode="json")
+        return cls(run.id, digest_of(plain), run.scenario.protocol.name, plain["privacy"], data)
 
 
 class MessageLog:
@@ -43,18 +83,24 @@ class MessageLog:
         process: name of the process.
         clock: for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
+        logger: receives every record, too, as a log for operators.
 
     Raises:
         InputError: the log cannot be written there, or another process is writing it, which would break the chain.
         RunError: the disk is full or broken.
     """
 
-    def __init__(self, path: Path, process: str, clock: Clock, *, patience: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, process: str, clock: Clock, *, patience: float = 5.0, logger: Logger = QUIET
+    ) -> None:
         self.path = path
         self.process = process
+        self.logger = logger
         self._clock = clock
-        self._last_hash, self._count, self._size = GENESIS, 0, 0
-        self._write_lock = threading.Lock()
+        self._last_hash, self._count, self._size, self._last_wall = GENESIS, 0, 0, ""
+        self._signer: tuple[Identity, str] | None = None
+        self._signed = 0  # number of records when the log was signed last
+        self._write_lock = threading.RLock()
         make_folder(path.parent)
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -81,7 +127,7 @@ class MessageLog:
                     break
                 record = record_of(line)
                 if record is not None:  # invalid lines are left in place for the audit to report
-                    self._last_hash, self._count = record.hash, record.n + 1
+                    self._last_hash, self._count, self._last_wall = record.hash, record.n + 1, record.wall
                 self._size += len(line)
         os.truncate(self.path, self._size)
 
@@ -90,9 +136,61 @@ class MessageLog:
         """Hash of the last record."""
         return self._last_hash
 
+    @property
+    def records(self) -> int:
+        """Number of records."""
+        return self._count
+
+    @property
+    def sent_head(self) -> bytes | None:
+        """The head that a message to a peer carries, 32 bytes; None unless this log is signed."""
+        return None if self._signer is None else bytes.fromhex(self._last_hash)
+
+    def start(self, identity: Identity, accepted: Mapping[str, Ed25519PublicKey], facts: StartFacts) -> None:
+        """Record what this process declares at its start; from here on it signs its log.
+
+        Args:
+            identity: its name and key.
+            accepted: public keys that it accepts, by name.
+            facts: of the run.
+        """
+        # All others exchange messages with the coordinator alone; a thousand silos need not list a thousand keys each.
+        peers = sorted(accepted) if self.process == COORDINATOR else [COORDINATOR]
+        self._append(
+            StartRecord,
+            action="start",
+            run=facts.run,
+            scenario=facts.scenario,
+            protocol=facts.protocol,
+            privacy=dict(facts.privacy),
+            data=facts.data,
+            key=identity.key.public_key().public_bytes_raw().hex(),
+            peers={name: accepted[name].public_bytes_raw().hex() for name in peers if name in accepted},
+        )
+        self._signer = identity, facts.run
+        self.sign(SignedAt.START)
+
+    def sign(self, at: SignedAt, **version: int) -> None:
+        """Sign the log as it is now; does nothing before :meth:`start`, or if nothing was added since the last one.
+
+        Args:
+            at: the occasion.
+            version: ``version``, the number of merges, for a merge.
+        """
+        with self._write_lock:
+            if self._signer is None or self._signed == self._count:
+                return
+            identity, run = self._signer
+            statement = signed_statement(run, self.process, self._count, self._last_hash)
+            self._append(
+                SignatureRecord, action="signed", at=at, signature=identity.key.sign(statement).hex(), **version
+            )
+            self._signed = self._count
+
     def _append(self, kind: type[LogRecord], /, **values: object) -> None:
         with self._write_lock:
-            wall = self._clock.utc()
+            # Never before the record before it, even if the machine's clock was set back: an audit requires that.
+            wall = max(self._clock.utc(), self._last_wall)
             record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._last_hash, **values)
             line = record.line
             with writing(self.path):
@@ -103,6 +201,8 @@ class MessageLog:
                     self._file.truncate(self._size)
                     raise
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
+            self._last_wall = wall
+        mirror(self.logger, record)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
@@ -122,6 +222,7 @@ class MessageLog:
             digests=[digest(payload) for payload in message.payloads],
             bytes=size,
             tag=tag,
+            **({} if message.head is None else {"head": message.head.hex()}),
         )
 
     def handshake(self, action: Literal["sent", "received"], kind: Kind, peer: str, size: int) -> None:
@@ -160,8 +261,14 @@ class MessageLog:
         )
 
     def close(self) -> None:
-        """Close the file; all records have already been passed to the operating system."""
-        self._file.close()
+        """Sign the end of the log and close the file; all records have already been passed to the operating system."""
+        if self._file.closed:
+            return
+        try:
+            with suppress(DiskError):  # the audit then reports records without a signature
+                self.sign(SignedAt.END)
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MessageLog:
         return self

@@ -11,12 +11,14 @@ from enum import StrEnum
 
 from fedmq.wire.fields import I63, U64, FieldError, check_name, check_real, check_whole, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import PAYLOADS, Error, Metrics, Payload
+from fedmq.wire.payloads import PAYLOADS, Error, Metrics, Payload, Refusal
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: Wire versions supported by this release; the handshake picks the highest common one.
-WIRE_VERSIONS: tuple[int, ...] = (1,)
+WIRE_VERSIONS: tuple[int, ...] = (1, 2)
 SESSION_BYTES = 16
+#: Size of the head of a message log, a SHA-256.
+HEAD_BYTES = 32
 MAX_PAYLOADS = 64
 #: Names of the two processes that are not silos; every other name is a silo's.
 COORDINATOR, EVALUATOR = "coordinator", "evaluator"
@@ -28,6 +30,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     WELCOME = "welcome"
     READY = "ready"
+    REJECT = "reject"
     LAYOUT = "layout"
     TASK = "task"
     REPLY = "reply"
@@ -109,19 +112,20 @@ class Header:
         check_whole("wire_version", self.wire_version, 1, 0xFFFF)
 
 
-_DATA = frozenset(PAYLOADS) - {Error.KIND}
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND}
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
+    Kind.REJECT: frozenset(),
     Kind.LAYOUT: frozenset(),
     Kind.TASK: _DATA,
     Kind.REPLY: _DATA,
     Kind.EVALUATE: _DATA,
     Kind.HEARTBEAT: frozenset({Metrics.KIND}),
     Kind.STOP: frozenset({Metrics.KIND}),
-    Kind.ERROR: frozenset({Error.KIND}),
+    Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),
 }
 
 
@@ -159,6 +163,8 @@ class Message:
         payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
         task: required in a task, optional in an evaluate message, None in all others.
         layout: required in a layout message, None in all others.
+        head: head of the sender's message log before it logged this message, 32 bytes; None if the sender keeps no
+            signed log, and always in wire version 1.
 
     Raises:
         FieldError: an argument is missing or not allowed.
@@ -168,9 +174,12 @@ class Message:
     payloads: tuple[Payload, ...] = ()
     task: TaskInfo | None = None
     layout: Layout | None = None
+    head: bytes | None = None
 
     def __post_init__(self) -> None:
         kind = self.header.kind
+        if self.head is not None and (type(self.head) is not bytes or len(self.head) != HEAD_BYTES):
+            raise FieldError(f"head: not {HEAD_BYTES} bytes")
         if not isinstance(self.payloads, tuple) or len(self.payloads) > MAX_PAYLOADS:
             raise FieldError(f"payloads: not a tuple of at most {MAX_PAYLOADS}")
         for payload in self.payloads:

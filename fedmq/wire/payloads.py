@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_type_hints
 from weakref import WeakKeyDictionary
@@ -96,6 +97,7 @@ def payload(kind: str) -> Callable[[type[PayloadT]], type[PayloadT]]:
 
 
 _MODALITY = re.compile(r"image|text|both")
+_RULE = re.compile(r"kinds|fields|bytes_per_payload|bytes_per_message|bytes_in_all")
 _DIGEST = Word(DIGEST)
 _SAMPLES = Whole(0, I63)
 _MASK = Whole(0, IMAGE | TEXT)
@@ -328,6 +330,34 @@ class Error(Payload):
     def saying(cls, code: str, text: str) -> Error:
         """An error with any text, which is cut to 1000 bytes and made valid UTF-8."""
         return cls(code, text.encode(errors="replace")[:1000].decode(errors="ignore"))
+
+
+class WithheldBy(StrEnum):
+    """Rule of a silo's policy that an answer would break."""
+
+    KINDS = "kinds"
+    FIELDS = "fields"
+    BYTES_PER_PAYLOAD = "bytes_per_payload"
+    BYTES_PER_MESSAGE = "bytes_per_message"
+    BYTES_IN_ALL = "bytes_in_all"
+
+
+_WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat")))
+
+
+@payload("refusal")
+@dataclass(frozen=True, eq=False)
+class Refusal(Payload):
+    """A silo's answer in place of one that its own policy forbids to leave.
+
+    Args:
+        rule: a value of :class:`WithheldBy`.
+        withheld: kind of the payload that breaks it, or of the message if the message as a whole does. Only fixed
+            words are allowed, so that nothing can hide in it.
+    """
+
+    rule: Annotated[str, Word(_RULE)]
+    withheld: Annotated[str, Word(_WITHHELD)]
 
 
 def tensors(payload: Payload) -> list[npt.NDArray[Any]]:

@@ -27,7 +27,7 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
-HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY})
+HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT})
 
 # update_into needs a block less one byte of extra room after its output; the tag is written there afterwards.
 _SLACK = TAG_BYTES
@@ -198,6 +198,12 @@ class Session:
             raise RemoteWireError(Reason.REPLAY, f"message {header.counter}, expected {self._next_received}")
 
 
+def sealed_size(session: Session, message: Message) -> int:
+    """Size of all frames that :func:`seal_message` would make of a message [bytes]."""
+    header = replace(message.header, session=session.session, counter=session.sent, wire_version=session.wire_version)
+    return len(encode_header(header)) + body_size(encode_body(message, session.wire_version)) + TAG_BYTES
+
+
 def seal_message(session: Session, message: Message) -> Sealed:
     """Encode and seal a message.
 
@@ -206,7 +212,7 @@ def seal_message(session: Session, message: Message) -> Sealed:
     """
     if message.header.kind in HANDSHAKE_KINDS:
         raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
-    return session.seal(message.header, encode_body(message))
+    return session.seal(message.header, encode_body(message, session.wire_version))
 
 
 def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:

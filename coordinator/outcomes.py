@@ -1,0 +1,116 @@
+"""Outcomes of pending tasks, replies or failures, stored until they are due on the timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from coordinator.counters import Counters
+from coordinator.events import DiscardReason, Failed
+from coordinator.fault_injection import FaultInjector
+from coordinator.rounds import PendingTask
+from coordinator.timeline import Timeline
+from fedmq.clock import Clock
+from fedmq.federation.protocol import SiloFacts
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Message
+
+
+class Outcomes:
+    """The first outcome of each pending task, and when it is due.
+
+    Args:
+        silos: facts of the silos, by name.
+        due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
+        clock: the run's clock.
+        timeline: receives the arrivals.
+        fault_injector: knows the delays of replies on a wall clock.
+        log: the coordinator's message log.
+        counters: the run's counters.
+
+    Attributes:
+        due: arrival times [s] as above.
+    """
+
+    def __init__(
+        self,
+        silos: Mapping[str, SiloFacts],
+        due: dict[str, float],
+        clock: Clock,
+        timeline: Timeline,
+        fault_injector: FaultInjector,
+        log: MessageLog,
+        counters: Counters,
+    ) -> None:
+        self.due = due
+        self._silos, self._clock, self._timeline = silos, clock, timeline
+        self._fault_injector, self._log, self._counters = fault_injector, log, counters
+        self._stored: dict[tuple[str, int], Message | Failed] = {}
+
+    def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
+        """Put the arrivals of a checkpoint on the timeline; on a wall clock their times are unknown."""
+        for silo, at in self.due.items():
+            if at < math.inf:
+                self._timeline.arrival(at, self._silos[silo].index, silo, pending[silo].sequence)
+
+    def expect(self, silo: str, sequence: int, at: float) -> float:
+        """A task is issued, or issued again; returns when its outcome is due [s].
+
+        Args:
+            silo: the task's silo.
+            sequence: number of the task.
+            at: when its outcome arrives in virtual time [s].
+        """
+        if silo not in self.due:
+            self.due[silo] = math.inf
+            if self._clock.virtual:
+                self.due[silo] = at
+                self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
+        return self.due[silo]
+
+    def get(self, silo: str, sequence: int) -> Message | Failed | None:
+        """The stored outcome of a task; None if there is none yet."""
+        return self._stored.get((silo, sequence))
+
+    def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
+        """Whether a task is pending and has no outcome yet."""
+        task = pending.get(silo)
+        return task is not None and task.sequence == sequence and (silo, sequence) not in self._stored
+
+    def put(
+        self,
+        pending: Mapping[str, PendingTask],
+        silo: str,
+        sequence: int,
+        outcome: Message | Failed,
+        after: float | None = None,
+    ) -> None:
+        """Store the outcome of a pending task; the first one counts. The timeline decides when it is handled.
+
+        Args:
+            pending: the pending tasks, by silo.
+            silo: the task's silo.
+            sequence: number of the task.
+            outcome: a validated reply, or the failure.
+            after: delay on a wall clock [s]; None for the delay of the scenario's faults.
+        """
+        if not self.is_open(pending, silo, sequence):
+            # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
+            reason = DiscardReason.DUPLICATE
+            self._counters.discarded[reason] += 1
+            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason)
+            return
+        self._stored[silo, sequence] = outcome
+        if not self._clock.virtual:
+            at = self._clock.now() + (self._fault_injector.delay(silo) if after is None else after)
+            self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
+
+    def remove(self, silo: str, sequence: int) -> None:
+        """The outcome of a silo's pending task has been handled."""
+        self.forget(silo, sequence)
+        self.due.pop(silo, None)
+
+    def forget(self, silo: str, sequence: int) -> None:
+        """Drop a stored outcome; the silo may have another pending task."""
+        self._stored.pop((silo, sequence), None)

@@ -1,0 +1,173 @@
+"""Reports the status of a run: to a display, and to ``status.json`` in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from coordinator.counters import Counters
+from coordinator.evaluation import EvaluationRequests
+from coordinator.peers import Peers
+from coordinator.rounds import Rounds
+from coordinator.run_context import RunContext
+from coordinator.task_limits import TaskLimits
+from fedmq.clock import Clock
+from fedmq.errors import FedmqError
+from fedmq.evaluation.metrics import BRIEF
+from fedmq.federation.population import run_name
+from fedmq.runs.run_records import MergeLine
+from fedmq.runs.status import STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
+from fedmq.storage.logs import Logger
+from fedmq.storage.run_folder import write_json
+from fedmq.text import printable
+from fedmq.wire.messages import EVALUATOR
+from fedmq.wire.payloads import Payload, tensor_bytes
+
+#: Interval between two reports to the display [s].
+_SHOW_SECONDS = 0.2
+#: Characters kept of a silo's error.
+_ERROR_CHARACTERS = 300
+
+
+class StatusReport:
+    """The status of one coordinator process.
+
+    Args:
+        run_context: fixed facts of the run.
+        clock: the run's clock.
+        roster: the run's peers.
+        counters: the run's counters.
+        evaluation: the run's evaluation requests.
+        show: called with a :class:`Status` a few times per second.
+        logger: the log for operators.
+
+    Attributes:
+        limits: times and limits of pending tasks.
+    """
+
+    def __init__(
+        self,
+        run_context: RunContext,
+        clock: Clock,
+        roster: Peers,
+        counters: Counters,
+        evaluation: EvaluationRequests,
+        show: Callable[[Status], None],
+        logger: Logger,
+    ) -> None:
+        self._run_context, self._clock, self._roster, self._counters = run_context, clock, roster, counters
+        self._evaluation, self._show, self._logger = evaluation, show, logger
+        self._names = run_context.scenario.silo_names
+        samples = dict(zip(self._names, run_context.samples, strict=True))
+        self.limits = TaskLimits(run_context.scenario.aggregation.task_limit, samples)
+        self._run = run_name(run_context.scenario)
+        self._began = self._shown = self._written = clock.stopwatch()
+        self._up, self._down = Counter[str](), Counter[str]()
+        self._heard: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
+        self._loss: float | None = None
+        self._metrics = evaluation.metrics
+
+    def merged(self, line: MergeLine) -> None:
+        """A merge is done."""
+        self._loss = line.loss
+        values = {} if line.loss is None else {"loss": round(line.loss, 4)}
+        self._logger.info("merged", round=line.version, replies=len(line.replies), **values)
+
+    def received(self, silo: str, payloads: Iterable[Payload]) -> None:
+        """Payloads of a silo's reply were received."""
+        self._up[silo] += sum(map(tensor_bytes, payloads))
+
+    def sent(self, silo: str, payloads: Iterable[Payload]) -> None:
+        """Payloads of a task were sent to a silo."""
+        self._down[silo] += sum(map(tensor_bytes, payloads))
+
+    def failed(self, silo: str, why: str) -> None:
+        """A silo reported an error, or its task failed."""
+        self._errors[silo] = printable(why)[:_ERROR_CHARACTERS]
+
+    def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
+        """Report the status, unless it was reported just before.
+
+        Args:
+            rounds: the rounds machine.
+            seen: silos that have joined since the coordinator started.
+            force: report it in any case.
+        """
+        now = self._clock.stopwatch()
+        if self._evaluation.metrics is not self._metrics:
+            self._metrics = self._evaluation.metrics
+            brief = {name: round(self._metrics[name], 4) for name in BRIEF if name in self._metrics}
+            self._logger.info("evaluated", **brief)
+        if force or now - self._shown >= _SHOW_SECONDS:
+            self._shown = now
+            self._show(self._status(rounds, seen, now))
+        if force or now - self._written >= STATUS_SECONDS:
+            self._written = now
+            # A run does not depend on this file: if the disk is full, the next checkpoint reports it.
+            with contextlib.suppress(FedmqError):
+                write_json(self._run_context.folder.status, self._file(rounds, seen, now).model_dump(mode="json"))
+
+    def _status(self, rounds: Rounds, seen: set[str], now: float) -> Status:
+        roster, counters = self._roster, self._counters
+        return Status(
+            phase=rounds.phase.value,
+            round=rounds.version,
+            rounds=self._run_context.scenario.rounds,
+            training=len(rounds.pending),
+            missing=tuple(name for name in (*self._names, EVALUATOR) if not roster.online(name)),
+            refused=(dict(roster.refused), roster.refusal),
+            online=sum(map(roster.online, self._names)),
+            lost=sum(not roster.online(name) for name in seen),
+            loss=self._loss,
+            metrics=self._evaluation.metrics,
+            bytes=counters.up.total() + counters.down.total(),
+            now=self._clock.now(),
+            elapsed=now - self._began,
+            slow=tuple((task.silo, task.seconds, task.limit) for task in self.limits.slow(now)),
+            overdue=self.limits.overdue,
+            minimum=rounds.plan.minimum,
+        )
+
+    def _file(self, rounds: Rounds, seen: set[str], now: float) -> StatusFile:
+        roster, counters = self._roster, self._counters
+        for name, at in roster.heard().items():
+            self._heard[name] = self._clock.utc(at)
+        return StatusFile(
+            run=self._run,
+            written=self._clock.utc(),
+            phase=rounds.phase.value,
+            round=rounds.version,
+            rounds=self._run_context.scenario.rounds,
+            loss=self._loss,
+            metrics=dict(self._evaluation.metrics),
+            up=counters.up.total(),
+            down=counters.down.total(),
+            now=self._clock.now(),
+            elapsed=round(now - self._began, 3),
+            refused=dict(roster.refused),
+            last_refused=printable(roster.refusal)[:_ERROR_CHARACTERS],
+            silos={name: self._silo(name, rounds, seen, now) for name in self._names},
+        )
+
+    def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:
+        seconds = self.limits.seconds(name, now)
+        return SiloStatus(
+            phase=self._phase(name, rounds, seen, training=seconds is not None),
+            heard=self._heard.get(name),
+            task_seconds=None if seconds is None else round(seconds, 1),
+            limit=None if seconds is None else self.limits.limit(name),
+            error=self._errors.get(name, ""),
+            up=self._up[name],
+            down=self._down[name],
+        )
+
+    def _phase(self, name: str, rounds: Rounds, seen: set[str], *, training: bool) -> SiloPhase:
+        if name in self.limits.overdue:
+            return SiloPhase.OVERDUE
+        if self._roster.online(name):
+            return SiloPhase.TRAINING if training else SiloPhase.WAITING
+        if name not in seen:
+            return SiloPhase.ABSENT
+        return SiloPhase.GIVEN_UP if name in rounds.gone else SiloPhase.LOST

@@ -1,0 +1,119 @@
+"""The heads of a run's message logs, written to a file or noted elsewhere, to be compared with the logs later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from fedmq.audit.log_checks import Audit, Finding
+from fedmq.errors import InputError
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.run_folder import write_atomically
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ALLOWED = "a file of heads that `fedmq audit RUN --heads FILE` wrote, or the digest that it printed"
+
+
+class Head(Stored):
+    """The head of one log.
+
+    Args:
+        records: number of records.
+        head: hash of the last one.
+        keys: fingerprints of the keys that the process signed with.
+    """
+
+    records: int = Field(ge=0)
+    head: Digest
+    keys: list[Digest]
+
+
+class Heads(Stored):
+    """The heads of all logs of a run.
+
+    Args:
+        run: the run's name; empty if no log is signed.
+        heads: by process.
+    """
+
+    run: str
+    heads: dict[str, Head]
+
+    @property
+    def text(self) -> str:
+        """The content of a heads file."""
+        return json.dumps(self.plain(), indent=2, sort_keys=True) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the file, a single number that stands for all logs."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def heads_of(audit: Audit) -> Heads:
+    """The heads of the logs that were audited."""
+    runs = [start.run for log in audit.signatures.values() for _, start in log.starts]
+    logs = audit.signatures.items()
+    heads = {
+        process: Head(records=log.records, head=log.head, keys=list(log.fingerprints)) for process, log in sorted(logs)
+    }
+    return Heads(run=runs[0] if runs else "", heads=heads)
+
+
+def write_heads(heads: Heads, path: Path) -> None:
+    """Write a heads file.
+
+    Raises:
+        InputError: it cannot be written there.
+        DiskError: the disk is full or broken.
+    """
+    write_atomically(path, lambda temporary: _write(temporary, heads.text))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def differences(expected: str, audit: Audit) -> Iterator[Finding]:
+    """Compare logs with heads that were noted before. Records that were added since are no difference.
+
+    Args:
+        expected: a heads file, or the digest of one, which only the same logs without further records have.
+        audit: of the logs.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    present = heads_of(audit)
+    if _DIGEST.fullmatch(expected):
+        if present.digest != expected:
+            yield Finding("--expect", f"the heads of these logs have the digest {present.digest}, not {expected}")
+        return
+    noted = read_json(Path(expected), Heads, _ALLOWED)
+    for process, head in sorted(noted.heads.items()):
+        log = audit.signatures.get(process)
+        if log is None:
+            yield Finding(f"{process}.jsonl", f"no such log, though {expected} has its head")
+        elif log.records < head.records:
+            yield Finding(f"{process}.jsonl", f"has {log.records} records, but had {head.records} by {expected}")
+        elif log.hashes.get(head.head) != head.records - 1:
+            yield Finding(f"{process}.jsonl", f"its first {head.records} records are not those of {expected}")
+    for process in sorted(present.heads.keys() - noted.heads.keys()):
+        yield Finding(f"{process}.jsonl", f"a log of which {expected} has no head")
+
+
+def check_expected(expected: str) -> None:
+    """Refuse a value of ``--expect`` that is neither a digest nor a heads file, before anything is audited.
+
+    Raises:
+        InputError: see above.
+    """
+    if not _DIGEST.fullmatch(expected):
+        if not Path(expected).exists():
+            raise InputError("--expect", expected, _ALLOWED)
+        read_json(Path(expected), Heads, _ALLOWED)

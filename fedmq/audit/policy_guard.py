@@ -1,0 +1,85 @@
+"""Apply a policy at a silo, before a message is sealed: what it forbids does not leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedmq.audit.policy import Policy, broken_limits, counts_in_all, read_policy
+from fedmq.errors import InputError
+from fedmq.wire.log_records import MessageRecord, read_log
+from fedmq.wire.messages import COORDINATOR, Message
+from fedmq.wire.payloads import Payload, Refusal, WithheldBy, tensor_bytes
+
+
+class PolicyGuard:
+    """Decides which messages of a silo may leave it.
+
+    Heartbeats and refusals, which hold nothing of the silo's data, always may.
+
+    Args:
+        policy: the rules; those for what this silo sends apply.
+        silo: its name.
+        sent: bytes of messages that count in ``bytes_in_all`` and were sent before.
+
+    Raises:
+        InputError: the policy does not allow this silo or the coordinator to exchange messages at all.
+    """
+
+    def __init__(self, policy: Policy, silo: str, sent: int = 0) -> None:
+        for name in (silo, COORDINATOR):
+            if policy.peers is not None and name not in policy.peers:
+                allowed = f"{silo} and {COORDINATOR}, or do not start this silo"
+                raise InputError("--policy: peers", f"a list without {name}", allowed)
+        self._rule, self._places = policy.rule(silo, "up")
+        self._sent = sent
+
+    def __call__(self, message: Message, size: int) -> Refusal | None:
+        """What forbids a message, which is counted as sent if nothing does.
+
+        Args:
+            message: to be sealed.
+            size: of all its frames [bytes].
+        """
+        payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]
+        if not counts_in_all(payloads):
+            return None
+        kind = message.header.kind.value
+        for limit, payload, _, _ in broken_limits(payloads, size, self._rule, self._places):
+            return Refusal(limit, payload or kind)
+        for each in message.payloads:
+            if not _only_allowed_fields(each, self._rule.fields or {}):
+                return Refusal(WithheldBy.FIELDS, each.KIND)
+        most = self._rule.bytes_in_all
+        if most is not None and self._sent + size > most:
+            return Refusal(WithheldBy.BYTES_IN_ALL, kind)
+        self._sent += size
+        return None
+
+
+def _only_allowed_fields(payload: Payload, fields: Mapping[str, list[str]]) -> bool:
+    """Whether no field of a payload has a value that a rule does not list; None and empty values are none."""
+    allowed = fields.get(payload.KIND)
+    if allowed is None:
+        return True
+    values = {name: getattr(payload, name) for name in payload.FIELDS if name not in allowed}
+    return all(value is None or value in ("", ()) or value == {} for value in values.values())
+
+
+def guard_of(file: Path, silo: str, log: Path) -> PolicyGuard:
+    """The guard of a silo, which continues with the bytes that its log has as sent.
+
+    Args:
+        file: the policy.
+        silo: its name.
+        log: its message log; need not exist.
+
+    Raises:
+        InputError: the policy is invalid or forbids the silo to take part.
+    """
+    sent = 0
+    if log.exists():
+        for _, record in read_log(log):
+            if isinstance(record, MessageRecord) and record.action == "sent" and counts_in_all(record.payloads):
+                sent += record.bytes
+    return PolicyGuard(read_policy(file), silo, sent)

@@ -1,0 +1,220 @@
+"""Check the signatures in message logs, and what each process declared at its start.
+
+A process signs the head of its log with its Ed25519 key (:mod:`fedmq.wire.message_log`). The records before a signature
+cannot be changed without that key. Each message also carries its sender's head to the receiver, so that a sender
+cannot change its own log later without the receiver's key. Both ends of a message are compared in
+:mod:`fedmq.audit.log_checks`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from fedmq.config.run_id import digest_of
+from fedmq.config.yaml_files import read_yaml
+from fedmq.errors import InputError
+from fedmq.wire.keys import fingerprint
+from fedmq.wire.log_records import LogRecord, MessageRecord, SignatureRecord, StartRecord, signed_statement
+from fedmq.wire.messages import COORDINATOR
+
+#: Place and text of a finding.
+Discrepancy = tuple[str, str]
+#: Partition in which every silo has data of its own.
+_OWN_DATA = "own"
+
+
+@dataclass
+class SignedLog:
+    """The signatures of one log.
+
+    Args:
+        starts: what the process declared at its starts, with places.
+        records: number of records.
+        head: hash of the last record.
+        signed: number of records up to and including the last valid signature.
+        signatures: number of valid signatures.
+        invalid: places of invalid signatures.
+        headless: places of messages without their sender's head, since the first start.
+        hashes: of all records so far, with their positions.
+    """
+
+    starts: list[tuple[str, StartRecord]] = field(default_factory=list)
+    records: int = 0
+    head: str = ""
+    signed: int = 0
+    signatures: int = 0
+    invalid: list[str] = field(default_factory=list)
+    headless: list[str] = field(default_factory=list)
+    hashes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The public keys (hex) that the process declared, in order, each once."""
+        return tuple(dict.fromkeys(start.key for _, start in self.starts))
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints of :attr:`keys`, as ``fedmq keys show`` prints them."""
+        return tuple(fingerprint(Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))) for key in self.keys)
+
+    @property
+    def unsigned(self) -> int:
+        """Number of records after the last valid signature."""
+        return self.records - self.signed
+
+
+class SignatureChecks:
+    """Collects signatures and declarations while logs are read, and compares them at the end.
+
+    Attributes:
+        logs: signatures by process.
+        found: discrepancies so far.
+    """
+
+    def __init__(self) -> None:
+        self.logs: dict[str, SignedLog] = {}
+        self.found: list[Discrepancy] = []
+
+    def take(self, process: str, place: str, record: LogRecord) -> None:
+        """Add the next record of a process's log."""
+        log = self.logs.setdefault(process, SignedLog())
+        match record:
+            case StartRecord():
+                log.starts.append((place, record))
+            case SignatureRecord():
+                self._verify(process, place, record, log)
+            case MessageRecord() if log.starts:
+                if record.head is None:
+                    log.headless.append(place)
+                elif record.action == "sent" and record.head not in log.hashes:
+                    what = f"carries a head that {process}'s log did not have when the message was sent"
+                    self.found.append((place, what))
+        log.hashes.setdefault(record.hash, log.records)
+        log.records, log.head = log.records + 1, record.hash
+        if isinstance(record, SignatureRecord) and place not in log.invalid:
+            log.signed = log.records
+
+    def _verify(self, process: str, place: str, record: SignatureRecord, log: SignedLog) -> None:
+        if not log.starts:
+            self.found.append((place, f"a signature of {process}, which did not declare a key before"))
+            log.invalid.append(place)
+            return
+        start = log.starts[-1][1]
+        statement = signed_statement(start.run, process, record.n, record.previous)
+        try:
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(start.key))
+            key.verify(bytes.fromhex(record.signature), statement)
+        except (InvalidSignature, ValueError):
+            log.invalid.append(place)
+        else:
+            log.signatures += 1
+
+    @property
+    def signed(self) -> bool:
+        """Whether any log is signed, in which case all must be."""
+        return any(log.starts or log.invalid for log in self.logs.values())
+
+    def compare(
+        self, scenario: Path, released: object, accepted: Mapping[str, Ed25519PublicKey] | None, *, finished: bool
+    ) -> Iterator[Discrepancy]:
+        """Compare all logs; call once after all have been read.
+
+        Args:
+            scenario: the run folder's scenario; it may not exist.
+            released: data digest in the coordinator's note of what it released, if any.
+            accepted: the processes' public keys by name, if the auditor knows them.
+            finished: the run has ended, so that the coordinator must have signed the end of its log.
+        """
+        yield from self.found
+        if accepted is not None:
+            yield from self._other_keys(accepted)
+        if not self.signed:
+            return
+        for process, log in self.logs.items():
+            if not log.starts:
+                what = "is not signed, though other logs of this run are: written by an earlier fedmq, or stripped"
+                yield f"{process}.jsonl", what
+            if log.invalid:
+                more = f"; {len(log.invalid) - 1} later signatures neither" if len(log.invalid) > 1 else ""
+                yield log.invalid[0], f"the log up to here is not what {process} signed{more}"
+            if log.headless:
+                count = f", as {len(log.headless) - 1} others" if len(log.headless) > 1 else ""
+                yield log.headless[0], f"a message without the head of its sender's log{count}"
+        coordinator = self.logs.get(COORDINATOR)
+        if finished and coordinator is not None and coordinator.starts and coordinator.unsigned:
+            what = f"the last {coordinator.unsigned} records are not signed, though the run is finished"
+            yield f"{COORDINATOR}.jsonl", what
+        yield from self._keys()
+        yield from self._declarations(scenario, released)
+
+    def _other_keys(self, accepted: Mapping[str, Ed25519PublicKey]) -> Iterator[Discrepancy]:
+        """Compare the declared keys with those that the auditor knows."""
+        for process, log in self.logs.items():
+            expected = accepted.get(process)
+            if expected is None:
+                yield f"{process}.jsonl", f"no public key of {process} was given, so its signatures prove nothing"
+            elif not log.starts:
+                yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
+            else:
+                for place, start in log.starts:
+                    if start.key != expected.public_bytes_raw().hex():
+                        yield place, f"signed with another key than that of {process} that was given"
+
+    def _keys(self) -> Iterator[Discrepancy]:
+        """Compare the keys that processes declare with those that their peers accept."""
+        holders: dict[str, str] = {}
+        for process, log in self.logs.items():
+            for key in log.keys:
+                if holders.setdefault(key, process) != process:
+                    yield log.starts[0][0], f"{process} signs with the key of {holders[key]}"
+        known: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for process, log in self.logs.items():
+            for _, start in log.starts:
+                for peer, key in start.peers.items():
+                    known[process, peer].add(key)
+        for process, log in self.logs.items():
+            for place, start in log.starts:
+                # Silos have keys of the coordinator, the coordinator has keys of all.
+                others = (COORDINATOR,) if process != COORDINATOR else ()
+                for other in others:
+                    if self._starts(other) and start.key not in known[other, process]:
+                        yield place, f"{other} did not accept the key that {process} signs with"
+                if process != COORDINATOR and self._starts(COORDINATOR):
+                    missing = known[process, COORDINATOR] - set(self.logs[COORDINATOR].keys)
+                    if missing or not known[process, COORDINATOR]:
+                        yield place, f"{process} accepted another key of {COORDINATOR} than it signs with"
+
+    def _starts(self, process: str) -> bool:
+        return process in self.logs and bool(self.logs[process].starts)
+
+    def _declarations(self, scenario: Path, released: object) -> Iterator[Discrepancy]:
+        """Compare what processes declared at their starts with each other and with the run folder."""
+        try:
+            plain = read_yaml(scenario) if scenario.exists() else None
+        except InputError:
+            plain = None  # another check reports it
+        expected: dict[str, object] = {}
+        source = "scenario.yaml"
+        if plain is not None:
+            protocol = plain.get("protocol")
+            expected["scenario"] = digest_of(plain)
+            expected["protocol"] = protocol.get("name") if isinstance(protocol, dict) else protocol
+            expected["privacy"] = plain.get("privacy")
+        partition = plain.get("partition") if plain is not None else None
+        own_data = isinstance(partition, dict) and partition.get("kind") == _OWN_DATA
+        data = None if own_data else released
+        for log in self.logs.values():
+            for place, start in log.starts:
+                for name, value in expected.items():
+                    if getattr(start, name) != value:
+                        yield place, f"declares and signs another {name} than {source} has"
+                if not own_data:
+                    data = start.data if data is None else data
+                    if start.data != data:
+                        yield place, "declares and signs other data than the run's"

@@ -1,0 +1,425 @@
+"""Forgeries of a finished run by someone who knows the format of its logs: each is found, with exit code 3.
+
+Without keys a forger can recompute every hash chain. With the keys of some processes it can also sign their logs anew.
+Only the keys of all processes make a forgery that cannot be found, which the last sentence of the audit then says.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from typer.testing import CliRunner
+
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import main as cli
+from fedmq.config.run_id import digest_of, name_of
+from fedmq.config.yaml_files import read_yaml
+from fedmq.storage.run_folder import write_json
+from fedmq.wire.keys import load_identity
+from fedmq.wire.log_records import signed_statement
+from fedmq.wire.payloads import Metrics, digest
+from tests import threaded_run
+from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
+from tests.threaded_run import resolved
+
+Record = dict[str, Any]
+SETTINGS = ("rounds=2", "participation=1.0", "evaluation.every=1")
+ENDS = ("coordinator", "silo-00")
+
+
+@pytest.fixture(scope="module")
+def honest(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the private keys of all processes beside it."""
+    out = tmp_path_factory.mktemp("forged") / "run"
+    assert threaded_run.run(resolved(tiny, *SETTINGS), out).phase is Phase.DONE
+    return out
+
+
+@pytest.fixture
+def run(honest: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(honest, tmp_path / "run"))
+
+
+def processes(run: Path) -> list[str]:
+    return sorted(path.stem for path in (run / "messages").glob("*.jsonl"))
+
+
+def keys_of(run: Path, *names: str) -> dict[str, Ed25519PrivateKey]:
+    return {name: load_identity(run / "keys", name).key for name in names}
+
+
+def each(run: Path, names: Iterable[str], change: Callable[[Record], Record | None]) -> None:
+    for name in names:
+        forge(run, name, change)
+
+
+def edit(path: Path, change: Callable[[Record], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    write_json(path, content)
+
+
+def keep(record: Record) -> Record:
+    return record
+
+
+def is_reply(record: Record) -> bool:
+    """Whether a record is of the first reply of silo-00, at either end."""
+    return (record.get("kind"), record.get("sender"), record.get("base_version")) == ("reply", "silo-00", 0)
+
+
+def replies(change: Callable[[Record], Record] = keep, **changes: Any) -> Callable[[Path], None]:
+    """Change the first reply of silo-00 in the logs of both of its ends."""
+    return lambda run: each(run, ENDS, lambda record: change(record) | changes if is_reply(record) else record)
+
+
+def other_content(record: Record) -> Record:
+    """A message with payloads of other contents."""
+    return record | {"digests": [f"{number:064x}" for number in range(len(record["digests"]))]}
+
+
+def smaller(record: Record) -> Record:
+    """A message whose first payload with tensors has 4 bytes."""
+    place = next(n for n, (_, size) in enumerate(record["payloads"]) if size)
+    return record | {
+        "payloads": [[kind, 4 if n == place else size] for n, (kind, size) in enumerate(record["payloads"])]
+    }
+
+
+def renamed_update(record: Record) -> Record:
+    """A message whose delta is said to be a model."""
+    return record | {"payloads": [["model" if kind == "delta" else kind, size] for kind, size in record["payloads"]]}
+
+
+def later(wall: str, seconds: float) -> str:
+    moved = datetime.fromisoformat(wall) + timedelta(seconds=seconds)
+    return moved.isoformat(timespec="milliseconds")
+
+
+def shift(run: Path, names: Iterable[str], seconds: float = 3600.0) -> None:
+    each(run, names, lambda record: record | {"wall": later(record["wall"], seconds)})
+
+
+def invented_message(run: Path) -> None:
+    """A further reply of silo-00, with the next counter of its session, at both ends."""
+    content = [json.loads(line) for line in lines(run, "silo-00")]
+    sent = [record for record in content if record["action"] == "sent" and "counter" in record]
+    invented = next(record for record in sent if is_reply(record)) | {"counter": sent[-1]["counter"] + 1}
+    here = invented | {"wall": content[-1]["wall"]}
+    rewrite(run, "silo-00", reseal(map(json.dumps, [*content, here])))
+    content = [json.loads(line) for line in lines(run, "coordinator")]
+    theirs = invented | {"action": "received", "process": "coordinator", "wall": content[-1]["wall"]}
+    rewrite(run, "coordinator", reseal(json.dumps(record) for record in [*content, theirs]))
+
+
+def claimed_noise(run: Path) -> None:
+    """The scenario gets noise after the run, the run its new name, the declarations of all starts the new facts."""
+    path = run / "scenario.yaml"
+    plain = dict(read_yaml(path))
+    before = name_of(plain)
+    plain["privacy"] = {**plain["privacy"], "clip_norm": 1.0, "noise_multiplier": 4.0}
+    path.write_text(yaml.safe_dump(plain))
+    facts = {"run": name_of(plain), "scenario": digest_of(plain), "privacy": plain["privacy"]}
+
+    def renamed(record: Record) -> Record:
+        return record | {name: value for name, value in facts.items() if name in record}
+
+    each(run, processes(run), renamed)
+    assert name_of(plain) != before
+
+
+def exchanged_silos(run: Path) -> None:
+    """Every mention of silo-00 becomes one of silo-01 in all files, and the other way round."""
+    for path in [*(run / "messages").glob("*.jsonl"), run / "metrics.jsonl", run / "summary.json"]:
+        text = path.read_text().replace("silo-00", "silo-xx").replace("silo-01", "silo-00")
+        path.write_text(text.replace("silo-xx", "silo-01"))
+    one, other = (run / "messages" / f"silo-0{number}.jsonl" for number in (0, 1))
+    one.rename(run / "kept")
+    other.rename(one)
+    (run / "kept").rename(other)
+    for name in processes(run):
+        rewrite(run, name, reseal(lines(run, name)))
+
+
+def other_figures(run: Path) -> None:
+    """Better figures in metrics, summary and the digests of the evaluator's last answer at both ends."""
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = next(line for line in reversed(content) if line["kind"] == "evaluation")
+    before = digest(Metrics(last["metrics"], last["per_silo"]))
+    last["metrics"]["mean_r1"] = 1.0
+    after = digest(Metrics(last["metrics"], last["per_silo"]))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit(run / "summary.json", lambda summary: summary["metrics"].update(mean_r1=1.0))
+    swap = {before: after}
+    each(
+        run,
+        ("coordinator", "evaluator"),
+        lambda record: (
+            record | {"digests": [swap.get(one, one) for one in record["digests"]]} if "digests" in record else record
+        ),
+    )
+
+
+def without(*actions: str) -> Callable[[Record], Record | None]:
+    return lambda record: None if record["action"] in actions else {k: v for k, v in record.items() if k != "head"}
+
+
+def middle_signature(run: Path) -> None:
+    content = lines(run, "coordinator")
+    place = next(n for n, line in enumerate(content) if '"at":"merge"' in line)
+    rewrite(run, "coordinator", reseal(content[:place] + content[place + 1 :]))
+
+
+def borrowed_signatures(run: Path) -> None:
+    """The reply of silo-00 is changed; its later signatures are replaced by those of silo-01."""
+    theirs = [json.loads(line)["signature"] for line in lines(run, "silo-01") if '"signed"' in line]
+    replies(other_content)(run)
+    count = iter(theirs)
+    forge(
+        run,
+        "silo-00",
+        lambda record: record | {"signature": next(count, theirs[-1])} if record["action"] == "signed" else record,
+    )
+
+
+def removed_notes(run: Path) -> None:
+    each(run, ["coordinator"], lambda record: None if record.get("text") == "event" else record)
+
+
+def removed_heartbeats(run: Path) -> None:
+    """The last message of a session leaves no gap when it is removed: the stop at both ends."""
+    last = ("stop", "silo-00")
+    each(run, ENDS, lambda record: None if (record.get("kind"), record.get("receiver")) == last else record)
+
+
+def cut_silo(run: Path) -> None:
+    content = lines(run, "silo-00")
+    place = max(n for n, line in enumerate(content) if '"kind":"reply"' in line)
+    rewrite(run, "silo-00", content[:place])
+
+
+def other_heads(run: Path) -> None:
+    """Both ends say that the reply carried the head of the task before."""
+    head = next(json.loads(line)["head"] for line in lines(run, "silo-00") if '"head"' in line)
+    replies(head=head)(run)
+
+
+def stripped_log(run: Path) -> None:
+    forge(run, "silo-00", lambda record: None if record["action"] in ("start", "signed") else record)
+
+
+def strange_key(run: Path) -> None:
+    """The log of silo-00 is changed and signed with a key that the forger made."""
+    replies(other_content)(run)
+    rebuild(run, {"silo-00": Ed25519PrivateKey.generate()})
+
+
+def late_key(run: Path) -> None:
+    """From the middle on, silo-00 is said to have started again with another key, made by the forger."""
+    content = [json.loads(line) for line in lines(run, "silo-00")]
+    start = next(record for record in content if record["action"] == "start")
+    key = Ed25519PrivateKey.generate()
+    place = next(n for n, record in enumerate(content) if is_reply(record))
+    again = start | {"key": key.public_key().public_bytes_raw().hex(), "wall": content[place]["wall"]}
+    rewrite(run, "silo-00", reseal(json.dumps(one) for one in [*content[:place], again, *content[place:]]))
+    # Only the tail is signed anew: rebuild() would replace the first key, too.
+    replaced = [json.loads(line) for line in lines(run, "silo-00")]
+    done: list[Record] = []
+    for record in replaced:
+        if record["action"] == "signed" and record["n"] > place:
+            previous = json.loads(reseal(map(json.dumps, done))[-1])["hash"]
+            statement = signed_statement(start["run"], "silo-00", record["n"], previous)
+            record["signature"] = key.sign(statement).hex()
+        done.append(record)
+    rewrite(run, "silo-00", reseal(map(json.dumps, done)))
+
+
+def copied_log(run: Path) -> None:
+    """The log of silo-01 takes the place of that of silo-00, with the names changed."""
+    rewrite(run, "silo-00", reseal(line.replace("silo-01", "silo-00") for line in lines(run, "silo-01")))
+
+
+def notes(**changes: Any) -> Callable[[Path], None]:
+    """Change the first event in the coordinator's log."""
+
+    def change(run: Path) -> None:
+        first = next(json.loads(line)["n"] for line in lines(run, "coordinator") if '"event"' in line)
+        forge(run, "coordinator", lambda record: record | changes if record["n"] == first else record)
+
+    return change
+
+
+EMPTIED = replies(payloads=[], digests=[])
+FORGERIES: dict[str, Callable[[Path], None]] = {
+    # Not found before logs were signed.
+    "a merged reply emptied on both sides": EMPTIED,
+    "a message invented on both sides": invented_message,
+    "the times of one log shifted": lambda run: shift(run, ["silo-01"]),
+    "the times of all logs shifted": lambda run: shift(run, processes(run)),
+    "times running backwards": lambda run: each(
+        run, ["silo-00"], lambda record: record | {"wall": later(record["wall"], -60.0 * record["n"])}
+    ),
+    "noise claimed after the fact": claimed_noise,
+    "two silos exchanged": exchanged_silos,
+    "traffic in the summary": lambda run: edit(run / "summary.json", lambda each: each["bytes"]["up"].update(delta=1)),
+    "messages in the summary": lambda run: edit(run / "summary.json", lambda each: each["messages"].update(sent=1)),
+    # Twenty and more others, without keys.
+    "a payload's size on both sides": replies(smaller),
+    "a payload's content on both sides": replies(other_content),
+    "a payload's kind on both sides": replies(renamed_update),
+    "the size of the frames on both sides": replies(bytes=1000),
+    "the tag on both sides": replies(tag="ab" * 16),
+    "the time of sending on both sides": replies(sent_at=99.5),
+    "the task's number on both sides": replies(sequence=77, reply_to=77),
+    "the base version on both sides": replies(base_version=1),
+    "the head of a message on both sides": other_heads,
+    "no head on both sides": lambda run: each(
+        run, ENDS, lambda record: {k: v for k, v in record.items() if k != "head"} if is_reply(record) else record
+    ),
+    "the last message of a session removed on both sides": removed_heartbeats,
+    "events removed": removed_notes,
+    "an event changed": notes(now=1.25),
+    "figures changed everywhere": other_figures,
+    "privacy in the declarations": lambda run: each(
+        run, processes(run), lambda record: record | {"privacy": {"clip_norm": 1.0}} if "privacy" in record else record
+    ),
+    "data in the declarations": lambda run: each(
+        run, processes(run), lambda record: record | {"data": "ab" * 32} if record["action"] == "start" else record
+    ),
+    "the keys in a declaration": lambda run: forge(
+        run, "silo-00", lambda record: record | {"peers": {}} if record["action"] == "start" else record
+    ),
+    "one log without its signatures": stripped_log,
+    "a signature removed in the middle": middle_signature,
+    "signatures of another process": borrowed_signatures,
+    "a log signed with a new key": strange_key,
+    "a new key from the middle on": late_key,
+    "a log in place of another": copied_log,
+    "a log cut before its last reply": cut_silo,
+    "the end of the coordinator's log unsigned": lambda run: rewrite(
+        run, "coordinator", lines(run, "coordinator")[:-1]
+    ),
+}
+#: Forgeries with the keys of some processes, which they sign anew.
+WITH_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Path], None]]] = {
+    "its own log": (("silo-00",), replies(other_content)),
+    "its own notes": (("coordinator",), notes(now=1.25)),
+    "its own times": (("coordinator",), lambda run: shift(run, ["coordinator"])),
+    "a reply emptied by both ends": (ENDS, EMPTIED),
+    "a message invented by both ends": (ENDS, invented_message),
+    "figures changed by coordinator and evaluator": (("coordinator", "evaluator"), other_figures),
+    "noise claimed by all but one": (("coordinator", "evaluator", "silo-00", "silo-01", "silo-02"), claimed_noise),
+}
+#: Where the heads that messages carry cannot be made to agree, or their disagreement is the forgery.
+INCONSISTENT = {
+    "a log in place of another",
+    "a log cut before its last reply",
+    "the head of a message on both sides",
+}
+
+
+def test_an_honest_run_has_no_findings(run: Path) -> None:
+    assert [(finding.place, finding.what) for finding in audit_run(run).findings] == []
+
+
+def assert_found(run: Path) -> None:
+    code, found = audited(run)
+    assert code == 3 and found["findings"]
+    assert found["not_proven"].startswith("Not proven: what was sent")
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forgery_without_keys_is_found(run: Path, forgery: str) -> None:
+    FORGERIES[forgery](run)
+    assert_found(run)
+
+
+@pytest.mark.parametrize("forgery", sorted(FORGERIES.keys() - INCONSISTENT))
+def test_a_forgery_without_keys_is_found_even_if_all_heads_agree(run: Path, forgery: str) -> None:
+    FORGERIES[forgery](run)
+    rebuild(run, dict.fromkeys(processes(run)))
+    assert_found(run)
+
+
+@pytest.mark.parametrize("others", ["kept", "rewritten"])
+@pytest.mark.parametrize("forgery", WITH_KEYS)
+def test_a_forgery_with_the_keys_of_some_processes_is_found(run: Path, forgery: str, others: str) -> None:
+    names, change = WITH_KEYS[forgery]
+    change(run)
+    keys: dict[str, Ed25519PrivateKey | None] = dict.fromkeys(processes(run) if others == "rewritten" else names)
+    rebuild(run, keys | keys_of(run, *names))
+    assert_found(run)
+
+
+def audited(run: Path, *options: str) -> tuple[int, Record]:
+    done = CliRunner().invoke(cli.app, ["audit", str(run), "--json", *options])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_forgery_with_all_keys_is_not_found_and_the_audit_says_that_it_proves_nothing_against_it(run: Path) -> None:
+    shift(run, processes(run))
+    rebuild(run, keys_of(run, *processes(run)))
+    code, found = audited(run, "--keys", str(run / "keys"))
+    assert (code, found["findings"]) == (0, [])
+    assert found["not_proven"].startswith("Not proven: that the holders of all keys did not agree on other logs")
+
+
+def test_heads_noted_before_find_a_forgery_with_all_keys(run: Path, tmp_path: Path) -> None:
+    heads = tmp_path / "heads.json"
+    code, found = audited(run, "--heads", str(heads))
+    assert code == 0
+    for expected in (str(heads), found["heads_digest"]):
+        code, again = audited(run, "--expect", expected)
+        assert code == 0 and "nothing was changed since the heads were noted" in again["holds"]
+    shift(run, processes(run))
+    rebuild(run, keys_of(run, *processes(run)))
+    for expected in (str(heads), found["heads_digest"]):
+        code, again = audited(run, "--expect", expected)
+        assert code == 3 and again["findings"]
+
+
+def test_keys_made_by_a_forger_are_found_with_the_keys_of_the_sites(run: Path) -> None:
+    shift(run, processes(run))
+    rebuild(run, {name: Ed25519PrivateKey.generate() for name in processes(run)})
+    code, found = audited(run)
+    assert code == 0 and "whose keys these are" in found["not_proven"]
+    code, found = audited(run, "--keys", str(run / "keys"))
+    assert code == 3 and any("another key than that of silo-00" in each["what"] for each in found["findings"])
+
+
+def test_logs_without_any_signature_are_audited_as_unsigned_and_refused_with_the_keys_of_the_sites(run: Path) -> None:
+    shift(run, processes(run))
+    each(run, processes(run), without("start", "signed"))
+    code, found = audited(run)
+    assert code == 0 and "as they are not signed" in found["not_proven"]
+    code, found = audited(run, "--keys", str(run / "keys"))
+    assert code == 3 and any("is not signed, though a public key" in each["what"] for each in found["findings"])
+
+
+def test_a_run_wound_back_to_an_earlier_signature_is_found_by_heads_noted_later(run: Path, tmp_path: Path) -> None:
+    heads = tmp_path / "heads.json"
+    assert audited(run, "--heads", str(heads))[0] == 0
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    for name in processes(run):
+        content = lines(run, name)
+        rewrite(run, name, content[: next(n for n, line in enumerate(content) if '"signed"' in line) + 1])
+    (run / "metrics.jsonl").unlink()
+    code, found = audited(run)
+    assert code == 0 and "that the run did not go on" in found["not_proven"]
+    assert audited(run, "--expect", str(heads))[0] == 3
+
+
+def test_records_after_the_last_signature_are_said_to_be_not_proven(run: Path) -> None:
+    rewrite(run, "silo-00", lines(run, "silo-00")[:-1])  # it was killed before it could sign the end of its log
+    code, found = audited(run)
+    assert code == 0 and "records of silo-00, which were not signed any more" in found["not_proven"]

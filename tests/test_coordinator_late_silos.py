@@ -1,0 +1,109 @@
+"""A run that starts with a minimum of silos: late ones join and are selected from then on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send
+from coordinator.rounds import Phase, Rounds, RoundsPlan
+from fedmq.errors import InputError
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import MergeLine
+from fedmq.storage.run_folder import RunFolder
+from silos.program import SiloArguments, run_silo
+from tests.threaded_run import resolved, run, run_of
+
+SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
+PLAN = RoundsPlan(seed=1, rounds=5, silos=SILOS, eligible=SILOS, minimum=2)
+
+
+def sends(actions: tuple[Action, ...]) -> list[str]:
+    return [action.silo for action in actions if isinstance(action, Send)]
+
+
+def joined(plan: RoundsPlan, *silos: str) -> tuple[Rounds, tuple[Action, ...]]:
+    rounds, actions = Rounds(plan), ()
+    for silo in silos:
+        rounds, actions = rounds.handle(Joined(silo))
+    return rounds, actions
+
+
+def test_a_run_starts_with_the_minimum_and_selects_late_silos_from_the_next_round() -> None:
+    rounds, actions = joined(PLAN, "silo-03")
+    assert (rounds.phase, actions) == (Phase.GATHERING, ())
+    rounds, actions = rounds.handle(Joined("silo-01"))
+    assert rounds.phase is Phase.COLLECTING
+    assert sends(actions) == ["silo-01", "silo-03"]
+    rounds, actions = rounds.handle(Joined("silo-00"))
+    assert not actions, "the round has begun"
+    rounds, _ = rounds.handle(Arrived("silo-01", 1))
+    rounds, actions = rounds.handle(Arrived("silo-03", 1))
+    assert actions == (Merge(0, (Arrived("silo-01", 1), Arrived("silo-03", 1))),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert sends(actions) == ["silo-00", "silo-01", "silo-03"]
+
+
+def test_without_rounds_a_late_silo_is_selected_immediately() -> None:
+    rounds, actions = joined(replace(PLAN, mode="buffered", buffer=2), "silo-00", "silo-01")
+    assert sends(actions) == ["silo-00", "silo-01"]
+    _, actions = rounds.handle(Joined("silo-02"))
+    assert sends(actions) == ["silo-02"]
+
+
+def test_silos_that_the_method_cannot_select_do_not_count() -> None:
+    rounds, _ = joined(replace(PLAN, eligible=SILOS[1:]), "silo-00", "silo-01")
+    assert rounds.phase is Phase.GATHERING
+    rounds, _ = rounds.handle(Lost("silo-01"))
+    rounds, _ = rounds.handle(Joined("silo-02"))
+    assert rounds.phase is Phase.GATHERING, "a silo that left again does not count"
+
+
+def test_a_resumed_run_starts_with_the_minimum_and_waits_for_pending_tasks() -> None:
+    rounds, _ = joined(replace(PLAN, mode="async"), *SILOS)
+    rounds, _ = rounds.handle(Arrived("silo-00", 1))
+    resumed = Rounds.from_record(replace(PLAN, mode="async"), rounds.after_merge().to_record())
+    resumed, _ = resumed.handle(Joined("silo-00"))
+    resumed, actions = resumed.handle(Joined("silo-01"))
+    assert resumed.phase is Phase.COLLECTING
+    assert "silo-01" in sends(actions), "its pending task is sent again"
+    assert set(resumed.pending) >= {"silo-02", "silo-03"}
+    resumed, actions = resumed.handle(Joined("silo-02"))
+    assert sends(actions) == ["silo-02"]
+
+
+def test_a_minimum_that_cannot_be_reached_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"participation.minimum \(5\) must be at most silos.count \(4\)"):
+        resolved(tiny, "participation.minimum=5")
+    one_sided = resolved(
+        tiny, "participation.minimum=4", "missing_modality.silos={silo-00: image}", "protocol=paired_only"
+    )
+    with pytest.raises(InputError, match="at most 3, the silos that paired_only can select"):
+        run(one_sided, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_late_silo_takes_part_in_a_real_run(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "participation.rate=1", "participation.minimum=3", "rounds=30")
+    metrics = RunFolder(tmp_path).metrics
+
+    def late(uri: str, keys: Path) -> None:
+        while not metrics.exists() or not any(
+            isinstance(line, MergeLine) for line in read_metrics(RunFolder(tmp_path))
+        ):
+            threading.Event().wait(0.02)
+        run_silo(SiloArguments(run_of(scenario), "silo-03", uri, keys, tmp_path))
+
+    outcome = run(scenario, tmp_path, silos=SILOS[:3], others=[late])
+    assert outcome.summary is not None
+    merges = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
+    assert merges[0].replies == list(SILOS[:3])
+    assert merges[-1].replies == list(SILOS)
+
+
+def test_the_minimum_is_not_part_of_a_runs_identity(tiny: Path) -> None:
+    assert run_of(resolved(tiny)).id == run_of(resolved(tiny, "participation.minimum=2")).id
+    assert run_of(resolved(tiny)).id == run_of(resolved(tiny, "aggregation.task_limit=5")).id

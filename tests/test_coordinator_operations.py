@@ -1,0 +1,190 @@
+"""Operation of a run with real processes: a stop of the coordinator, a cut link; silos are never touched."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.runs.status import SiloPhase, read_status
+from tests.threaded_run import resolved
+from tests.threaded_run import run as threaded_run
+
+pytestmark = pytest.mark.slow
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+PATIENCE = 120.0
+ROUNDS = "rounds=20"
+SILOS = tuple(f"silo-0{index}" for index in range(4))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model digest of the undisturbed run."""
+    outcome = threaded_run(resolved(tiny, ROUNDS), tmp_path_factory.mktemp("reference"))
+    assert outcome.summary is not None
+    return outcome.summary.model_digest
+
+
+class Processes:
+    """Manually launched programs of one run."""
+
+    def __init__(self, tiny: Path, root: Path) -> None:
+        self.out, self.keys, self.tiny = root / "run", root / "keys", tiny
+        self.all: list[subprocess.Popen[str]] = []
+        subprocess.run([FEDMQ, "keys", "init", str(self.keys), "--silos", "4"], check=True, capture_output=True)
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [FEDMQ, *command, "--keys", str(self.keys)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        self.all.append(process)
+        return process
+
+    def coordinator(self, *command: str, bind: str = "tcp://127.0.0.1:*") -> tuple[subprocess.Popen[str], str]:
+        """Start a coordinator; returns it and the URI to connect to."""
+        process = self.start("coordinator", *command, "--bind", bind)
+        assert process.stderr is not None
+        uri = next(line.split("uri=")[1].split()[0] for line in process.stderr if "listening" in line)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        return process, uri
+
+    def new_run(self) -> tuple[subprocess.Popen[str], str]:
+        return self.coordinator(str(self.tiny), "--out", str(self.out), "--set", ROUNDS)
+
+    def peer(self, uri: str, *command: str) -> subprocess.Popen[str]:
+        common = (str(self.tiny), "--out", str(self.out), "--set", ROUNDS, "--connect", uri)
+        process = self.start(*command, *common)
+        assert process.stderr is not None
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        return process
+
+    def peers(self, uri: str) -> list[subprocess.Popen[str]]:
+        return [self.peer(uri, "evaluator"), *(self.peer(uri, "silo", "--name", name) for name in SILOS)]
+
+    def wait_for_round(self, round_: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        metrics = self.out / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"merge"') < round_:
+            assert time.monotonic() < deadline, f"no round {round_} in {PATIENCE} s"
+            time.sleep(0.02)
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.out / "summary.json").read_text()))
+
+
+@pytest.fixture
+def processes(tiny: Path, tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tiny, tmp_path)
+    yield made
+    for process in made.all:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def test_a_stopped_coordinator_leaves_its_silos_waiting_and_resumes_with_the_same_model(
+    processes: Processes, reference: str
+) -> None:
+    coordinator, uri = processes.new_run()
+    peers = processes.peers(uri)
+    processes.wait_for_round(3)
+    coordinator.send_signal(signal.SIGTERM)
+    assert coordinator.wait(PATIENCE) == 1
+    assert read_status(processes.out / "status.json").phase == "stopped"
+    time.sleep(1.0)
+    assert [peer.poll() for peer in peers] == [None] * 5, "silos and evaluator wait"
+    # A silo that is killed meanwhile continues from its last state.
+    peers[1].kill()
+    peers[1].wait()
+    peers[1] = processes.peer(uri, "silo", "--name", "silo-00")
+    coordinator, _ = processes.coordinator("--resume", str(processes.out), bind=uri)
+    assert coordinator.wait(PATIENCE) == 0
+    assert [peer.wait(PATIENCE) for peer in peers] == [0] * 5, "the end of the run ends them"
+    assert processes.summary()["model_digest"] == reference
+    assert not audit_run(processes.out).findings
+
+
+def test_with_stop_silos_a_stop_ends_all_processes(processes: Processes) -> None:
+    coordinator, uri = processes.coordinator(
+        str(processes.tiny), "--out", str(processes.out), "--set", ROUNDS, "--stop-silos"
+    )
+    peers = processes.peers(uri)
+    processes.wait_for_round(3)
+    coordinator.send_signal(signal.SIGINT)
+    assert coordinator.wait(PATIENCE) == 1
+    assert [peer.wait(PATIENCE) for peer in peers] == [0] * 5
+
+
+class Link:
+    """A TCP link to the coordinator that can be cut, and moved to another address."""
+
+    def __init__(self, target: str) -> None:
+        self.target = (target.rpartition(":")[0].removeprefix("tcp://"), int(target.rpartition(":")[2]))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.open = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            if not self.open:
+                near.close()
+                continue
+            far = socket.create_connection(self.target)
+            self.pairs.append((near, far))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self) -> None:
+        self.open = False
+        for pair in self.pairs:
+            for each in pair:
+                each.shutdown(socket.SHUT_RDWR)
+                each.close()
+        self.pairs.clear()
+
+
+def test_a_cut_link_loses_nothing_and_applies_nothing_twice(processes: Processes, reference: str) -> None:
+    coordinator, uri = processes.new_run()
+    link = Link(uri)
+    try:
+        peers = [processes.peer(uri, "evaluator"), processes.peer(link.uri, "silo", "--name", SILOS[0])]
+        peers += [processes.peer(uri, "silo", "--name", name) for name in SILOS[1:]]
+        processes.wait_for_round(3)
+        link.cut()
+        deadline = time.monotonic() + PATIENCE
+        while read_status(processes.out / "status.json").silos[SILOS[0]].phase is not SiloPhase.LOST:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(2.0)
+        link.open = True
+        assert coordinator.wait(PATIENCE) == 0
+        assert [peer.wait(PATIENCE) for peer in peers] == [0] * 5
+    finally:
+        link.listener.close()
+    summary = processes.summary()
+    assert summary["model_digest"] == reference
+    assert summary["tasks"]["merged"] == 20 * 3, "three of four silos in each round"
+    assert not audit_run(processes.out).findings

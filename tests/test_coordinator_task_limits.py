@@ -1,0 +1,131 @@
+"""Limits of tasks in real time: a silo that sends heartbeats but never replies does not stall a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.task_limits import TaskLimits
+from fedmq.config.scenario import Scenario
+from fedmq.runs.status import SiloPhase, read_status
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.sealed_sessions import open_message, seal_message
+from tests.in_process_run import notes
+from tests.threaded_run import joined, resolved, run
+
+SAMPLES = {"silo-00": 100, "silo-01": 10}
+
+
+def test_the_default_limit_follows_from_the_silos_own_longest_task() -> None:
+    limits = TaskLimits(None, SAMPLES)
+    limits.sent("silo-00", 1, 0.0)
+    assert limits.limit("silo-00") is None, "no silo has replied"
+    assert not limits.replied("silo-00", 1, 20.0)
+    assert limits.limit("silo-00") == 200.0
+    # Without an earlier task: ten times the pace of the others, for its own number of samples, at least ten minutes.
+    assert limits.limit("silo-01") == 600.0
+    limits.sent("silo-00", 2, 20.0)
+    limits.sent("silo-01", 1, 20.0)
+    assert not limits.exceed(220.0)
+    assert [task.silo for task in limits.exceed(220.5)] == ["silo-00"]
+    assert limits.overdue == ("silo-00",)
+    assert not limits.exceed(221.0), "each task exceeds its limit once"
+    assert limits.replied("silo-00", 2, 320.0), "late"
+    assert (limits.overdue, limits.limit("silo-00")) == ((), 3000.0)
+
+
+def test_a_task_that_waits_for_other_silos_on_its_machine_is_not_overdue() -> None:
+    limits = TaskLimits(None, SAMPLES)
+    for silo in SAMPLES:
+        limits.sent(silo, 1, 0.0)
+        limits.replied(silo, 1, 1.0)
+        limits.sent(silo, 2, 1.0)
+    limits.replied("silo-01", 2, 100.0)
+    assert not limits.exceed(159.0)
+    assert [task.silo for task in limits.exceed(161.0)] == ["silo-00"]
+
+
+def test_a_limit_of_the_scenario_counts_from_the_sending_of_the_task() -> None:
+    limits = TaskLimits(5.0, SAMPLES)
+    for silo in SAMPLES:
+        limits.sent(silo, 1, 0.0)
+    limits.replied("silo-01", 1, 4.0)
+    assert [task.silo for task in limits.exceed(5.5)] == ["silo-00"]
+
+
+def test_a_lost_silo_has_no_limit_and_slow_silos_are_named() -> None:
+    limits = TaskLimits(5.0, SAMPLES)
+    for silo in SAMPLES:
+        limits.sent(silo, 1, 0.0)
+    limits.forget("silo-00")
+    assert [task.silo for task in limits.exceed(100.0)] == ["silo-01"]
+    limits.sent("silo-00", 2, 100.0)
+    assert not limits.slow(129.0)
+    assert [(task.silo, task.seconds) for task in limits.slow(131.0)] == [("silo-00", 31.0)]
+
+
+def beating(scenario: Scenario, *, unreadable: Kind | None = None) -> Callable[[str, Path], None]:
+    """A silo-00 that joins and sends heartbeats; it answers each task with an unreadable message, or not at all."""
+
+    def join(uri: str, keys: Path) -> None:
+        connection, session, beat = joined(scenario, uri, keys)
+        sent = 0.0
+        while True:
+            if time.monotonic() - sent > 0.5:
+                sent = time.monotonic()
+                connection.send(seal_message(session, Message(beat)).frames)
+            frames = connection.receive(0.1)
+            if frames is None:
+                continue
+            task = open_message(session, frames)[0].header
+            if task.kind is Kind.STOP:
+                connection.close()
+                return
+            if task.kind is Kind.TASK and unreadable is not None:
+                answer = replace(beat, kind=unreadable, reply_to=task.sequence, sequence=task.sequence)
+                connection.send(session.seal(answer, [b"not a body"]).frames)
+
+    return join
+
+
+SETTINGS = {
+    "virtual clock": (),
+    "virtual clock with a deadline": ("aggregation.deadline=60",),
+    "wall clock": ("clock=wall", "aggregation.on_lost=give_up"),
+    "buffered": ("aggregation.mode=buffered",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_silo_that_beats_but_never_replies_does_not_stall_the_run(
+    tiny: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    scenario = resolved(tiny, "participation=1", "aggregation.task_limit=3", *settings)
+    began = time.monotonic()
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[beating(scenario)])
+    assert outcome.summary is not None
+    assert time.monotonic() - began < 60.0
+    failed = notes(tmp_path, NoteKind.TASK_FAILED)
+    assert [(note["silo"], note["reason"]) for note in failed] == [("silo-00", "overdue")], "once: not selected again"
+    assert outcome.summary.per_silo["silo-00"].participations == 0
+    status = read_status(RunFolder(tmp_path).status)
+    assert status.silos["silo-00"].phase is SiloPhase.OVERDUE
+    assert "overdue" in status.silos["silo-00"].error
+    assert status.silos["silo-01"].phase is SiloPhase.WAITING
+
+
+@pytest.mark.slow
+def test_an_unreadable_error_message_fails_its_task(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "participation=1", "rounds=2", "training.warmup_rounds=1")
+    others = [beating(scenario, unreadable=Kind.ERROR)]
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=others)
+    assert outcome.summary is not None
+    failed = notes(tmp_path, NoteKind.TASK_FAILED)
+    assert [(note["silo"], note["reason"]) for note in failed] == [("silo-00", "malformed")] * 2

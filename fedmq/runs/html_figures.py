@@ -109,7 +109,8 @@ def render(template: str, **values: object) -> str:
         values: of the template's variables.
     """
     script = Markup(_plotly())  # noqa: S704 - plotly's own file
-    return _environment().get_template(template).render(plotly=script, colours=COLOURS, **values)
+    page = _environment().get_template(template).render(plotly=script, colours=COLOURS, **values)
+    return page.encode("utf-8", "replace").decode("utf-8")  # run files may hold halves of surrogate pairs
 
 
 def document(title: str, notes: Sequence[str], figures: Sequence[Figure]) -> str:

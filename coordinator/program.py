@@ -16,6 +16,7 @@ from coordinator import checkpoint_files as checkpoints
 from coordinator import release
 from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.aggregation import check_robust
+from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.data_agreement import admission_of, gathered
@@ -50,7 +51,6 @@ from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
-from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
@@ -60,11 +60,6 @@ from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
-
-#: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
-LEAST_BODY = 1 << 26
-#: Largest accepted body of a run whose silos have data of their own, before the model is known [bytes].
-_OWN_BODY = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def run_coordinator(
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
-        max_body = _own_largest_body(scenario) if setting is None else largest_body(setting[0])
+        max_body = own_largest_body(scenario) if setting is None else largest_body(setting[0])
         # Before anything is written, so that an unusable address leaves no folder behind.
         wire = None if peers is not None else closing.enter_context(_listener(arguments, max_body))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
@@ -289,24 +284,10 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _own_largest_body(scenario: Scenario) -> int:
-    """Largest accepted message body [bytes] of a run whose model depends on what the silos state."""
-    return MAX_BODY if scenario.backbone.end_to_end or scenario.backbone.adapter_site == "blocks" else _OWN_BODY
-
-
 def _allow_descriptors() -> None:
     """Raise the limit of open files to the system's maximum: each connection takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
-    """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
-
-    Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
-    """
-    tensors = run_context.traits.reply_bytes
-    return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:

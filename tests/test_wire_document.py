@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import program
+from coordinator import body_limits
 from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sealed_sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
@@ -157,7 +157,7 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
-    least = f"the largest of {program.LEAST_BODY >> 20} MiB, four times the model's parameters"
+    least = f"the largest of {body_limits.LEAST_BODY >> 20} MiB, four times the model's parameters"
     told = " ".join(section("Transport").split())
     assert f"Of silos and the evaluator that is 1 GiB, of the coordinator {least}" in told
     beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS

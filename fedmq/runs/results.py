@@ -19,6 +19,7 @@ from fedmq.runs.run_records import (
     OwnHeldOutLine,
     PersonalLine,
     RunSummary,
+    SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
@@ -46,6 +47,35 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     """
     allowed = "a line of a merge or an evaluation"
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
+
+
+def with_own_figures(summary: RunSummary) -> RunSummary:
+    """A summary for display: without an evaluator, the figures are those of the silos' own held-out items."""
+    own = summary.own_heldout
+    if own is None or summary.metrics:
+        return summary
+    per_silo = {
+        name: SiloSummary.model_validate(
+            {**entry.model_dump(), **(own.per_silo[name].figures if name in own.per_silo else {})}
+        )
+        for name, entry in summary.per_silo.items()
+    }
+    found = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
+    return summary.model_copy(update={**found, "per_silo": per_silo})
+
+
+def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
+    """The evaluations of the shared model: the evaluator's, or without one those of the silos on their own items."""
+    return [line for line in lines if isinstance(line, EvaluationLine)] or [
+        EvaluationLine(
+            kind="evaluation",
+            version=line.version,
+            metrics=line.metrics,
+            per_silo={name: each.figures for name, each in line.per_silo.items()},
+        )
+        for line in lines
+        if isinstance(line, OwnHeldOutLine)
+    ]
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -112,12 +142,8 @@ class FinishedRun:
     @cached_property
     def figures(self) -> Mapping[str, object]:
         """Its results, by the keys of the summary."""
-        if self.summary is not None and (own := self.summary.own_heldout) is not None and not self.summary.metrics:
-            # Without an evaluator these are the figures that there are.
-            found = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
-            return {**self.summary.plain(), **found}
         if self.summary is not None:
-            return self.summary.plain()
+            return with_own_figures(self.summary).plain()
         first = self.evaluations[0]
         return {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
 
@@ -186,7 +212,7 @@ def read(folder: RunFolder) -> FinishedRun:
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
     evaluations, personal = dict[int, EvaluationResult](), dict[int, Personal]()
-    for line in lines:
+    for line in (*shared_evaluations(lines), *(line for line in lines if not isinstance(line, EvaluationLine))):
         version = line.version
         if version not in times:
             article = "an evaluation" if isinstance(line, EvaluationLine) else "a measurement"
@@ -195,9 +221,6 @@ def read(folder: RunFolder) -> FinishedRun:
             mean = means(line.per_silo) if line.per_silo else {}
             fairness = fairness_of(line.per_silo)
             evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness, mean)
-        elif isinstance(line, OwnHeldOutLine):
-            found = line.metrics, line.fairness, line.per_silo_mean
-            evaluations.setdefault(version, EvaluationResult(version, times[version], *found))
         elif isinstance(line, PersonalLine):
             personal[version] = Personal(times[version], line)
     if not evaluations:

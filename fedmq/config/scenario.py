@@ -306,6 +306,11 @@ class Evaluation(Part):
         description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
         "public ones (for Wikipedia also except validation items)",
     )
+    silo_gallery: Literal["whole", "own"] = Field(
+        "whole",
+        description="what a silo's held-out items retrieve from: the whole gallery, or the silo's part of it, which is "
+        "easier the smaller the part is",
+    )
     fold_size: Count | None = Field(
         None, description="also report recall as the mean over consecutive folds of this number of items of the split"
     )
@@ -467,10 +472,6 @@ class Scenario(Part):
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
                 "replies"
             )
-        useless = {"trimmed_mean": ("trim", robust.trim), "krum": ("byzantine", robust.byzantine)}
-        name, value = useless.get(robust.rule, ("", 1.0))
-        if not value:
-            raise ValueError(f"aggregation.robust.{name} is 0: {robust.rule} would trust every reply, like rule: none")
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "

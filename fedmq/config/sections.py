@@ -47,6 +47,14 @@ class Robust(Part):
         description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
     )
 
+    @model_validator(mode="after")
+    def _trusts_not_every_reply(self) -> Robust:
+        useless = {"trimmed_mean": ("trim", self.trim), "krum": ("byzantine", self.byzantine)}
+        name, value = useless.get(self.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {self.rule} would trust every reply, like rule: none")
+        return self
+
 
 class Aggregation(Part):
     """When and how replies are merged. Keys of other modes have no effect."""

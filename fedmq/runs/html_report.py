@@ -125,6 +125,7 @@ def _silos(summary: RunSummary) -> str:
         marker={"color": [colours[len(entry.modalities)] for entry in silos.values()]},
         hovertext=[
             f"{' + '.join(entry.modalities)}, {entry.samples} samples, {entry.participations} replies"
+            + (f", {entry.heldout} held-out items" if entry.heldout is not None else "")
             for entry in silos.values()
         ],
     )

@@ -40,6 +40,7 @@ from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -94,7 +95,7 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
-    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.launch import supervisor  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
@@ -105,9 +106,7 @@ def scenario_command(
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    prepare = processes.population_here if inline else supervisor.prepare_population
-    with _removed_if_refused(folder.root if resume is None and new else None):
-        data = prepare(run, None if quiet else bar())
+    data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
     if resume is None:
         _begin(folder, scenario)
     elif extend is not None:
@@ -136,6 +135,27 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
     logs = LogOptions(level or LogLevel.INFO, file, format_)
     logs.check()
     return logs
+
+
+def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
+    """Prepare a run's data, print what they hold that is seldom meant, and return their folder.
+
+    Args:
+        run: the run.
+        created: run folder to remove if the data are refused.
+        inline: prepare them in this process.
+        quiet: print nothing.
+    """
+    from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
+    from fedmq.data.remarks import sentences  # noqa: PLC0415
+    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+
+    prepare = processes.population_here if inline else supervisor.prepare_population
+    with _removed_if_refused(created):
+        data = prepare(run, None if quiet else bar())
+    for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
+        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
+    return data
 
 
 def _exit_stopped(command: str, others: str = "") -> NoReturn:

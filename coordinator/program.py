@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,6 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
-from coordinator.model_selection import BestModel
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
 from coordinator.roster import Roster
@@ -40,7 +40,7 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import FederatedProtocol, State
+from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
@@ -57,9 +57,13 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload
+from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
+
+#: File descriptors of the coordinator other than its peers' connections: files, threads, connections not admitted yet.
+_SPARE_DESCRIPTORS = 96
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,7 @@ def run_coordinator(
     # Merges are sums over one buffer; more threads would only compete with the silos for cores.
     torch.set_num_threads(1)
     keep_buffers()
-    if peers is None:
-        _allow_descriptors()
+    _allow_descriptors(arguments, 0 if peers is not None else len(arguments.scenario.silo_names) + 1)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
     population = _population(arguments)
@@ -158,9 +161,10 @@ def run_coordinator(
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
-        max_body = own_largest_body(scenario) if setting is None else largest_body(setting[0])
-        # Before anything is written, so that an unusable address leaves no folder behind.
-        wire = None if peers is not None else closing.enter_context(_listener(arguments, max_body))
+        max_body, wire = own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
+        if identity is not None and accepted is not None:
+            # Before anything is written, so that an unusable address leaves no folder behind.
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, identity, accepted, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None and population is not None:
@@ -214,22 +218,9 @@ def _roster(
     return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
 
 
-def _best_model(run_context: RunContext, data: RunData) -> BestModel | None:
-    """Keeps the best version, if the scenario wants that."""
-    if run_context.scenario.evaluation.keep == "last":
-        return None
-
-    def write(folder: RunFolder, state: State) -> str:
-        into = replace(run_context, folder=folder)
-        more = run_context.protocol.release(state)
-        return release.write_model(into, state.theta, more, data).model_digest
-
-    return BestModel(run_context, write)
-
-
 def _equip(arguments: CoordinatorArguments, loop: Loop, data: RunData, closing: contextlib.ExitStack) -> None:
     """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
-    loop.stop_silos, loop.evaluation.best = arguments.stop_silos, _best_model(loop.run_context, data)
+    loop.stop_silos, loop.evaluation.best = arguments.stop_silos, release.best_model(loop.run_context, data)
     if arguments.metrics_port is not None:
         closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
 
@@ -242,10 +233,11 @@ def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
-def _listener(arguments: CoordinatorArguments, max_body: int) -> contextlib.closing[Listener]:
+def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
+    keys = ListenerKeys(identity.key, accepted, (*arguments.scenario.silo_names, EVALUATOR))
     queue = QUEUE * arguments.silos_per_connection
-    return contextlib.closing(listen(arguments.bind, max_frame=2 * max_body, queue=queue))
+    return listen(arguments.bind, max_frame=2 * max_body, queue=queue, keys=keys)
 
 
 def _resumable(
@@ -284,10 +276,21 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _allow_descriptors() -> None:
-    """Raise the limit of open files to the system's maximum: each connection takes one."""
+def _allow_descriptors(arguments: CoordinatorArguments, peers: int) -> None:
+    """Raise the limit of open files to the system's maximum: each connection takes one; nothing without peers.
+
+    Raises:
+        InputError: the maximum is too low for the run's connections.
+    """
+    if not peers:
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    connections = math.ceil(peers / arguments.silos_per_connection)
+    needed = connections + _SPARE_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and most < needed:
+        allowed = f"at least {needed} for {connections} connections: raise `ulimit -Hn`, or LimitNOFILE= of systemd"
+        raise InputError("open files of this process (ulimit -Hn)", most, allowed)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:

@@ -6,6 +6,7 @@ The folder is enough to build and apply the model; it needs neither the run fold
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,13 +14,15 @@ from typing import Literal
 import numpy as np
 import torch
 
+from coordinator.model_selection import BestModel
 from coordinator.run_context import RunContext
 from fedmq.config.scenario import Scenario
 from fedmq.data import catalogue
+from fedmq.federation.protocol import State
 from fedmq.federation.run_data import RunData
 from fedmq.runs.model_card import model_card
 from fedmq.runs.run_records import ReleaseConfig, ReleasedInputs, RunSummary
-from fedmq.storage.run_folder import write_atomically, write_json, write_tensors, write_text
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
 from fedmq.wire.payloads import Payload, digest
 
 
@@ -68,6 +71,19 @@ def write_model(
     )
     write_json(folder / "config.json", config.plain())
     return config
+
+
+def best_model(run_context: RunContext, data: RunData) -> BestModel | None:
+    """Keeps the best version, if the scenario wants that."""
+    if run_context.scenario.evaluation.keep == "last":
+        return None
+
+    def write(folder: RunFolder, state: State) -> str:
+        into = replace(run_context, folder=folder)
+        more = run_context.protocol.release(state)
+        return write_model(into, state.theta, more, data).model_digest
+
+    return BestModel(run_context, write)
 
 
 def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSummary) -> None:

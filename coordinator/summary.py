@@ -102,11 +102,12 @@ def _per_silo(
     loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
 ) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
-    for silo in data.silos:
+    for silo, pairs in zip(data.silos, data.pairs(loop.run_context.scenario.evaluation.split), strict=True):
         said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
             "samples": data.training_items(silo).all,
+            "heldout": pairs,
             "participations": loop.counters.participations[silo.name],
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
             **_without_pair(loop, data, silo),

@@ -146,7 +146,11 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
-        "per_silo": {silo: entry.model_dump(exclude=_STATED) for silo, entry in summary.per_silo.items()},
+        # Without the number of held-out items, which older runs do not have.
+        "per_silo": {
+            name: silo.model_dump(exclude_unset=True, exclude=_STATED | {"heldout"})
+            for name, silo in summary.per_silo.items()
+        },
         "stated": {silo: entry.model_dump(include=_STATED) for silo, entry in summary.per_silo.items()},
         # Discarded tasks are left out: they include resent replies, which depend on real time.
         "tasks.merged": summary.tasks.merged,

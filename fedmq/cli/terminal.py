@@ -197,12 +197,12 @@ def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Me
     return table
 
 
-def _fairness(fairness: Mapping[str, float]) -> str:
-    """The spread of R@1 over silos as a line; empty if no silo was evaluated."""
+def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
+    """The spread of R@1 over silos as a line, with their numbers of held-out items; empty if none was evaluated."""
     if not fairness:
         return ""
     std, worst, gap = (fairness[f"{name}_r1"] for name in ("std", "worst", "gap"))
-    return f"over silos: R@1 std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}\n"
+    return f"over silos: R@1 std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
 
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
@@ -225,7 +225,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
-        f"{_fairness(fairness)}"
+        f"{_fairness(fairness, _heldout(summary))}"
         f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
@@ -249,6 +249,15 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             soft_wrap=True,
         )
     print_warnings(summary, console)
+
+
+def _heldout(summary: RunSummary) -> str:
+    """How many items each silo's figures are from, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout is not None]
+    if not counts:
+        return ""
+    few, most = min(counts), max(counts)
+    return f" ({few if few == most else f'{few} to {most}'} held-out items each)"
 
 
 def print_warnings(summary: RunSummary, console: Console) -> None:

@@ -116,6 +116,7 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
         when = f"Run on {datetime.fromisoformat(facts.began):%d %B %Y, %H:%M UTC}. "
     made = ", ".join(f"{name} {version}" for name, version in summary.versions_of.items())
     part = scenario.partition
+    data = "each silo has its own" if scenario.data is None else scenario.data.name
     missing = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
     lacking = f", {missing} of which lack a modality" if missing else ""
     rate = scenario.participation.rate
@@ -125,7 +126,7 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
     faults = f" {len(scenario.faults)} faults are scripted." if scenario.faults else ""
     return (
         f"{when}Method {summary.protocol}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
-        f"Data: {'each silo has its own' if scenario.data is None else scenario.data.name}, partition {part.kind}; backbone {scenario.backbone.name}; "
+        f"Data: {data}, partition {part.kind}; backbone {scenario.backbone.name}; "
         f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
     )
 

@@ -51,6 +51,8 @@ class SiloSummary(Stored):
         participations: number of its replies that were merged.
         data_digest: salted digest of its data, as it stated it.
         items: numbers of its items by split and modalities, as it stated them.
+        heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
+            December 2026, whose silos retrieved from their own part of the gallery.
         image_only: of these items, those with an image only, in a silo with both modalities.
         text_only: likewise with captions only.
         ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
@@ -64,6 +66,7 @@ class SiloSummary(Stored):
     participations: int
     data_digest: Digest | None = None
     items: dict[str, ItemCounts] = Field(default_factory=dict)
+    heldout: int | None = None
     image_only: int = 0
     text_only: int = 0
     ignored: int = 0
@@ -284,6 +287,11 @@ class RunSummary(Stored):
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    @property
+    def silo_gallery(self) -> Literal["whole", "own"] | None:
+        """What silos' queries retrieved from in runs that did not record it; None where the scenario says so."""
+        return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
 
     @property
     def never_merged(self) -> dict[str, UnusableReplies]:

@@ -75,9 +75,15 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Merged:
-    """The requested merge is done and its checkpoint is on disk."""
+    """The requested merge is done and its checkpoint is on disk.
+
+    Args:
+        version: number of merges.
+        last: no further rounds are wanted, as evaluations no longer improve.
+    """
 
     version: int
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Expelled:
-    """A silo's key was revoked while the run was stopped: its task has failed, and it is not selected any more.
-
-    This event precedes every :class:`Joined` of a resumed run.
-    """
+    """A silo's key was removed: it is not selected any more, unless it joins again with an accepted key."""
 
     silo: str
 

@@ -24,6 +24,7 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
+from fedmq.data.remarks import of_vectors
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -318,10 +319,21 @@ def prepare_raw(
             "val_apart": catalogue.find(data.name).val_apart,
             **save_present(into, raw.present(todo.kind)),
         }
+        image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
+        remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
         scale = {"mean": todo.image.mean, "std": todo.image.std}
-        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column)
+        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column, remarks=remarks)
 
     return open_prepared(build_once(folder, fill))
+
+
+def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, Any]:
+    """The number of captions that are longer than the encoder reads, and the first item with one."""
+    if encoder is None or encoder.cut is None:
+        return {}
+    found = [sum(encoder.cut(captions)) for captions in raw.captions]
+    first = next((key for key, count in zip(raw.keys, found, strict=True) if count), "")
+    return {"cut": sum(found), "first_cut": first}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -24,6 +24,7 @@ from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.prepared_arrays import finish, save_arrays, save_present
 from fedmq.data.raw_set import RawSet
+from fedmq.data.remarks import Remarks, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, build_population
@@ -130,6 +131,7 @@ class DataFacts:
         twins_of_training_items: keys of evaluated items that duplicate a training item.
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
+        remarks: counts of what is seldom meant; only of a data set whose features are known.
     """
 
     data: str
@@ -149,10 +151,12 @@ class DataFacts:
     twins_of_training_items: tuple[str, ...] | None = None
     twins_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
+    remarks: Remarks | None = None
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        plain = {name: value for name, value in asdict(self).items() if value is not None}
+        return plain | ({} if self.remarks is None else {"remarks": self.remarks.plain()})
 
 
 def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
@@ -308,6 +312,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         twins_of_training_items=_duplicates(population, progress),
         twins_by_picture=_twins_by_vector(population),
+        remarks=prepared.meta.remarks,
     )
 
 
@@ -431,6 +436,8 @@ def show(facts: DataFacts, out: Console) -> None:
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
+    for line in () if facts.remarks is None else sentences(facts.remarks):
+        out.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"papers on this data set use {usual}: some of its files may be missing"

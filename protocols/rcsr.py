@@ -140,7 +140,9 @@ class Rcsr(FederatedProtocol):
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
         work = _unpaired.beside(begin(local), local, self.context, task, begin)
-        outcome = _training.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
+        outcome = _training.train_epochs(
+            local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
+        )
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = local.samples
         image, text = self.branches["image"], self.branches["text"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -133,6 +133,17 @@ class Task:
     payloads: tuple[Payload, ...]
 
 
+class EpochStore(Protocol):
+    """Keeps a snapshot of a long task between two epochs; results do not depend on whether it does."""
+
+    def load(self) -> Mapping[str, torch.Tensor]:
+        """The snapshot that an earlier process kept; empty if there is none."""
+        ...
+
+    def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep a snapshot, if the last one or the start of the task was long ago."""
+
+
 @dataclass(frozen=True)
 class Local:
     """What a silo trains with: its dataset, its model object and its personal state.
@@ -144,6 +155,7 @@ class Local:
         state: personal tensors from the silo's previous task, empty at the first one; never sent.
         unpaired: of a silo with both modalities, the items with an image only and those with captions only, as far as
             there are any; empty unless the method's traits say that it trains on them.
+        epochs: keeps snapshots of a long task; None keeps none.
     """
 
     silo: SiloFacts
@@ -151,6 +163,7 @@ class Local:
     model: TwoTower
     state: Mapping[str, torch.Tensor]
     unpaired: tuple[SiloDataset, ...] = ()
+    epochs: EpochStore | None = field(default=None, compare=False)
 
     @property
     def samples(self) -> int:

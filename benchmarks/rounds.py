@@ -23,6 +23,7 @@ from coordinator.fault_injection import FaultInjector
 from coordinator.loop import Loop
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
+from coordinator.status_report import StatusReport
 from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
 from fedmq.federation.protocol import (
@@ -142,7 +143,8 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
             method = context.protocol
             assert isinstance(method, Constant)
             with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
-                clock = VirtualClock()
+                clock, counters = VirtualClock(), Counters()
+                evaluation = EvaluationRequests(context, peers, log, range(rounds + 1))  # all marked as evaluated
                 loop = Loop(
                     context,
                     Rounds(context.plan),
@@ -150,11 +152,11 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     clock,
                     peers,
                     log,
-                    Counters(),
+                    counters,
                     FaultInjector(context.script, context.folder, log, clock, order=None, wired=True, issued={}),
                     {},
-                    EvaluationRequests(context, peers, log, range(rounds + 1)),  # all marked as evaluated
-                    report=lambda _: None,
+                    evaluation,
+                    StatusReport(context, clock, peers, counters, evaluation, lambda _: None, log.logger),
                     stop_wanted=lambda: False,
                 )
                 arguments = [(listener.uri, root, silo, scenario) for silo in scenario.silo_names]

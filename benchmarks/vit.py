@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import protocols
 from benchmarks.measure import Number, Result, spread
 from fedmq.config.scenario import Backbone, ProtocolChoice, Training
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.gpu import repeatable
@@ -37,7 +37,7 @@ def _dataset(n: int) -> SiloDataset:
     texts = [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
     return SiloDataset(
         image=torch.from_numpy(generator.integers(0, 256, (n, 3, EDGE, EDGE), dtype=np.uint8)),
-        text=torch.from_numpy(clip.tokenise(NAME, texts))[:, None],
+        text=CaptionRows(torch.from_numpy(clip.tokenise(NAME, texts)), torch.arange(n)),
         captions=torch.ones(n, dtype=torch.int64),
         labels=None,
         rows=torch.arange(n),

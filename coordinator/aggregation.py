@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.run_context import RunContext
-from fedmq.errors import RunError
+from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
 from fedmq.federation.staleness import damping, mixed, rarity
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Loss
+from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols._missing_branch import completed
-from protocols._robust import robust_replies
+from protocols._robust import LEAST, robust_replies
 
 
 def reply_of(
@@ -77,12 +77,15 @@ def merged_state(
         round_: number of the round.
 
     Returns:
-        The new state with the method's log values, and the silos excluded by the scenario's robust rule.
+        The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule
+        left modules as they are because too few silos trained them, ``robust_left`` in the log is their number.
 
     Raises:
         RunError: the merged model is not finite.
     """
-    kept = robust_replies(replies, run_context.scenario.aggregation.robust, run_context.context.layout)
+    unprotected: list[str] = []
+    robust = run_context.scenario.aggregation.robust
+    kept = robust_replies(replies, robust, run_context.context.layout, unprotected.append)
     left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
     merged = run_context.protocol.merge(state, kept, round_)
     aggregation = run_context.scenario.aggregation
@@ -94,7 +97,29 @@ def merged_state(
         after = run_context.protocol.mix_state(state, after, rate)
     if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
-    return MergeResult(after, merged.log), left_out
+    log = {**merged.log, "robust_left": float(len(unprotected))} if unprotected else merged.log
+    return MergeResult(after, log), left_out
+
+
+def check_robust(run_context: RunContext) -> None:
+    """Refuse a robust rule that would have too few replies to compare, as a rule and not as an exception.
+
+    Raises:
+        InputError: a merge has fewer than three replies, or fewer than three silos train a modality's module.
+    """
+    robust, plan, protocol = run_context.scenario.aggregation.robust, run_context.plan, run_context.protocol
+    judged = [silo for silo in run_context.context.silos if silo.name in plan.eligible]
+    judged = [silo for silo in judged if protocol.uploads(silo) & {Delta, PartialDelta}]
+    if robust.rule == "none" or (robust.rule == "norm_bound" and robust.bound is not None) or not judged:
+        return
+    allowed = f"at least {LEAST}: of fewer none can be told from a false one; or norm_bound with a bound"
+    if (wanted := plan.wanted(1)) < LEAST:
+        raise InputError(f"aggregation.robust.rule: {robust.rule}", f"merges of {wanted} replies", allowed)
+    for modality in ("image", "text"):
+        silos = [silo.name for silo in judged if getattr(silo, modality)]
+        if robust.rule in ("median", "trimmed_mean") and 0 < len(silos) < LEAST:
+            found = f"{len(silos)} silos that train {modality}: {', '.join(silos)}"
+            raise InputError(f"aggregation.robust.rule: {robust.rule}", found, allowed)
 
 
 def merge_line(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
+from fedmq.runs.run_records import UnusableReplies
 from fedmq.storage.json_files import Digest, Stored
 
 
@@ -38,6 +39,8 @@ class CountersRecord(Stored):
     participations: dict[str, int]
     discarded: dict[str, int]
     failed: int
+    failures: dict[str, int] = Field(default_factory=dict)
+    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
     errors: dict[str, str] = Field(default_factory=dict)
     events: int = 0
     seconds: dict[str, float]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from coordinator.checkpoint_records import CountersRecord
+from fedmq.runs.run_records import UnusableReplies
 from fedmq.wire.payloads import Payload, tensor_bytes
 
 
@@ -24,6 +25,8 @@ class Counters:
         participations: merged replies, by silo.
         discarded: replies that arrived but were not merged, by reason.
         failed: tasks without a usable reply.
+        failures: the same by reason.
+        unusable: refused replies and reported errors, by silo.
         errors: task errors reported since the last merge that had a reply, by silo.
         events: timeline events handled, including the present one.
         seconds: real seconds by phase and in total, summed over resumes.
@@ -37,6 +40,8 @@ class Counters:
     participations: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    unusable: dict[str, UnusableReplies] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     events: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,6 +74,8 @@ class Counters:
             participations=Counter(record.participations),
             discarded=Counter(record.discarded),
             failed=record.failed,
+            failures=Counter(record.failures),
+            unusable=dict(record.unusable),
             errors=dict(record.errors),
             events=record.events,
             seconds=dict(record.seconds),

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from coordinator.checkpoint_files import to_disk
 from coordinator.events import Failed
 from fedmq.clock import Clock
-from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Reorder, Split, Standing
+from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Poison, Reorder, Split, Standing
 from fedmq.errors import RemoteWireError
 from fedmq.federation.fault_effects import FailureReason, TaskOutcome
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
@@ -31,7 +31,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 Frames = tuple[bytes, Sequence[Any]]
 _ON_FRAMES = Drop | Split | Duplicate | Reorder | Corrupt
-_STANDING = get_args(Standing)
+_STANDING, _POISON = get_args(Standing), get_args(Poison)
 
 
 class _Fired(Stored):
@@ -113,6 +113,10 @@ class FaultInjector:
                 if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
                     self._log_strike(FaultHit(place, fault), silo, sequence, cause)
         return outcome
+
+    def attacked(self, silo: str) -> bool:
+        """Whether a scripted attack changes the reply to the silo's pending task."""
+        return any(isinstance(fault, _POISON) for _, fault in self._strikes.get(silo, ()))
 
     def delay(self, silo: str) -> float:
         """Delay of the reply to the silo's pending task on a wall clock [s]."""

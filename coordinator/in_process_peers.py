@@ -90,8 +90,9 @@ class InProcessPeers:
         taken = frames[0]
         bulk = [array for payload in getattr(taken, "payloads", ()) for array in tensors(payload)]
         if not all(map(all_finite, bulk)):
-            self.refuse(taken.header.sender, RemoteWireError(Reason.NOT_FINITE, "NaN or infinity"), 0)
-            return Unusable(taken.header, Reason.NOT_FINITE)
+            error = RemoteWireError(Reason.NOT_FINITE, "NaN or infinity")
+            self.refuse(taken.header.sender, error, 0)
+            return Unusable(taken.header, error.reason, str(error))
         return taken
 
     def online(self, name: str) -> bool:

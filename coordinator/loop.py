@@ -40,14 +40,12 @@ from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, reason_of, text_of
-from coordinator.task_limits import TaskLimits
+from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, text_of
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import Reply, SiloFacts, State
-from fedmq.runs.status import Status
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
@@ -77,7 +75,7 @@ class Loop:
         fault_injector: determines the outcome of tasks and injects faults.
         due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
         evaluation: requests to the evaluator, and to the silos of methods with personal models.
-        report: called with a :class:`Status` a few times per second.
+        status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
 
@@ -95,7 +93,7 @@ class Loop:
     fault_injector: FaultInjector
     due: dict[str, float]
     evaluation: EvaluationRequests
-    report: Callable[[Status], None]
+    status: StatusReport
     stop_wanted: Callable[[], bool]
     stop_silos: bool = False
 
@@ -104,14 +102,9 @@ class Loop:
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
         self._absent_since: dict[str, float] = {}
-        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
-        scenario = self.run_context.scenario
-        samples = dict(zip(scenario.silo_names, self.run_context.samples, strict=True))
-        self._limits = TaskLimits(scenario.aggregation.task_limit, samples)
-        self._status = StatusReport(
-            self.run_context, self.clock, self.roster, self.counters, self.evaluation, self._limits, self.report
-        )
+        self._limits = self.status.limits
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
@@ -141,8 +134,8 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._errors.first) is not None and not self.counters.participations.total():
-                raise RunError(f"no silo could train in any round; the first error was {error}")
+            if not self.counters.participations.total():
+                raise RunError(nothing_merged(self._errors, self.counters, self.rounds.version))
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
@@ -150,7 +143,7 @@ class Loop:
             for name in (*self._facts, EVALUATOR):
                 self.roster.send(name, self.roster.header(name, Kind.STOP))
         self.roster.note_unlogged()
-        self._status.update(self.rounds, self._seen, force=True)
+        self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
 
     def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
@@ -211,10 +204,10 @@ class Loop:
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
             self.counters.failed += 1
-            if event.reason in (FailureReason.ERROR, FailureReason.POLICY):
-                self._errors.task_failed(event.silo)
-            else:
-                self._status.failed(event.silo, f"task {event.sequence}: {event.reason}")
+            self.counters.failures[event.reason] += 1
+            self._errors.task_failed(event.silo)
+            if event.reason not in (FailureReason.ERROR, FailureReason.POLICY):
+                self.status.failed(event.silo, f"task {event.sequence}: {event.reason}")
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
             )
@@ -282,7 +275,13 @@ class Loop:
             return
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
         if answers and header.reply_to is not None:
-            self._fail(Failed(header.sender, header.reply_to, unusable.reason))
+            self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
+
+    def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
+        """Fail the task of a refused reply."""
+        if self._outcomes.is_open(self.rounds.pending, silo, sequence):
+            self._errors.refused(silo, detail, scripted=self.fault_injector.attacked(silo))
+        self._fail(Failed(silo, sequence, reason))
 
     def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
@@ -329,7 +328,7 @@ class Loop:
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             self.counters.add_traffic("up", message.payloads)
-            self._status.received(header.sender, message.payloads)
+            self.status.received(header.sender, message.payloads)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
@@ -337,7 +336,7 @@ class Loop:
                 self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._fail(Failed(header.sender, header.reply_to, error.reason))
+                self._on_refused(header.sender, header.reply_to, error.reason, str(error))
         elif header.kind is Kind.ERROR:
             self._on_error(message)
         else:
@@ -347,7 +346,7 @@ class Loop:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
-        self._status.failed(silo, text)
+        self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
                 self._errors.reported(silo, text)
@@ -387,7 +386,7 @@ class Loop:
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
                 del self._absent_since[name]
                 self._fail(Failed(name, pending_task.sequence, FailureReason.STAYED_AWAY, gone=True))
-        self._status.update(self.rounds, self._seen)
+        self.status.update(self.rounds, self._seen)
 
     def _fail_overdue(self) -> None:
         """Fail the tasks of connected silos that exceeded their limit; these silos are not selected until they reply.
@@ -437,7 +436,7 @@ class Loop:
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
             self.counters.add_traffic("down", payloads)
-            self._status.sent(silo.name, payloads)
+            self.status.sent(silo.name, payloads)
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
@@ -468,9 +467,11 @@ class Loop:
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
         after = self.rounds.after_merge()
-        self._forget_states(version)
+        # The states that a pending task or evaluation is based on.
+        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
+        self.states = {number: state for number, state in self.states.items() if number in needed}
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
-        self._status.loss = line.loss
+        self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(after, self.states, self._outcomes.due, cause)
@@ -489,10 +490,4 @@ class Loop:
         message = self._outcomes.get(item.silo, item.sequence)
         assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
         silo = self.run_context.facts_at(item.silo, message.header.base_version)
-        merged = self.counters.participations
-        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, merged)
-
-    def _forget_states(self, version: int) -> None:
-        """Drop the states that no pending task or evaluation is based on."""
-        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
-        self.states = {number: state for number, state in self.states.items() if number in needed}
+        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, self.counters.participations)

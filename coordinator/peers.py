@@ -31,10 +31,12 @@ class Unusable:
     Args:
         header: header of the message.
         reason: why it was refused.
+        detail: the same, as one line for a reader.
     """
 
     header: Header
     reason: str
+    detail: str
 
 
 class Peers(Protocol):

@@ -15,6 +15,7 @@ import torch
 import protocols
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
+from coordinator.aggregation import check_robust
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -27,14 +28,17 @@ from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
+from coordinator.status_report import StatusReport
 from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report
@@ -42,6 +46,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
+from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
@@ -72,6 +77,7 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        logs: of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -82,6 +88,7 @@ class CoordinatorArguments:
     data: Path | None = None
     silos_per_connection: int = 1
     stop_silos: bool = False
+    logs: LogOptions | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -146,9 +153,7 @@ def run_coordinator(
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
     population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
-    if revoked.issuperset(run_context.plan.eligible):
-        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
+    _require_selectable(arguments, run_context, revoked)
     saved = _checkpoint(run_context) if arguments.resume else None
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
@@ -168,12 +173,21 @@ def run_coordinator(
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         loop.stop_silos = arguments.stop_silos
+        log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
         phase = loop.run()
         loop.saving.update_counters()
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
+    """Refuse a run of which the keys of all silos that the method can select were revoked."""
+    eligible = run_context.plan.eligible
+    if revoked.issuperset(eligible):
+        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
 def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
@@ -203,7 +217,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
-    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    logger = open_log(arguments.logs, COORDINATOR)
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
@@ -269,8 +284,8 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
     digests = population.prepared.digest, "" if path is None else file_digest(path)
-    samples = tuple(len(rows) for rows in population.train)
     method = protocols.create(scenario.protocol, context)
+    samples = _samples(scenario, population, method)
     run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
@@ -283,7 +298,32 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
+    check_robust(run_context)
     return run_context, model.flat.detach().clone()
+
+
+def _samples(scenario: Scenario, population: Population, method: FederatedProtocol) -> tuple[int, ...]:
+    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+
+    Raises:
+        InputError: a silo that the method can select has nothing to train on.
+    """
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, population.silos), method.traits().unpaired
+    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
+    for silo in population.silos:
+        found = {state: population.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+        samples.append(max(found.values()))
+        if not method.eligible(silo):
+            continue
+        for state in found:
+            held = len(population.rows_of(state).dataset)
+            if not held:
+                what = "both modalities" if state.paired else "an image" if state.image else "captions"
+                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
+        if silo.paired and contrasts and found[silo] == 1:
+            what = f"{silo.name} with one pair, which has no other to be contrasted with"
+            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
+    return tuple(samples)
 
 
 def _check_labels(scenario: Scenario, population: Population) -> None:
@@ -339,7 +379,7 @@ def _loop(
         fault_injector,
         due,
         evaluation,
-        report=status,
+        StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
         stop_wanted=stop_wanted,
     )
 
@@ -368,16 +408,23 @@ def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tens
         population: the silos and their data.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
+
+    Raises:
+        RunError: the method shares a model, and no silo's update changed it.
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
+    if shared and torch.equal(state.theta, initial):
+        raise RunError(
+            "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
+            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
+        )
     config = release.write_model(run_context, state.theta, protocol.release(state), population)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
-    unchanged = shared and torch.equal(state.theta, initial)
-    summary = summary_of(loop, population, clock, config, unchanged=unchanged)
+    summary = summary_of(loop, population, clock, config)
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

@@ -35,6 +35,8 @@ LARGEST = 1e15
 LONGEST = 1e4
 #: Largest loss per sample of a silo: losses are means, but some terms are not divided by the batch size.
 LARGEST_LOSS = 1e6
+#: The usual cause of an implausibly large value, for the texts of refusals.
+_CAUSE = "; if training diverged, lower training.learning_rate"
 
 
 def validate_reply(
@@ -144,7 +146,7 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, here float32")
     low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
     if max(-float(low), float(high)) > LARGEST:
-        raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}")
+        raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
 
 
 def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Tensor | None) -> None:
@@ -158,7 +160,7 @@ def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Ten
         return
     most = LONGEST * max(1.0, float(torch.linalg.vector_norm(theta)))
     if length > most:
-        raise RemoteWireError("malformed", f"a {payload.KIND} of length {length:.4g}, here at most {most:.4g}")
+        raise RemoteWireError("malformed", f"a {payload.KIND} of length {length:.4g}, here at most {most:.4g}{_CAUSE}")
 
 
 def _check_weights(payload: Payload, samples: int, counted: int) -> None:
@@ -166,7 +168,7 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
     match payload:
         case Loss(value=value):
             if abs(value) > (most := LARGEST_LOSS * samples):
-                raise RemoteWireError("malformed", f"a loss of {value:.4g}, here at most {most:.4g}")
+                raise RemoteWireError("malformed", f"a loss of {value:.4g}, here at most {most:.4g}{_CAUSE}")
         case ClassPrototypes(counts=counts) | Memory(support=counts):
             if (found := int(counts.max(initial=0))) > (most := counted * samples):
                 raise RemoteWireError("malformed", f"a row of {payload.KIND} of {found} samples, at most {most} here")

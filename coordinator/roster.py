@@ -12,20 +12,17 @@ from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
-from fedmq.wire.handshake import Accepted, Responded, confirm, respond
+from fedmq.wire.handshake import Accepted, Responded, confirm, reject, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
+from fedmq.wire.refusals import UNKNOWN, RefusalLog
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Listener
 
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
-#: Sender of frames outside any session.
-_UNKNOWN = "unknown"
-#: Refusals of unknown senders logged per second; bounds the log when a peer floods the port.
-_UNKNOWN_LOGGED = 100
 
 
 @dataclass
@@ -43,6 +40,21 @@ class Peer:
     address: bytes
     session: Session
     heard: float
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A handshake between welcome and ready.
+
+    Args:
+        hello: SHA-256 of the hello.
+        welcome: its answer.
+        responded: state of the handshake.
+    """
+
+    hello: bytes
+    welcome: tuple[bytes, bytes]
+    responded: Responded
 
 
 class ReconnectThrottle:
@@ -107,7 +119,7 @@ class Roster:
         self._max_body, self._patience = max_body, patience
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
-        self._pending: dict[bytes, Responded] = {}
+        self._pending: dict[bytes, _Pending] = {}
         self._answered: dict[bytes, None] = {}
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
@@ -115,7 +127,7 @@ class Roster:
         self.received = 0
         self.refused: Counter[str] = Counter()
         self.refusal = ""
-        self._second, self._this_second = -math.inf, 0
+        self._refusals = RefusalLog(log, clock)
 
     @property
     def uri(self) -> str:
@@ -155,59 +167,66 @@ class Roster:
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {header.kind} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
-            self.refuse(peer.name if peer else _UNKNOWN, error, size)
             if peer is None or peer.session.received == proven:
+                # No key vouches for the frames, even if they arrived on the connection of a session.
+                self._count(UNKNOWN, error)
+                self._refusals.add(address, error, size)
                 return None
+            self.refuse(peer.name, error, size)
             # The seal is valid, so the message is authentic and the peer is alive.
             peer.heard = self._clock.stopwatch()
             if error.reason == Reason.GAP:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
-            return Unusable(header, error.reason)
+            return Unusable(header, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal; for unknown senders only a limited number per second is logged."""
+        """Count and log a refusal; of senders that prove no key only a limited number per minute is logged."""
+        self._count(name, error)
+        if name == UNKNOWN:
+            self._refusals.add(b"", error, size)
+        else:
+            self._log.refused(name, error.reason, error.detail, size)
+
+    def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
         self.refusal = f"{name}: {error.detail}"
-        if name == _UNKNOWN and not self._may_log():
-            return
-        self._log.refused(name, error.reason, error.detail, size)
-
-    def _may_log(self) -> bool:
-        """Whether another refusal of an unknown sender is logged in this second."""
-        now = self._clock.stopwatch()
-        if now - self._second >= 1.0:
-            self.note_unlogged()
-            self._second = now
-        self._this_second += 1
-        return self._this_second <= _UNKNOWN_LOGGED
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
-        unlogged, self._this_second = self._this_second - _UNKNOWN_LOGGED, 0
-        if unlogged > 0:
-            self._log.note(NoteKind.REFUSALS_COUNTED, count=unlogged)
+        self._refusals.flush()
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
-        # A hello is not encrypted: without this check anyone who recorded one could replay it without a key.
         digest = hashlib.sha256(b"".join(frames)).digest()
-        if digest in self._answered:
-            raise RemoteWireError(Reason.REPLAY, "a hello that was answered before")
-        welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
-        while len(self._answered) >= _MAX_PENDING:
-            del self._answered[next(iter(self._answered))]
+        pending = self._pending.get(address)
+        if pending is not None and pending.hello == digest:
+            self._listener.send(address, pending.welcome)
+            return
+        try:
+            welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
+        except RemoteWireError as error:
+            rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
+            if rejection is not None:
+                self._listener.send(address, rejection)
+            raise
+        # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
+        # would lock its sender out; it is logged once, since only its sender can complete the handshake.
+        repeated = digest in self._answered
         self._answered[digest] = None
-        self._log.handshake("received", Kind.HELLO, responded.peer, size)
-        while len(self._pending) >= _MAX_PENDING:
-            del self._pending[next(iter(self._pending))]
-        self._pending[address] = responded
-        self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
+        self._pending[address] = _Pending(digest, welcome, responded)
+        for memory in (self._answered, self._pending):
+            while len(memory) > _MAX_PENDING:
+                del memory[next(iter(memory))]
+        if not repeated:
+            self._log.handshake("received", Kind.HELLO, responded.peer, size)
+            self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
 
     def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready:
-        responded = self._pending.get(address)
-        if responded is None:
+        pending = self._pending.get(address)
+        if pending is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
+        responded = pending.responded
         session = confirm(responded, frames)
         del self._pending[address]
         # An older session of that name ends only now that the peer has proven its key.

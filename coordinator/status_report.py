@@ -14,8 +14,11 @@ from coordinator.run_context import RunContext
 from coordinator.task_limits import TaskLimits
 from fedmq.clock import Clock
 from fedmq.errors import FedmqError
+from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
+from fedmq.runs.run_records import MergeLine
 from fedmq.runs.status import STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
+from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
 from fedmq.wire.messages import EVALUATOR
@@ -36,11 +39,11 @@ class StatusReport:
         roster: the run's peers.
         counters: the run's counters.
         evaluation: the run's evaluation requests.
-        limits: times of pending tasks.
         show: called with a :class:`Status` a few times per second.
+        logger: the log for operators.
 
     Attributes:
-        loss: mean training loss of the last merge.
+        limits: times and limits of pending tasks.
     """
 
     def __init__(
@@ -50,18 +53,27 @@ class StatusReport:
         roster: Peers,
         counters: Counters,
         evaluation: EvaluationRequests,
-        limits: TaskLimits,
         show: Callable[[Status], None],
+        logger: Logger,
     ) -> None:
         self._run_context, self._clock, self._roster, self._counters = run_context, clock, roster, counters
-        self._evaluation, self._limits, self._show = evaluation, limits, show
+        self._evaluation, self._show, self._logger = evaluation, show, logger
         self._names = run_context.scenario.silo_names
+        samples = dict(zip(self._names, run_context.samples, strict=True))
+        self.limits = TaskLimits(run_context.scenario.aggregation.task_limit, samples)
         self._run = run_name(run_context.scenario)
         self._began = self._shown = self._written = clock.stopwatch()
         self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
         self._errors: dict[str, str] = {}
-        self.loss: float | None = None
+        self._loss: float | None = None
+        self._metrics = evaluation.metrics
+
+    def merged(self, line: MergeLine) -> None:
+        """A merge is done."""
+        self._loss = line.loss
+        values = {} if line.loss is None else {"loss": round(line.loss, 4)}
+        self._logger.info("merged", round=line.version, replies=len(line.replies), **values)
 
     def received(self, silo: str, payloads: Iterable[Payload]) -> None:
         """Payloads of a silo's reply were received."""
@@ -84,6 +96,10 @@ class StatusReport:
             force: report it in any case.
         """
         now = self._clock.stopwatch()
+        if self._evaluation.metrics is not self._metrics:
+            self._metrics = self._evaluation.metrics
+            brief = {name: round(self._metrics[name], 4) for name in BRIEF if name in self._metrics}
+            self._logger.info("evaluated", **brief)
         if force or now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             self._show(self._status(rounds, seen, now))
@@ -104,13 +120,13 @@ class StatusReport:
             refused=(dict(roster.refused), roster.refusal),
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),
-            loss=self.loss,
+            loss=self._loss,
             metrics=self._evaluation.metrics,
             bytes=counters.up.total() + counters.down.total(),
             now=self._clock.now(),
             elapsed=now - self._began,
-            slow=tuple((task.silo, task.seconds, task.limit) for task in self._limits.slow(now)),
-            overdue=self._limits.overdue,
+            slow=tuple((task.silo, task.seconds, task.limit) for task in self.limits.slow(now)),
+            overdue=self.limits.overdue,
             minimum=rounds.plan.minimum,
         )
 
@@ -124,7 +140,7 @@ class StatusReport:
             phase=rounds.phase.value,
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
-            loss=self.loss,
+            loss=self._loss,
             metrics=dict(self._evaluation.metrics),
             up=counters.up.total(),
             down=counters.down.total(),
@@ -136,19 +152,19 @@ class StatusReport:
         )
 
     def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:
-        seconds = self._limits.seconds(name, now)
+        seconds = self.limits.seconds(name, now)
         return SiloStatus(
             phase=self._phase(name, rounds, seen, training=seconds is not None),
             heard=self._heard.get(name),
             task_seconds=None if seconds is None else round(seconds, 1),
-            limit=None if seconds is None else self._limits.limit(name),
+            limit=None if seconds is None else self.limits.limit(name),
             error=self._errors.get(name, ""),
             up=self._up[name],
             down=self._down[name],
         )
 
     def _phase(self, name: str, rounds: Rounds, seen: set[str], *, training: bool) -> SiloPhase:
-        if name in self._limits.overdue:
+        if name in self.limits.overdue:
             return SiloPhase.OVERDUE
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING

@@ -15,6 +15,8 @@ from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
 from fedmq.federation.population import Population, device_here
+from fedmq.federation.protocol import SiloFacts
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluationLine,
@@ -33,9 +35,7 @@ from fedmq.version import __version__
 _MEASURED = ("startup", "merge", "evaluation")
 
 
-def summary_of(
-    loop: Loop, population: Population, clock: Clock, config: ReleaseConfig, *, unchanged: bool
-) -> RunSummary:
+def summary_of(loop: Loop, population: Population, clock: Clock, config: ReleaseConfig) -> RunSummary:
     """The summary of a run whose last version is evaluated.
 
     Args:
@@ -43,7 +43,6 @@ def summary_of(
         population: the silos and their data.
         clock: the run's clock.
         config: configuration of the released model.
-        unchanged: whether the model's parameters equal the initial ones.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
@@ -56,7 +55,7 @@ def summary_of(
         model_digest=config.model_digest,
         data_digest=config.data_digest,
         metrics=last.metrics,
-        per_silo=_per_silo(population, counters, last),
+        per_silo=_per_silo(loop, population, last),
         per_silo_mean=means(last.per_silo),
         fairness=fairness_of(last.per_silo),
         bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
@@ -70,7 +69,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, config, last, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, population, config, last))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -78,17 +77,28 @@ def _last_evaluation(loop: Loop) -> EvaluationLine:
     return max(reversed(lines), key=lambda line: line.version)
 
 
-def _per_silo(population: Population, counters: Counters, last: EvaluationLine) -> dict[str, SiloSummary]:
+def _per_silo(loop: Loop, population: Population, last: EvaluationLine) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
     for silo in population.silos:
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
             "samples": len(population.train[silo.index]),
-            "participations": counters.participations[silo.name],
+            "participations": loop.counters.participations[silo.name],
+            **_without_pair(loop, population, silo),
             **last.per_silo[silo.name],
         }
         result[silo.name] = SiloSummary.model_validate(values)
     return result
+
+
+def _without_pair(loop: Loop, population: Population, silo: SiloFacts) -> dict[str, int]:
+    """Counts of the silo's items without a pair, and of those that the method ignores, as far as there are any."""
+    found = population.rows_of(silo)
+    ignored = len(population.train[silo.index]) - population.trained(silo, loop.run_context.traits.unpaired)
+    if silo.paired and len(found.dataset) == 1:
+        ignored += OBJECTIVES.find(loop.run_context.scenario.objective.base).contrasts
+    counts = {"image_only": len(found.image_only), "text_only": len(found.text_only), "ignored": ignored}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _messages(loop: Loop) -> MessageCounts:
@@ -125,13 +135,15 @@ def _versions_of(loop: Loop) -> dict[str, str]:
     }
 
 
-def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool) -> dict[str, object]:
+def _optional_keys(
+    loop: Loop, population: Population, config: ReleaseConfig, last: EvaluationLine
+) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
     if config.released_with:
         optional["released_with"] = config.released_with
-    if unchanged:
-        optional["unchanged"] = True
+    if loop.counters.unusable:
+        optional["unusable_replies"] = dict(sorted(loop.counters.unusable.items()))
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
         optional |= {name: value for name, value in line if name.startswith("personal")}
@@ -143,6 +155,9 @@ def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, u
         optional["our_reading"] = True
     if traits.personal_only:
         optional["personal_only"] = True
+    split = loop.run_context.scenario.evaluation.split
+    if lacking := len(population.prepared.rows(split)) - len(population.evaluated):
+        optional["heldout_without_pair"] = lacking
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional

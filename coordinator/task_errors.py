@@ -1,10 +1,15 @@
-"""Errors that silos report: an error fails the silo's task; a round in which every silo reports one ends the run."""
+"""Why tasks have no usable reply: a silo reported an error, or its reply was refused.
+
+Either fails the silo's task; if it happens to every silo, the run ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coordinator.counters import Counters
 from fedmq.federation.fault_effects import FailureReason
+from fedmq.runs.run_records import UnusableReplies
 from fedmq.text import printable
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Error, Refusal
@@ -29,19 +34,30 @@ class TaskErrors:
     Args:
         errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
             still ends with an error.
+        unusable: replies that could not be merged in the whole run, by silo; updated in place.
     """
 
-    def __init__(self, errors: dict[str, str]) -> None:
-        self._reported: dict[str, str] = {}
-        self._errors = errors
+    def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
+        self._pending: dict[str, tuple[str, str]] = {}
+        self._errors, self._unusable = errors, unusable
 
     def reported(self, silo: str, text: str) -> None:
         """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
-        self._reported[silo] = text
+        self._pending[silo] = "errors", text
+
+    def refused(self, silo: str, text: str, *, scripted: bool) -> None:
+        """The reply to a silo's pending task was refused; recorded like an error unless the scenario scripts it."""
+        self._pending[silo] = "scripted" if scripted else "refused", f"its reply was refused: {printable(text)}"
 
     def task_failed(self, silo: str) -> None:
-        """The failure of a silo's task is due: record its error."""
-        self._errors[silo] = self._reported.pop(silo, "")
+        """The failure of a silo's task is due: record its error or refusal, if that is why it failed."""
+        if silo not in self._pending:
+            return
+        kind, text = self._pending.pop(silo)
+        if kind != "scripted":
+            self._errors[silo] = text
+        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, last="")
+        self._unusable[silo] = before.model_copy(update={kind: getattr(before, kind) + 1, "last": text[:300]})
 
     def silo_failed(self, silo: str, text: str) -> None:
         """A silo reported that it cannot continue."""
@@ -59,3 +75,18 @@ class TaskErrors:
     def of_all(self, silos: Iterable[str]) -> str | None:
         """The first error, if every one of these silos had one."""
         return self.first if set(silos) <= set(self._errors) else None
+
+
+def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> str:
+    """Why a run without a merged reply is an error.
+
+    Args:
+        errors: of the run.
+        counters: of the run.
+        rounds: number of its rounds.
+    """
+    if (error := errors.first) is not None:
+        return f"no silo could train in any round; the first error was {error}"
+    lost = {**counters.failures, **counters.discarded}
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
+    return f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})"

@@ -147,7 +147,12 @@ def objective_facts(objective: Objective) -> ObjectiveFacts:
     """
     kind = OBJECTIVES.find(objective.base)
     options = objectives.options_of(objective)
-    return ObjectiveFacts(as_plain(options), on_features=kind.on_features, hashes=network_of(objective) is not None)
+    return ObjectiveFacts(
+        as_plain(options),
+        on_features=kind.on_features,
+        hashes=network_of(objective) is not None,
+        contrasts=kind.contrasts,
+    )
 
 
 def check_data(data: Data) -> None:

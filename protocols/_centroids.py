@@ -7,10 +7,12 @@ coordinator keeps every silo's last report and sends a single-modality silo all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
@@ -18,7 +20,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
-from protocols import _class_prototypes, _training
+from protocols import _class_prototypes, _training, _unpaired
 from protocols._aggregation import as_tensor
 from protocols._clusters import k_means, nearest
 from protocols._losses import unit
@@ -139,20 +141,37 @@ def report(
     kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
     if begun:
         # Always the first caption: two reports with different captions of one item would reveal their difference.
-        first = None if local.dataset.text is None else np.zeros(len(local.dataset), np.int64)
-        pair = _training.embed_all(local, first, context.training.batch_size)
-        for place, (modality, z) in enumerate(zip(MODALITIES, pair, strict=True)):
+        for place, modality in enumerate(MODALITIES):
+            if not getattr(local.silo, modality):
+                continue
+            held = replace(local, dataset=_unpaired.items_with(local, modality), unpaired=())
+            first = None if modality == "image" else np.zeros(len(held.dataset), np.int64)
+            z = _training.embed_all(held, first, context.training.batch_size)[place]
             if z is not None:
-                members, assigned = _members(local, context, modality, z, count, support)
+                members, assigned = _members(held, context, modality, z, count, support)
                 both[place], kept = centroids_of(z, members, count), {**kept, **assigned}
     prototypes, counts = (torch.cat(parts) for parts in zip(*both, strict=True))
     return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), kept
 
 
-def received(payloads: Sequence[Payload]) -> Tensor | None:
-    """Centroids of the silo's missing modality in a task's payloads, float32 [J, d] of unit length; None if absent."""
-    centroids = [payload for payload in payloads if isinstance(payload, ClassPrototypes)]
-    return unit(as_tensor(centroids[0].prototypes)) if centroids else None
+def received(payloads: Sequence[Payload], silo: SiloFacts) -> Tensor | None:
+    """Centroids of a silo's missing modality in a task's payloads, float32 [J, d] of unit length; None if absent.
+
+    Args:
+        payloads: of the task.
+        silo: the silo, or a view of its items that lack a modality.
+    """
+    if silo.paired:
+        return None
+    sent, lacking = [each for each in payloads if isinstance(each, ClassPrototypes)], MODALITIES[int(silo.image)]
+    for each in sent:
+        rows = as_tensor(each.prototypes)
+        if each.modality == "both":
+            half = slice(len(rows) // 2, None) if silo.image else slice(0, len(rows) // 2)
+            rows = rows[half][as_tensor(each.counts)[half] > 0]
+        if each.modality in ("both", lacking) and len(rows):
+            return unit(rows)
+    return None
 
 
 # --------------------------------------------------------------------------------------------------- coordinator side
@@ -182,16 +201,23 @@ def initial(context: Context, count: int) -> dict[str, Tensor]:
 
 
 def download(tensors: Mapping[str, Tensor], silo: SiloFacts) -> tuple[ClassPrototypes, ...]:
-    """All silos' centroids of the modality that a silo lacks; empty for a paired silo or while there are none."""
-    if silo.paired:
-        return ()
-    lacking = 1 if silo.image else 0
-    counts = tensors[COUNTS][:, lacking].reshape(-1)
-    rows = tensors[CENTROIDS][:, lacking].flatten(0, 1)
-    present = counts > 0
-    if not bool(present.any()):
-        return ()
-    return (ClassPrototypes(rows[present].numpy(), counts[present].numpy(), MODALITIES[lacking]),)
+    """All silos' centroids of the modalities that a silo or some of its items lack; empty while there are none.
+
+    Of both modalities, image rows stand before as many text rows; the shorter part is filled up with absent rows.
+    """
+    needs = (bool(silo.text_only), bool(silo.image_only)) if silo.paired else (not silo.image, not silo.text)
+    parts = []
+    for lacking in (index for index, needed in enumerate(needs) if needed):
+        counts, rows = tensors[COUNTS][:, lacking].reshape(-1), tensors[CENTROIDS][:, lacking].flatten(0, 1)
+        present = counts > 0
+        parts.append((rows[present], counts[present], MODALITIES[lacking]))
+    parts = [part for part in parts if len(part[0])]
+    if len(parts) < 2:
+        return tuple(ClassPrototypes(rows.numpy(), counts.numpy(), modality) for rows, counts, modality in parts)
+    most = max(len(rows) for rows, _, _ in parts)
+    both = torch.cat([functional.pad(rows, (0, 0, 0, most - len(rows))) for rows, _, _ in parts])
+    held = torch.cat([functional.pad(counts, (0, most - len(counts))) for _, counts, _ in parts])
+    return (ClassPrototypes(both.numpy(), held.numpy(), "both"),)
 
 
 def updated(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ def fine_tuned(
     task: Task,
     tuning: Tuning,
     strength_: float,
-    loss: Callable[[Tensor | None, Tensor | None], Tensor],
+    parts: Sequence[tuple[Local, Callable[[Tensor | None, Tensor | None], Tensor]]],
 ) -> Tensor:
     """Fine-tune the silo's adapter on its samples with the shared model frozen.
 
@@ -106,7 +106,8 @@ def fine_tuned(
         task: learning rate and seed.
         tuning: see :class:`Tuning`.
         strength_: s_k.
-        loss: of a batch's personalised embeddings.
+        parts: the silo's dataset, and its items that lack a modality, each with the loss of a batch's personalised
+            embeddings.
 
     Returns:
         float32 [2, h, d].
@@ -116,12 +117,12 @@ def fine_tuned(
     adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
     steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
     generator = _training.generator_of(context, local, task, "personal")
-    size = len(local.dataset)
-    for _ in range(tuning.epochs):
-        caption = _training.choose_captions(local, generator)
-        for rows in _training.batches(size, context.training.batch_size, generator):
+    epochs = (part for _ in range(tuning.epochs) for part in parts)
+    for part, loss in epochs:
+        caption, least = _training.choose_captions(part, generator), 1 + part.silo.paired
+        for rows in _training.batches(len(part.dataset), context.training.batch_size, generator, least):
             with torch.no_grad():
-                pair = _training.embed(local, rows, caption)
+                pair = _training.embed(part, rows, caption)
             leaf = adapter.clone().requires_grad_()
             value = loss(*(None if z is None else embed(z.cpu(), leaf, strength_) for z in pair))
             if not value.requires_grad:

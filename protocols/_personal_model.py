@@ -106,16 +106,15 @@ class Reference:
         if "image" in cached and share.image is not None:
             image = _picked(self._images, rows, model.visual)
         if "text" in cached and share.text is not None and step.caption is not None:
-            text = _picked(
-                self._texts, rows * share.text.shape[1] + torch.from_numpy(step.caption[step.rows]), model.text
-            )
+            text = _picked(self._texts, share.text.rows(rows, torch.from_numpy(step.caption[step.rows])), model.text)
         return image, text
 
     def _cached(self, modality: Modality) -> bool:
         """Whether the outputs of a modality are computed once and cached."""
-        text = self.local.dataset.text
-        captions = 1 if modality == "image" or text is None else text.shape[1]
-        return self.epochs > captions and len(self.local.dataset) * captions <= KEPT
+        share = self.local.dataset
+        if modality == "image" or share.text is None:
+            return self.epochs > 1 and len(share) <= KEPT
+        return self.epochs > int(share.captions.max()) and len(share.text.values) <= KEPT
 
     @cached_property
     def _images(self) -> Out:
@@ -124,7 +123,7 @@ class Reference:
     @cached_property
     def _texts(self) -> Out:
         text = self.local.dataset.text
-        return self._all_outputs("text", None if text is None else text.flatten(0, 1))
+        return self._all_outputs("text", None if text is None else text.values)
 
     def _all_outputs(self, modality: Modality, items: Tensor | None) -> Out:
         if items is None:

@@ -7,12 +7,16 @@ robust update: any method weights that sum to 1 over the silos that train a modu
 A silo counts for a module of the network only if it trained it, so that silos that lack a modality neither outvote the
 others nor appear as outliers. An idle silo's reply, whose update is zero throughout, passes unchanged and is not
 counted, neither in the median norm nor in Krum's M. Arithmetic is in float64, in the fixed silo order.
+
+Of fewer than :data:`LEAST` updates none can be told from a false one, so no rule that compares them is applied to so
+few: ``median`` and ``trimmed_mean`` leave a module as it is that fewer silos trained, ``krum`` and ``norm_bound``
+without a bound leave the whole model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +31,8 @@ from protocols._aggregation import module_slices, ordered, owns
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
+#: Updates that a comparison needs: the majority of two is both.
+LEAST = 3
 #: Elements per block of each update.
 _BLOCK = 1 << 16
 
@@ -49,8 +55,15 @@ def coordinate_median(updates: F64) -> F64:
 
 
 def trimmed_mean(updates: F64, trim: float) -> F64:
-    """Coordinate-wise mean of updates [M, n] without the ⌊trim M⌋ smallest and largest (Yin et al. 2018, def. 2)."""
-    cut = math.floor(trim * len(updates) + 1e-9)
+    """Coordinate-wise mean of updates [M, n] without the ⌊trim M⌋ smallest and largest (Yin et al. 2018, def. 2).
+
+    At least one is cut at either end, since of few updates the paper's number cuts none.
+
+    Args:
+        updates: at least 3.
+        trim: below 0.5.
+    """
+    cut = max(1, math.floor(trim * len(updates) + 1e-9))
     ranked = np.sort(updates, axis=0)
     result: F64 = ranked[cut : len(updates) - cut].mean(axis=0)
     return result
@@ -106,7 +119,9 @@ def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]
         return total / size
 
 
-def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> list[Reply]:
+def robust_replies(
+    replies: Sequence[Reply], rule: Robust, layout: Layout, left: Callable[[str], None] = lambda module: None
+) -> list[Reply]:
     """Apply a robust aggregation rule to the replies of a merge.
 
     Args:
@@ -114,6 +129,7 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
             same parameters; updates that are zero throughout stay unchanged.
         rule: from the scenario.
         layout: of the shared parameters.
+        left: called with each module that is left as it is because too few silos trained it.
 
     Returns:
         The replies to merge, in the fixed silo order; unchanged replies are the same objects.
@@ -129,14 +145,18 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
     updates = [update.buffer.astype(np.float32, copy=False) for _, update in sent]
     owners = {name: np.array([owns(replies[place].silo, name) for place, _ in sent]) for name in modules}
     active = {name: owners[name] & [bool(u[part].any()) for u in updates] for name, part in modules.items()}
-    if rule.rule == "krum":
+    if len(sent) < LEAST and (rule.rule == "krum" or (rule.rule == "norm_bound" and rule.bound is None)):
+        for module in modules:
+            left(module)
+        changed = [np.zeros_like(update) for update in updates]
+    elif rule.rule == "krum":
         kept = _krum(distances(updates, active, modules), rule)
         dropped = {place for k, (place, _) in enumerate(sent) if k not in kept}
         return [reply for place, reply in enumerate(replies) if place not in dropped]
-    if rule.rule == "norm_bound":
+    elif rule.rule == "norm_bound":
         changed = _bounded(updates, rule)
     else:
-        changed = _replaced(updates, owners, active, modules, rule)
+        changed = _replaced(updates, owners, active, modules, rule, left)
     result = list(replies)
     for (place, _), buffer in zip(sent, changed, strict=True):
         result[place] = _with_update(replies[place], buffer)
@@ -146,7 +166,8 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
 def _krum(apart: F64, rule: Robust) -> list[int]:
     """Indices of the updates that Krum keeps, from their distances [M, M]."""
     byzantine = math.ceil(rule.byzantine * len(apart) - 1e-9)
-    return multi_krum(krum_scores(apart, byzantine), rule.keep or max(1, len(apart) - byzantine))
+    honest = max(1, len(apart) - byzantine)
+    return multi_krum(krum_scores(apart, byzantine), min(rule.keep or honest, honest))
 
 
 def _bounded(updates: Sequence[F32], rule: Robust) -> list[F32]:
@@ -161,12 +182,15 @@ def _replaced(
     active: Mapping[str, npt.NDArray[np.bool_]],
     modules: Mapping[str, slice],
     rule: Robust,
+    left: Callable[[str], None],
 ) -> list[F32]:
     """Replace the updates of each module by the robust update of the silos that trained it, for all that could."""
     changed = [np.zeros_like(update) for update in updates]
     for module, part in modules.items():
         members = np.flatnonzero(active[module]).tolist()
-        if not members:
+        if len(members) < LEAST:
+            if members:
+                left(module)
             continue
         for block in _blocks(part):
             rows = np.stack([updates[k][block].astype(np.float64) for k in members])

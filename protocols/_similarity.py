@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.federation.protocol import Local
 from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.two_tower import Out
@@ -72,13 +72,13 @@ def item_features(share: SiloDataset) -> tuple[Tensor, Tensor]:
     return _both(image, None if share.text is None else _mean_caption(share.text, share.captions))
 
 
-def _mean_caption(text: Tensor, counts: Tensor) -> Tensor:
-    if text.shape[1] == 1:
+def _mean_caption(text: CaptionRows, counts: Tensor) -> Tensor:
+    if not (counts > 1).any():
         return text[:, 0].float()
-    total = torch.zeros(text.shape[0], text.shape[2])
-    for number in range(text.shape[1]):
-        exists = (number < counts)[:, None]
-        total += torch.where(exists, unit(text[:, number].float()), 0)
+    total = torch.zeros(len(text), text.values.shape[1])
+    for number in range(int(counts.max())):
+        items = torch.nonzero(number < counts)[:, 0]
+        total[items] += unit(text[items, number].float())
     return total
 
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, Local, Task
@@ -64,14 +65,26 @@ def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np
     return numpy_generator(context.seed, purpose, local.silo.name, task.base_version, task.sequence)
 
 
-def batches(size: int, batch_size: int, generator: np.random.Generator) -> Iterator[I64]:
+def batches(size: int, batch_size: int, generator: np.random.Generator, least: int = 1) -> Iterator[I64]:
     """Rows of each batch of one permutation; the last batch is kept, however small.
 
     Public code drops it, so that a silo with fewer samples than one batch never trains.
+
+    Args:
+        size: number of items.
+        batch_size: items per batch.
+        generator: of the permutation.
+        least: a smaller last batch is joined to the batch before it. If there is none, the items are left out.
     """
     order = generator.permutation(size)
-    for start in range(0, size, batch_size):
-        yield order[start : start + batch_size]
+    starts = range(0, size, batch_size)[: batch_count(size, batch_size, least)]
+    for start in starts:
+        yield order[start:] if start == starts[-1] else order[start : start + batch_size]
+
+
+def batch_count(size: int, batch_size: int, least: int = 1) -> int:
+    """Number of batches of :func:`batches`, whose arguments it has; ``least`` is at most the batch size."""
+    return max(0, -(-(size - least + 1) // batch_size))
 
 
 def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
@@ -142,6 +155,7 @@ class Step:
         runs: towers to run on the batch; towers of modalities that the silo lacks are skipped.
         trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
         main: whether the method's extra terms are added; true for one step per batch.
+        items: the dataset that ``rows`` and ``caption`` index; None for the silo's.
     """
 
     rows: I64
@@ -150,6 +164,7 @@ class Step:
     runs: tuple[Modality, ...] = MODALITIES
     trains: tuple[str, ...] = ("image", "text", "shared")
     main: bool = True
+    items: SiloDataset | None = None
 
 
 class Work(ABC):
@@ -182,17 +197,24 @@ class EveryBatch(Work):
         local: the silo.
         batch_size: of the scenario.
         loss: of a batch's embeddings.
+        least: number of items from which on a batch has a loss, see :func:`batches`; 2 for a contrast.
     """
 
     local: Local
     batch_size: int
     loss: LossFunction
+    least: int = 1
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """One step per batch; the last batch is kept."""
         caption = choose_captions(self.local, generator)
-        for rows in batches(len(self.local.dataset), self.batch_size, generator):
+        for rows in batches(len(self.local.dataset), self.batch_size, generator, self.least):
             yield Step(rows, caption, self._loss)
+
+    @property
+    def batches(self) -> int:
+        """Batches per pass."""
+        return batch_count(len(self.local.dataset), self.batch_size, self.least)
 
     def _loss(self, image: Out | None, text: Out | None) -> Tensor:
         return self.loss(None if image is None else image.code, None if text is None else text.code)
@@ -333,7 +355,8 @@ def train_epochs(
 def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
     """Compute a step's loss with the method's terms and accumulate its gradient in the model."""
     local.model.zero_grad()
-    image, text = outputs(local, step.rows, step.caption, step.runs)
+    items = local if step.items is None else replace(local, dataset=step.items)
+    image, text = outputs(items, step.rows, step.caption, step.runs)
     value = step.loss(image, text)
     added = extra(step, image, text) if extra is not None and step.main else None
     value = value if added is None else value + added
@@ -359,9 +382,12 @@ def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
 def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
     """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
 
-    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality.
+    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality. A
+    modality's samples include those of the silo's items that have only this modality.
     """
     generator = generator_of(context, local, task, "prototypes")
+    if local.unpaired:
+        return _prototype(local, "image", generator), _prototype(local, "text", generator)
     rows = np.sort(generator.permutation(len(local.dataset))[:PROTOTYPE_SAMPLES])
     caption = choose_captions(local, generator)
     with torch.no_grad():
@@ -370,6 +396,20 @@ def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor 
             None if image is None else local_prototype(image).cpu(),
             None if text is None else local_prototype(text).cpu(),
         )
+
+
+def _prototype(local: Local, modality: Modality, generator: np.random.Generator) -> Tensor:
+    """Prototype [d] of one modality of a silo that also holds items without a pair."""
+    parts = [part for part in (local.dataset, *local.unpaired) if getattr(part, modality) is not None]
+    edges = np.cumsum([0, *map(len, parts)])
+    chosen = np.sort(generator.permutation(int(edges[-1]))[:PROTOTYPE_SAMPLES])
+    embedded = []
+    with torch.no_grad():
+        for part, start, end in zip(parts, edges[:-1], edges[1:], strict=True):
+            rows, some = chosen[(chosen >= start) & (chosen < end)] - start, replace(local, dataset=part)
+            image, text = outputs(some, rows, choose_captions(some, generator), (modality,))
+            embedded += [out.code for out in (image, text) if out is not None]
+        return local_prototype(torch.cat(embedded)).cpu()
 
 
 def delta_payload(context: Context, outcome: TrainingResult, samples: int) -> Delta:

@@ -109,7 +109,7 @@ class FedAvg(FederatedProtocol):
         if not local.silo.paired:
             return self.anchoring.work(local, task)
         loss = partial(paired_loss, tau=self.options.tau)
-        return _training.EveryBatch(local, self.context.training.batch_size, loss)
+        return _training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""

@@ -16,13 +16,14 @@ what centroids reveal; docs/results has the ablations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.silo_dataset import CaptionRows
 from fedmq.federation.protocol import (
     Context,
     Encoders,
@@ -39,7 +40,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
-from protocols import _aggregation, _centroids, _personal_adapter, _training, fedavg
+from protocols import _aggregation, _centroids, _personal_adapter, _training, _unpaired, fedavg
 from protocols._losses import info_nce
 from protocols._options import check, refuse_other_bases
 
@@ -57,7 +58,8 @@ class FedBridgeOptions:
         lambda_pseudo: weight of the assignment term.
         lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
         lambda_keep: weight of the distance to the downloaded model's embeddings.
-        single_weight: factor of a single-modality silo's weight in a merge. No effect if a merge has only its reply, as
+        single_weight: factor of the weight in a merge of a single-modality silo, and of the items of a paired silo that
+            lack a modality. No effect if a merge has only its reply, as
             in ``async`` mode, or in a branch that no paired silo trained.
         bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
             (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
@@ -133,14 +135,14 @@ class Assigning(_training.Work):
         local: the silo.
         batch_size: items per step.
         centroids: [J, d] of the modality the silo lacks.
-        teacher: the downloaded model's embeddings [n, d] of images, or [n, C, d] of captions.
+        teacher: the downloaded model's embeddings, of images [n, d] or of all captions.
     """
 
     options: FedBridgeOptions
     local: Local
     batch_size: int
     centroids: Tensor
-    teacher: Tensor
+    teacher: Tensor | CaptionRows
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -157,7 +159,8 @@ class Assigning(_training.Work):
         options, held = self.options, image if image is not None else text
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z, index = held.code, torch.from_numpy(rows)
-        teacher = self.teacher[index] if text is None else self.teacher[index, torch.from_numpy(caption[rows])]
+        known = self.teacher
+        teacher = known[index] if isinstance(known, Tensor) else known[index, torch.from_numpy(caption[rows])]
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
@@ -225,25 +228,21 @@ class FedBridge(FederatedProtocol):
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; after it, the centroids."""
-        if local.silo.paired:
-            update, loss = self.fedavg.trained(local, task).payloads
-        else:
-            base = _training.load_model(local, take(task.payloads, Model).buffer)
-            outcome = _training.train_epochs(local, self.context, task, base, self._work(local, task))
-            update, loss = (
-                _training.delta_payload(self.context, outcome, len(local.dataset)),
-                Loss(max(0.0, outcome.loss)),
-            )
+        base = _training.load_model(local, take(task.payloads, Model).buffer)
+        work = self.fedavg.work(local, task) if local.silo.paired else self._work(local, task)
+        work = _unpaired.beside(work, local, self.context, task, lambda view: self._work(view, task))
+        outcome = _training.train_epochs(local, self.context, task, base, work)
+        update, loss = _training.delta_payload(self.context, outcome, local.samples), Loss(max(0.0, outcome.loss))
         # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
         centroids, members = _centroids.report(
             local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
         )
         state = {**self._adapter(local, task), **members}
-        return Trained((update, loss, centroids), state, loss.value if isinstance(loss, Loss) else 0.0)
+        return Trained((update, loss, centroids), state, loss.value)
 
     def traits(self) -> Traits:
         """FedBridge-p gives paired silos personal adapters."""
-        return Traits(personalised=self.options.personal)
+        return Traits(personalised=self.options.personal, unpaired="anchored")
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers."""
@@ -256,7 +255,8 @@ class FedBridge(FederatedProtocol):
         if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
             return _personal_adapter.kept(local)
         tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
-        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)
+        parts = [(local, self._pairs)]
+        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, parts)
         return {_personal_adapter.STATE: tuned}
 
     def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
@@ -264,37 +264,39 @@ class FedBridge(FederatedProtocol):
         return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
-        centroids = _centroids.received(task.payloads)
+        centroids = _centroids.received(task.payloads, local.silo)
         if task.round < self.onset or centroids is None:
             return None
-        device = local.model.flat.device
-        centroids = centroids.to(device)
-        return Assigning(
-            self.options, local, self.context.training.batch_size, centroids, self._embeddings(local).to(device)
-        )
+        centroids = centroids.to(local.model.flat.device)
+        return Assigning(self.options, local, self.context.training.batch_size, centroids, self._embeddings(local))
 
-    def _embeddings(self, local: Local) -> Tensor:
-        """The model's embeddings of all images of the silo [n, d], or of all its captions [n, C, d]."""
+    def _embeddings(self, local: Local) -> Tensor | CaptionRows:
+        """The model's embeddings of all images of the silo [n, d], or of all its captions."""
         share, model = local.dataset, local.model
         with torch.no_grad():
             if share.image is not None:
                 return torch.cat([model.image(x.to(model.flat.device)) for x in torch.split(share.image, 256)])
             assert share.text is not None  # noqa: S101 - a silo has at least one modality
-            flat = share.text.flatten(0, 1)
-            z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
-            return z.view(*share.text.shape[:2], -1)
+            parts = torch.split(share.text.values, 256)
+            return replace(share.text, values=torch.cat([model.caption(x.to(model.flat.device)) for x in parts]))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
         replies = _aggregation.ordered(replies)
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
-        factors = [update.factor * (1.0 if update.silo.paired else options.single_weight) for update in updates]
+        factors = [update.factor * self._factor(update.silo, update.samples) for update in updates]
         weights = _aggregation.sample_weights([update.samples for update in updates])
         weights = _aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
         theta = _aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
         tensors = _centroids.updated(state.tensors, replies, round_, self.context.max_age)
         return MergeResult(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
+
+    def _factor(self, silo: SiloFacts, samples: int) -> float:
+        """Factor of a silo's weight: 1 for its pairs, ``single_weight`` for its other items."""
+        if not silo.paired:
+            return self.options.single_weight
+        return 1.0 - (1.0 - self.options.single_weight) * min(silo.unpaired, samples) / samples
 
 
 PROTOCOL = FedBridge

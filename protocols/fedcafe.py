@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
+from fedmq.data.silo_dataset import CaptionRows
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
     Context,
@@ -188,11 +189,11 @@ class References:
 
     Args:
         image: [n, r]; None without images.
-        text: [n, captions, r]; None without texts.
+        text: of all captions; None without texts.
     """
 
     image: Tensor | None
-    text: Tensor | None
+    text: CaptionRows | None
 
     def of(self, step: _training.Step) -> list[Tensor]:
         """Features [B, r] of a step's rows for each modality, with the step's captions."""
@@ -213,8 +214,7 @@ def references(local: Local) -> References:
     image = None if share.image is None else features("image", share.image)
     if share.text is None:
         return References(image, None)
-    text = features("text", share.text.flatten(0, 1))
-    return References(image, text.view(*share.text.shape[:2], -1))
+    return References(image, replace(share.text, values=features("text", share.text.values)))
 
 
 class FedCafe(FederatedProtocol):

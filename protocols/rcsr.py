@@ -1,7 +1,8 @@
 """RCSR: weights updates by a learned semantic router and minimax fairness; RCSR-p adds personal adapters.
 
 Retrieval-centric semantic routing for silos that may lack a modality. Paired silos train InfoNCE; other silos are
-anchored to the global prototype of the modality they lack. Both add regularisers towards the global prototypes and the
+anchored to the global prototype of the modality they lack, and so are single items of a paired silo that lack one. All
+add regularisers towards the global prototypes and the
 downloaded model (eqs 2 to 5). Silos report prototypes, the update's geometry and the loss (eq 6). The coordinator
 weights updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global prototypes as
 moving averages (eq 11). With ``personal`` (RCSR-p, eqs 12 and 13) each silo also fine-tunes a personal adapter on its
@@ -44,7 +45,7 @@ from fedmq.wire.payloads import (
     Payload,
     RouterStatistics,
 )
-from protocols import _aggregation, _centroids, _fairness, _personal_adapter, _prototypes, _router, _training
+from protocols import _aggregation, _centroids, _fairness, _personal_adapter, _prototypes, _router, _training, _unpaired
 from protocols._aggregation import as_tensor
 from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols._options import refuse_other_bases
@@ -137,11 +138,11 @@ class Rcsr(FederatedProtocol):
         """Local epochs, then the report of eq 6; the silo keeps the update as the reference of the next one."""
         base = _training.load_model(local, take(task.payloads, Model).buffer)
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
-        loss = self._loss(local, received, _centroids.received(task.payloads))
-        work = None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss)
+        begin = partial(self._work, received=received, payloads=task.payloads)
+        work = _unpaired.beside(begin(local), local, self.context, task, begin)
         outcome = _training.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
-        samples = len(local.dataset)
+        samples = local.samples
         image, text = self.branches["image"], self.branches["text"]
         geometry = _router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
         filler = received if self.options.filler == "ema" else (None, None)
@@ -160,8 +161,11 @@ class Rcsr(FederatedProtocol):
         return Trained(payloads, kept, outcome.loss)
 
     def traits(self) -> Traits:
-        """RCSR-p gives silos personal adapters."""
-        return Traits(personalised=self.options.personal != "none")
+        """RCSR-p gives silos personal adapters; without anchors and regulariser, nothing trains on unpaired items."""
+        trains = (self.options.anchor and self.options.lambda_anc > 0) or (
+            self.options.client_align and self.options.lambda_a > 0
+        )
+        return Traits(personalised=self.options.personal != "none", unpaired="anchored" if trains else "ignored")
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's router weight at its last participation."""
@@ -173,18 +177,22 @@ class Rcsr(FederatedProtocol):
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun; empty if the silo has none."""
         options = self.options
-        anchored = self._anchored(local.silo, received)
-        if options.personal == "none" or task.round < options.personal_onset or not (local.silo.paired or anchored):
+        held = [local, *_unpaired.views(local)]
+        held = [part for part in held if part.silo.paired or self._anchored(part.silo, received)]
+        if options.personal == "none" or task.round < options.personal_onset or not held:
             return _personal_adapter.kept(local)
-        # Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model.
-        centroids = _centroids.received(task.payloads)
-        loss = partial(
-            local_loss, shared=received, options=options, anchored=anchored, aligned=False, centroids=centroids
-        )
+        parts = [(part, self._personal_loss(part, task, received)) for part in held]
         tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         strength = self._strength(task.payloads)
-        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, strength, loss)
+        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, strength, parts)
         return {_personal_adapter.STATE: tuned}
+
+    def _personal_loss(self, local: Local, task: Task, received: Shared) -> _training.LossFunction:
+        """Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model."""
+        anchored, centroids = self._anchored(local.silo, received), _centroids.received(task.payloads, local.silo)
+        return partial(
+            local_loss, shared=received, options=self.options, anchored=anchored, aligned=False, centroids=centroids
+        )
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers (eq 12)."""
@@ -195,6 +203,11 @@ class Rcsr(FederatedProtocol):
         """Whether a silo is anchored, which needs a global prototype of the modality it lacks."""
         missing = shared[1] if silo.image else shared[0]
         return bool(self.options.anchor) and self.options.lambda_anc > 0 and missing is not None
+
+    def _work(self, local: Local, received: Shared, payloads: Sequence[Payload]) -> _training.Work | None:
+        """The training of the silo's dataset; None if its loss has no terms."""
+        loss, least = self._loss(local, received, _centroids.received(payloads, local.silo)), 1 + local.silo.paired
+        return None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss, least)
 
     def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _training.LossFunction | None:
         """The silo's loss; None if it has no terms, e.g. a single-modality silo before the first prototypes."""

@@ -19,6 +19,7 @@ from fedmq.encoders.gpu import release_unused_memory
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
+from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.channel_group import ChannelGroup
@@ -65,6 +66,7 @@ class _Member:
 
     log: MessageLog
     notes: StateNotes
+    logger: Logger
     sent_at: float = 0.0
 
 
@@ -93,9 +95,10 @@ class _Host:
 
     def _open(self, name: str, deliver: Callable[[Message], None]) -> Channel:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
-        log = MessageLog(folder.messages(name), name, self.clock)
+        logger = open_log(arguments.logs, name)
+        log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
         log.note(NoteKind.STARTED, run=arguments.run.id)
-        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log))
+        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = load_identity(arguments.keys, name)
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         return Channel(
@@ -106,6 +109,7 @@ class _Host:
             log,
             self.clock,
             now=lambda: member.sent_at,
+            progress=logger.warning,
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
         )
@@ -168,6 +172,6 @@ def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Call
         agree(message.layout, host.model.layout)
         joined()
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
-        reply_to(host.channels.channels[name], host.silo(name), slots, message, lambda _: None)
+        reply_to(host.channels.channels[name], host.silo(name), slots, message, member.logger)
         release_unused_memory()  # memory of a failed task
         member.notes.after_task(message.header.sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
+from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
@@ -30,9 +31,11 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
+from fedmq.storage.logs import QUIET, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
+from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
@@ -66,6 +69,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
+        logs: of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 
@@ -76,6 +80,7 @@ class SiloArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    logs: LogOptions | None = None
     policy: Path | None = None
 
     @property
@@ -104,9 +109,11 @@ class Silo:
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise = model, noise
         self._standing: tuple[FaultHit, ...] | None = None
+        # Before the method is made, which needs the model's layout; it may train on items beside the dataset or not.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
+        self._anchors = self.protocol.traits().unpaired == "anchored"
         # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
@@ -128,14 +135,30 @@ class Silo:
             if isinstance(fault, Drift):
                 all_rows = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
-        share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = population.label_columns(self.scenario)
-        if share.labels is not None and len(columns) < share.labels.shape[1]:
-            share = replace(share, labels=share.labels[:, columns].contiguous())
-        self.dataset = share
+        found = population.rows_of(self.facts, rows)
+        self.dataset = self._loaded(found.dataset, image=self.facts.image, text=self.facts.text)
+        if not len(self.dataset):
+            raise RunError(f"{name}: no item has all modalities of the silo any more, after a fault of kind drift")
+        self.unpaired = tuple(
+            self._loaded(rows, image=image, text=not image)
+            for rows, image in ((found.image_only, True), (found.text_only, False))
+            if len(rows)
+        )
         for place, fault in standing:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
+
+    def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
+        """Rows of the data set with the labels that the objective trains on."""
+        share = load_silo_dataset(self.population.prepared, rows, image=image, text=text)
+        columns = self.population.label_columns(self.scenario)
+        if share.labels is None or len(columns) == share.labels.shape[1]:
+            return share
+        return replace(share, labels=share.labels[:, columns].contiguous())
+
+    def local(self, state: Mapping[str, torch.Tensor]) -> Local:
+        """What the method trains with, given the silo's personal tensors."""
+        return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the reply to a message of kind task or evaluate.
@@ -161,8 +184,10 @@ class Silo:
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
-        local = Local(self.facts, self.dataset, self.model, self.store.before(header.sequence))
-        trained = self.protocol.train(local, task)
+        try:
+            trained = self.protocol.train(self.local(self.store.before(header.sequence)), task)
+        except FieldError as error:
+            raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
@@ -206,7 +231,7 @@ class Silo:
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
-        return self.protocol.encoders(Local(self.facts, self.dataset, model, state), message.payloads), model
+        return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
 
     def transform(self, payload: Payload, task: Task) -> Payload:
         """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
@@ -221,7 +246,7 @@ class Silo:
 
 def run_silo(
     arguments: SiloArguments,
-    progress: Callable[[str], None] = lambda _: None,
+    logger: Logger | None = None,
     *,
     joined: Callable[[], None] = lambda: None,
 ) -> None:
@@ -229,7 +254,7 @@ def run_silo(
 
     Args:
         arguments: how it was started.
-        progress: called with one line on each noteworthy event.
+        logger: the log for operators; None opens that of the arguments.
         joined: called when the coordinator has accepted the silo.
 
     Raises:
@@ -240,8 +265,9 @@ def run_silo(
     if arguments.name not in scenario.silo_names:
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
+    logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
-    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], progress)
+    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], logger)
     slots = Slots(slots_folder(arguments.run.id), scenario.slots)
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
@@ -249,7 +275,7 @@ def run_silo(
         notes = StateNotes(silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, silo.population.prepared.content))
         link.start()
-        progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
+        logger.info("connecting", uri=arguments.connect, samples=len(silo.dataset))
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -258,17 +284,17 @@ def run_silo(
             match message.header.kind:
                 case Kind.LAYOUT:
                     agree(message.layout, silo.context.layout)
-                    progress(f"{arguments.name}: joined")
+                    logger.info("joined")
                     joined()
                 case Kind.TASK | Kind.EVALUATE:
-                    reply_to(link, silo, slots, message, progress)
+                    reply_to(link, silo, slots, message, logger)
                     release_unused_memory()  # memory of a failed task
                     notes.after_task(message.header.sequence)
                 case _:
-                    progress(f"{arguments.name}: a {message.header.kind} was ignored")
+                    logger.warning("message ignored", kind=message.header.kind.value)
             # The next message may take minutes; release the memory of this one's model.
             del message
-        progress(f"{arguments.name}: stopped by the coordinator")
+        logger.info("stopped by the coordinator")
     finally:
         link.close()
         slots.close()
@@ -279,7 +305,7 @@ def _log_and_channel(
     identity: Identity,
     accepted: Accepted,
     now: Callable[[], float],
-    progress: Callable[[str], None],
+    logger: Logger,
 ) -> tuple[MessageLog, Channel]:
     """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
 
@@ -288,14 +314,14 @@ def _log_and_channel(
         identity: its name and key.
         accepted: accepted public keys.
         now: the run's time as the silo knows it, from the time stamp of its last message [s].
-        progress: called with one line on each noteworthy event.
+        logger: the log for operators.
     """
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
     forbidden = None if arguments.policy is None else guard_of(arguments.policy, arguments.name, path)
-    log = MessageLog(path, arguments.name, clock)
+    log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
-    uri = arguments.connect
-    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=progress, forbidden=forbidden)
+    uri, warn = arguments.connect, logger.warning
+    return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=warn, forbidden=forbidden)
 
 
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
@@ -355,22 +381,25 @@ def reply_to(
     silo: Silo,
     slots: Slots,
     message: Message,
-    progress: Callable[[str], None],
+    logger: Logger = QUIET,
     fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
 ) -> None:
     """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
-    header = message.header
+    header, began = message.header, time.monotonic()
+    what = {"task": header.sequence, "round": message.task.round} if message.task else {"version": header.base_version}
     try:
         with slots.one():
+            logger.debug("training" if header.kind is Kind.TASK else "evaluating", **what)
             payloads = silo.respond(message)
             release_unused_memory()  # before the slot is released to the next silo
     except fatal:
         raise
     except Exception as error:
         reported = reportable(error)
+        logger.warning("failed", error=f"{type(error).__name__}: {error}", **what)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        elif reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
+        elif logger is QUIET and reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.ERROR,
@@ -382,5 +411,5 @@ def reply_to(
         return
     number, base = header.sequence, header.base_version
     link.send(Kind.REPLY, payloads, sequence=number, reply_to=number, base_version=base)
-    done = f"task {header.sequence} of round {message.task.round}" if message.task else f"measuring version {base}"
-    progress(f"{silo.facts.name}: {done} done")
+    done = "trained" if header.kind is Kind.TASK else "evaluated the personal model"
+    logger.info(done, seconds=round(time.monotonic() - began, 1), **what)

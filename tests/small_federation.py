@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 
 import protocols
 from fedmq.config.scenario import Backbone, Objective, ProtocolChoice, Training
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders.base import InputSpec
 from fedmq.federation.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
 from fedmq.models import hash_networks
@@ -37,7 +37,7 @@ def share(silo: SiloFacts, size: int, captions: int = 3) -> SiloDataset:
     text = latent[:, None] + 0.3 * torch.randn(size, captions, DIM, generator=generator)
     return SiloDataset(
         image=latent + 0.3 * torch.randn(size, DIM, generator=generator) if silo.image else None,
-        text=text if silo.text else None,
+        text=CaptionRows(text.flatten(0, 1), captions * torch.arange(size)) if silo.text else None,
         captions=torch.randint(1, captions + 1, (size,), generator=generator),
         labels=one_hot(latent[:, : len(LABELS)].argmax(1), len(LABELS)).to(torch.uint8),
         rows=torch.arange(size),

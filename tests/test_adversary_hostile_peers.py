@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,8 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.events import Merge
 from coordinator.loop import Loop
 from coordinator.reply_validation import LARGEST, check_reply
-from coordinator.roster import Roster
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
-from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import Evaluator, load_inference
@@ -33,14 +30,13 @@ from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
-from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord, read_log
-from fedmq.wire.message_log import MessageLog
+from fedmq.wire.keys import load_accepted, load_identity
+from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
-from fedmq.wire.transports.registry import connect, listen
+from fedmq.wire.transports.registry import connect
 from silos.program import Silo
 from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
@@ -336,49 +332,6 @@ def test_the_evaluator_receives_the_layout_before_the_first_model(tiny: Path, tm
     assert kinds.index(Kind.LAYOUT) < kinds.index(Kind.EVALUATE)
 
 
-def test_every_invalid_frame_of_an_unknown_peer_is_counted_but_only_some_are_logged(tmp_path: Path) -> None:
-    init_keys(tmp_path / "keys", ("coordinator",))
-    clock = VirtualClock()
-    moments = [0.0]
-    clock.stopwatch = lambda: moments[0]  # type: ignore[method-assign]
-    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
-        listener = listen("memory://noise")
-        identity, accepted = load_identity(tmp_path / "keys", "coordinator"), load_accepted(tmp_path / "keys")
-        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
-        for _ in range(1000):
-            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
-        roster.note_unlogged()
-        moments[0] = 2.0
-        for _ in range(150):
-            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
-        moments[0] = 4.0
-        roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
-        listener.close()
-    assert roster.refused.total() == 1151
-    records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
-    assert sum(isinstance(record, RefusedRecord) for record in records) == 201
-    assert [record.facts["count"] for record in records if isinstance(record, NoteRecord)] == [900, 50]
-
-
-def test_replayed_hellos_are_refused_and_do_not_fill_the_log(tmp_path: Path) -> None:
-    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
-    accepted, clock = load_accepted(tmp_path / "keys"), VirtualClock()
-    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
-        listener = listen("memory://repeated")
-        identity = load_identity(tmp_path / "keys", "coordinator")
-        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
-        own = load_identity(tmp_path / "keys", "silo-00")
-        for count in (1000, 1):
-            hello, _ = initiate(own, "coordinator", "run-0", 0.0)
-            for number in range(count):
-                roster.take(f"{number}".encode(), [memoryview(frame) for frame in hello])
-        listener.close()
-    assert roster.refused == {"replay": 999}
-    actions = Counter(record.action for _, record in read_log(tmp_path / "coordinator.jsonl") if record)
-    assert actions == {"received": 2, "sent": 2, "refused": 100}
-
-
-# ------------------------------------------------------------------------------------------------------- checkpoints
 def test_a_run_does_not_resume_with_other_data(tiny: Path, tmp_path: Path) -> None:
     before = Path(yaml.safe_load(tiny.read_text())["data"]["path"])
     own = tmp_path / "own.npz"

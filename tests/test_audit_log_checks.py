@@ -17,8 +17,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coordinator import roster
-from fedmq.audit import log_checks as audits
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.verdict import Evidence, verdict
@@ -207,10 +205,6 @@ def test_a_sender_field_in_a_record_that_has_none_is_ignored(run: Path) -> None:
     ]
     rewrite(run, "coordinator", reseal(content))
     assert not audit_run(run).findings
-
-
-def test_the_audit_and_the_coordinator_name_unknown_peers_alike() -> None:
-    assert audits._UNKNOWN == roster._UNKNOWN
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:

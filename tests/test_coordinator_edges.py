@@ -156,7 +156,7 @@ def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(
 
 
 def test_errors_before_a_merge_with_a_reply_are_cleared() -> None:
-    errors = TaskErrors({})
+    errors = TaskErrors({}, {})
     errors.reported("silo-00", "no")
     errors.task_failed("silo-00")
     assert errors.first == "silo-00: no"

@@ -63,7 +63,7 @@ def test_a_full_disk_reported_by_safetensors_is_a_disk_error_and_leaves_no_file(
     assert released == f"DiskError {tmp_path}/model.safetensors: could not be written: File too large"
     assert version == "1"
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["run/version-000001/checkpoint_files.json", "run/version-000001/state-000001.safetensors"]
+    assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
 
 
 def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(

@@ -54,7 +54,7 @@ class Processes:
         """Start a coordinator; returns it and the URI to connect to."""
         process = self.start("coordinator", *command, "--bind", bind)
         assert process.stderr is not None
-        uri = next(words[words.index("on") + 1] for line in process.stderr if "listening" in (words := line.split()))
+        uri = next(line.split("uri=")[1].split()[0] for line in process.stderr if "listening" in line)
         threading.Thread(target=process.stderr.read, daemon=True).start()
         return process, uri
 

@@ -1,4 +1,4 @@
-"""Runs in which no silo trains complete, and the summary, the terminal and tables report it."""
+"""A run in which no silo trained ends with an error that says why; silos that never took part are named."""
 
 from __future__ import annotations
 
@@ -11,33 +11,101 @@ import pytest
 from rich.console import Console
 
 from fedmq.cli.terminal import print_summary
+from fedmq.errors import RunError
 from fedmq.experiments import tables
+from fedmq.runs.run_records import UnusableReplies
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import Loss, Payload
+from silos.program import Silo
 from tests import in_process_run
 from tests.run_summaries import summary
 from tests.threaded_run import resolved
 
+EVERYONE = ("rounds=2", "participation=1")
 
-def unchanged_and_screen(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
-    """Whether the summary marks the model as unchanged, and the text that is printed of the summary."""
-    scenario = resolved(scenario_file, "rounds=2", "participation=1", *settings)
-    written, screen = in_process_run.run(scenario, out).summary, io.StringIO()
+
+def refused(scenario_file: Path, out: Path, *settings: str) -> str:
+    """The error of a run that trained nothing; it releases nothing and has no summary, not even after a resume."""
+    scenario, folder = resolved(scenario_file, *EVERYONE, *settings), RunFolder(out)
+    with pytest.raises(RunError) as ended:
+        in_process_run.run(scenario, out)
+    with pytest.raises(RunError):
+        in_process_run.run(scenario, out, resume=True)
+    assert not folder.summary.exists() and not folder.model.exists()
+    return str(ended.value)
+
+
+def screen_of(written: Any, out: Path) -> str:
+    """What is printed of a summary."""
+    screen = io.StringIO()
     print_summary(written, RunFolder(out), Console(file=screen, width=200))
-    return written.unchanged, screen.getvalue()
+    return screen.getvalue()
 
 
 @pytest.mark.parametrize("way", ["idle", "anchored to what nobody has"])
-def test_a_run_in_which_no_silo_trained_reports_it(tiny: Path, tmp_path: Path, way: str) -> None:
+def test_a_run_whose_model_no_update_changed_ends_with_an_error(tiny: Path, tmp_path: Path, way: str) -> None:
     protocol = "{name: fedavg, single_modality: idle}" if way == "idle" else "{name: rcsr, client_align: false}"
-    lone = ["missing_modality={rate: 1, only: image}"]
-    unchanged, screen = unchanged_and_screen(tiny, tmp_path, f"protocol={protocol}", *lone)
-    assert unchanged and "no silo's update changed it" in screen
+    error = refused(tiny, tmp_path, f"protocol={protocol}", "missing_modality={rate: 1, only: image}")
+    assert "no silo trained: the model is identical to the initial one" in error
 
 
 @pytest.mark.parametrize("protocol", ["fedavg", "local", "fedproto"])
-def test_a_run_that_trained_or_shares_no_model_does_not_report_it(tiny: Path, tmp_path: Path, protocol: str) -> None:
-    unchanged, screen = unchanged_and_screen(tiny, tmp_path, f"protocol={protocol}")
-    assert not unchanged and "changed it" not in screen
+def test_a_run_that_trained_or_shares_no_model_completes(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    written = in_process_run.run(resolved(tiny, *EVERYONE, f"protocol={protocol}"), tmp_path).summary
+    assert not written.unusable_replies
+    assert "was merged" not in screen_of(written, tmp_path)
+
+
+@pytest.mark.parametrize("rate", ["1e6", "1e12"])
+def test_a_run_whose_updates_are_all_refused_ends_with_the_refusal_and_its_cause(
+    tiny: Path, tmp_path: Path, rate: str
+) -> None:
+    error = refused(
+        tiny, tmp_path, "protocol=paired_only", f"training.learning_rate={rate}", "training.warmup_rounds=0"
+    )
+    assert error.startswith("no silo could train")
+    assert "lower training.learning_rate" in error
+
+
+def test_a_run_of_which_every_reply_is_lost_ends_with_the_number_of_each_loss(tiny: Path, tmp_path: Path) -> None:
+    error = refused(tiny, tmp_path, "faults=[{kind: drop, probability: 1}]")
+    assert error == "no silo trained: no reply was merged in any of the 2 rounds (dropped 8)"
+
+
+def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond = Silo.respond
+
+    def forged(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        """Like an honest reply, but silo-01 omits its loss."""
+        payloads = respond(silo, message)
+        return tuple(each for each in payloads if silo.facts.name != "silo-01" or not isinstance(each, Loss))
+
+    monkeypatch.setattr(Silo, "respond", forged)
+    written = in_process_run.run(resolved(tiny, *EVERYONE), tmp_path).summary
+    (found,) = written.unusable_replies.values()
+    assert (found.refused, found.scripted, found.errors) == (2, 0, 0)
+    last = screen_of(written, tmp_path).splitlines()[-1]
+    assert last.startswith("silo-01: none of its replies was merged: 2 refused, 0 errors")
+    assert "unexpected: a reply with" in last
+
+
+def test_refusals_of_scripted_attacks_are_counted_apart_and_do_not_end_the_run(tiny: Path, tmp_path: Path) -> None:
+    attack = "faults=[{kind: nan, silos: [silo-00, silo-01, silo-02, silo-03], rounds: [0]}]"
+    written = in_process_run.run(resolved(tiny, *EVERYONE, attack), tmp_path).summary
+    assert {name: (each.refused, each.scripted) for name, each in written.unusable_replies.items()} == {
+        f"silo-0{number}": (0, 1) for number in range(4)
+    }
+    assert not written.never_merged
+
+
+def test_a_summary_names_the_silos_that_never_took_part() -> None:
+    lost = UnusableReplies(refused=3, errors=1, last="x")
+    assert not summary(unusable_replies={"silo-00": lost}).never_merged
+    silo = summary().per_silo["silo-00"].model_copy(update={"participations": 0})
+    assert summary(per_silo={"silo-00": silo}, unusable_replies={"silo-00": lost}).never_merged == {"silo-00": lost}
 
 
 def test_a_table_names_rows_whose_model_no_update_changed() -> None:

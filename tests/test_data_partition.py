@@ -229,7 +229,7 @@ def test_the_counts_of_a_split_add_up() -> None:
 
 
 def test_an_empty_silo_receives_one_sample_from_the_largest() -> None:
-    shares = partition.never_empty([np.array([], int), np.array([5, 6, 7]), np.array([1])])
+    shares = partition.at_least([np.array([], int), np.array([5, 6, 7]), np.array([1])], 1)
     assert [share.tolist() for share in shares] == [[7], [5, 6], [1]]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Backbone, Data
@@ -23,7 +24,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation import population
 from fedmq.federation.population import build_population
 from fedmq.models.build import build
-from fedmq.storage.cache import FORMAT, build_once, cache_folder
+from fedmq.storage.cache import build_once, cache_folder
 
 FEATURES = Backbone(name="features")
 
@@ -50,7 +51,7 @@ def made(tmp_path: Path) -> Prepared:
 def test_prepared_arrays_equal_the_source_arrays(made: Prepared, tmp_path: Path) -> None:
     with np.load(tmp_path / "set.npz") as given:
         assert (made.image == given["image"].astype(np.float32)).all()
-        assert np.allclose(made.text[:, 0], given["text"][:, 0])
+        assert np.allclose(made.text[made.first], given["text"][:, 0])
         assert made.split.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3] * 2
     assert made.n == 20
     assert made.image.dtype == made.text.dtype == np.float32
@@ -207,7 +208,7 @@ def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None
     assert found.shape == (20, 6)
     assert found.dtype == np.float32
     for row, count in enumerate(made.captions):
-        assert np.allclose(found[row], made.text[row, :count].mean(axis=0), atol=1e-6)
+        assert np.allclose(found[row], made.text[made.first[row] :][:count].mean(axis=0), atol=1e-6)
 
 
 def test_a_silo_dataset_keeps_the_requested_row_order(made: Prepared) -> None:
@@ -217,8 +218,10 @@ def test_a_silo_dataset_keeps_the_requested_row_order(made: Prepared) -> None:
     assert share.text is not None
     assert share.labels is not None
     assert np.array_equal(share.image.numpy(), made.image[[5, 2, 11]])
-    assert np.array_equal(share.text.numpy(), made.text[[5, 2, 11]])
     assert share.captions.tolist() == [2, 3, 3]
+    for item, (row, count) in enumerate(zip([5, 2, 11], [2, 3, 3], strict=True)):
+        assert np.array_equal(share.text[item, torch.arange(count)].numpy(), made.text[made.first[row] :][:count])
+    assert len(share.text.values) == 8
     assert share.labels.argmax(1).tolist() == [1, 2, 3]
     assert share.rows.tolist() == [5, 2, 11]
     assert (share.captions.dtype, share.labels.dtype, share.rows.dtype) == (torch.int64, torch.uint8, torch.int64)
@@ -273,7 +276,7 @@ def test_openmoji_with_lite_yields_joint_features_and_categories(few: list[openm
     told: list[tuple[str, int, int]] = []
     found = prepare(Data(name="openmoji"), Backbone(), tmp_path, 0, lambda *what: told.append(what))
     assert found.image.shape == (5, lite.DIM)
-    assert found.text.shape == (5, max(len(item.captions) for item in few), lite.DIM)
+    assert found.text.shape == (sum(len(item.captions) for item in few), lite.DIM)
     assert found.captions.tolist() == [len(item.captions) for item in few]
     assert found.keys == tuple(item.key for item in few)
     assert found.labels is not None
@@ -301,7 +304,7 @@ def test_openmoji_with_adapters_in_the_blocks_is_stored_as_pixels_and_token_ids(
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepare(Data(name="openmoji"), backbone, tmp_path / "cache")
     assert (found.image.dtype, found.image.shape) == (np.uint8, (5, 3, 32, 32))
-    assert (found.text.dtype, found.text.shape[2]) == (np.int32, 20)
+    assert (found.text.dtype, found.text.shape[1]) == (np.int32, 20)
     assert np.array_equal(found.image[0], openmoji.render(few[0].key, 32).transpose(2, 0, 1))
     assert len(found.inputs.mean) == len(found.inputs.std) == 3
     model = build(backbone, found.inputs, 0, cache=tmp_path / "cache")
@@ -323,4 +326,27 @@ def test_openmoji_at_the_feature_site_is_stored_as_frozen_tower_features(
     found = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.image.shape, found.image.dtype) == ((len(few), 16), np.float32)
     assert found.inputs.image_dtype == "float32"
-    assert found.meta.format == FORMAT
+    assert found.meta.format == 2
+
+
+def test_one_item_with_thousands_of_captions_takes_the_space_of_its_own_captions(tmp_path: Path) -> None:
+    """Padded to the longest item, these 200 items would take 57 MB."""
+    rows = "".join(
+        json.dumps({"image": f"{row}.png", "captions": [f"c {row} {each}" for each in range(3000 if row == 5 else 1)]})
+        + "\n"
+        for row in range(200)
+    )
+    for row in range(200):
+        Image.fromarray(np.random.default_rng(row).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
+            tmp_path / f"{row}.png"
+        )
+    (tmp_path / "list.jsonl").write_text(rows)
+    found = prepare(Data(name="manifest", path=tmp_path / "list.jsonl"), tiny_clip(tmp_path), tmp_path / "cache")
+    assert found.text.shape == (3199, 16)
+    assert sum(file.stat().st_size for file in found.folder.iterdir()) < 400_000
+    share = load_silo_dataset(found, [4, 5, 6], image=False, text=True)
+    assert share.text is not None
+    assert len(share.text.values) == 3002
+    assert np.array_equal(share.text[2, 0].numpy(), found.text[found.first[6]])
+    means = text_features(found, tiny_clip(tmp_path))
+    assert np.allclose(means[5], found.text[5:3005].mean(axis=0), atol=1e-5)

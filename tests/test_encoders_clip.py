@@ -19,7 +19,7 @@ from PIL import Image
 import protocols
 from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.config.sections import Modality
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip, clip_weights
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.select import image_encoder
@@ -114,7 +114,7 @@ def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path:
     tokens = clip.tokenise("ViT-B-32", ["a dog on the beach", "two red cars"])
     share = SiloDataset(
         image=torch.from_numpy(generator.integers(0, 256, (2, 3, 224, 224), dtype=np.uint8)),
-        text=torch.from_numpy(tokens)[:, None],
+        text=CaptionRows(torch.from_numpy(tokens), torch.arange(2)),
         captions=torch.ones(2, dtype=torch.int64),
         labels=None,
         rows=torch.arange(2),

@@ -136,6 +136,52 @@ def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"unchanged": True},  # of a run of an older version
+        {"unusable_replies": {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}},
+    ],
+)
+def test_a_trial_whose_updates_were_refused_is_never_chosen(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]
+) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
+
+    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+        for each in todo:
+            folder = RunFolder(each.metrics.parent)
+            finish(folder, 0.9 if "0.2" in each.name else 0.1)
+            if "0.2" in each.name or both:
+                summary = json.loads(folder.summary.read_text())
+                folder.summary.write_text(json.dumps({**summary, **facts}))
+        return process_pool.Ended({}, stopped=False)
+
+    monkeypatch.setattr(process_pool, "run_all", pretend)
+    for both in (False, True):
+        here = place(tmp_path / str(both))
+        made = runner.carry_out(ComparisonPlan((entry,), (0,)), here, lambda what, how: None, lambda: lambda: False)
+        (row,) = made.rows
+        if both:
+            assert not row.outcomes
+            assert len(made.errors) == 2
+        else:
+            assert [run.value("mean_r1") for run in row.outcomes.values()] == [0.1]
+            assert not made.errors
+            assert "(training.learning_rate=0.2) cannot be chosen: " in made.warnings[0]
+
+
+def test_a_trial_with_refused_scripted_attacks_can_be_chosen(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
+    trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
+    for trial, recall in zip(trials.values(), (0.3, 0.5), strict=True):
+        finish(trial.folder, recall)
+        summary = json.loads(trial.folder.summary.read_text())
+        attacked = {"silo-01": {"refused": 0, "scripted": 4, "errors": 0, "last": "x"}}
+        trial.folder.summary.write_text(json.dumps({**summary, "unusable_replies": attacked}))
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+
+
 def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
     assert runner.choose(entry, runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path)), "mean_r1") is None

@@ -30,11 +30,13 @@ from tests.test_data_extract import tiny_clip
 pytest.importorskip("PIL")
 
 
-def scenario(folder: Path, data: dict[str, Any]) -> Path:
+def scenario(folder: Path, data: dict[str, Any], objective: str = "djsrh") -> Path:
+    """A scenario of two silos; unlike InfoNCE, DJSRH trains on the single item that a tiny set leaves each of them."""
     backbone = tiny_clip(folder)
     content = {
         "name": "disk", "rounds": 2, "protocol": "fedavg", "data": data, "backbone": {"name": backbone.name},
         "silos": {"count": 2}, "partition": {"kind": "iid"}, "training": {"warmup_rounds": 0},
+        "objective": objective,
     }  # fmt: skip
     return data_set_folders.write(folder / "disk.yaml", yaml.safe_dump(content))
 
@@ -264,8 +266,8 @@ def test_mismatched_feature_widths_are_reported_before_and_after_extraction(
     extracted: bool,
 ) -> None:
     """The width of a bag of words is the size of its vocabulary."""
-    data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
-    path = scenario(tmp_path, data)
+    data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 4}
+    path = scenario(tmp_path, data, objective="info_nce")
     if extracted:
         assert fedmq(monkeypatch, "data", "features", path) == 0
     capfd.readouterr()

@@ -344,7 +344,7 @@ def test_manually_launched_programs_give_the_same_model(tiny: Path, tmp_path: Pa
         text=True,
     )
     assert coordinator.stderr is not None
-    uri = next(line.split()[2] for line in coordinator.stderr if line.startswith("listening on"))
+    uri = next(line.split("uri=")[1].split()[0] for line in coordinator.stderr if "listening" in line)
     peers = [
         subprocess.Popen([FEDMQ, *command, *common, "--connect", uri, "--device", "cpu"], stderr=subprocess.DEVNULL)
         for command in (["evaluator"], *(["silo", "--name", f"silo-0{index}"] for index in range(4)))

@@ -250,7 +250,7 @@ def test_updates_of_all_layers_and_of_some_layers_are_clipped(name: str) -> None
     scenario = types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3))
     silo = types.SimpleNamespace(facts=reply.silo, scenario=scenario, _noise=0)
     task = Task(1, 0, 0, 1e-3, ())
-    sent = [Silo._transform(silo, payload, task) for payload in reply.payloads]  # type: ignore[arg-type]
+    sent = [Silo.transform(silo, payload, task) for payload in reply.payloads]  # type: ignore[arg-type]
     (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
     assert float(np.linalg.norm(update.buffer)) == pytest.approx(1e-3, rel=1e-4)
 

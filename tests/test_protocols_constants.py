@@ -38,9 +38,7 @@ def steps(count: int) -> Training:
 def plain(name: str, options: Mapping[str, Any] | None = None, count: int = 1, **more: Any) -> SmallFederation:
     run = population(name, options, training=steps(count), **more)
     run.shares = {
-        index: dataclasses.replace(
-            share, text=None if share.text is None else share.text[:, :1], captions=torch.ones_like(share.captions)
-        )
+        index: dataclasses.replace(share, captions=torch.ones_like(share.captions))
         for index, share in run.shares.items()
     }
     return run

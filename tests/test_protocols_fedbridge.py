@@ -99,9 +99,7 @@ def test_items_with_one_caption_have_no_caption_contrast() -> None:
     for weight in (0.0, 1.0):
         run = population("fedbridge", {**NOW, "lambda_pair": weight})
         run.shares = {
-            index: share
-            if share.text is None
-            else dataclasses.replace(share, text=share.text[:, :1], captions=torch.ones_like(share.captions))
+            index: share if share.text is None else dataclasses.replace(share, captions=torch.ones_like(share.captions))
             for index, share in run.shares.items()
         }
         run.round()

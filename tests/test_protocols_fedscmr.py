@@ -292,11 +292,12 @@ def test_only_paired_silos_contribute_to_the_enhancenets_step(shared_layers: str
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 def test_silos_that_cannot_train_the_enhancenet_have_no_weight_in_its_step(rule: Literal["median"]) -> None:
-    run = population("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
+    kinds = [*[(True, True)] * 3, *[(True, False)] * 5]
+    run = population("fedscmr", {"agg": "samples"}, kinds=kinds, sizes=[7] * 8)
     layout = run.model.layout
     enhance = [name for name in run.protocol.traits().shared_layers if ".enhance." in name]  # type: ignore[attr-defined]
-    paired, *others = run.replies()
-    replies = robust_replies([paired, *others], Robust(rule=rule), layout)
+    replies = robust_replies(run.replies(), Robust(rule=rule), layout)
+    paired = replies[0]
     before = _aggregation.extract(run.state.theta, layout, enhance)
     step = _aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
     sent = next(each for each in paired.payloads if isinstance(each, PartialDelta))

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -27,6 +29,7 @@ from protocols import (
     fedhap,
     plfedcmh,
 )
+from protocols.fedavg import FedAvg, FedAvgOptions
 from protocols.objectives.shdch import Level, swept_codes
 from tests.replies import payload_of, silo_of
 from tests.small_federation import SmallFederation, population
@@ -104,6 +107,28 @@ def run_with(run: SmallFederation, silo: int, loss: _training.LossFunction) -> _
     base = run.model.flat.detach().clone()
     work = _training.EveryBatch(local, 8, loss)
     return _training.train_epochs(local, run.context, Task(1, 0, 0, 1e-3, ()), base, work)
+
+
+@given(st.integers(0, 60), st.integers(2, 17), st.integers(1, 2))
+def test_batches_hold_every_item_once_and_none_is_smaller_than_a_contrast_needs(
+    size: int, batch_size: int, least: int
+) -> None:
+    found = list(_training.batches(size, batch_size, np.random.default_rng(0), least))
+    assert len(found) == _training.batch_count(size, batch_size, least)
+    left_out = size < least
+    order = np.random.default_rng(0).permutation(size)
+    assert np.concatenate([*found, order[:0]]).tolist() == ([] if left_out else order.tolist())
+    assert all(least <= len(rows) < batch_size + least for rows in found)
+    assert all(len(rows) == batch_size for rows in found[:-1])
+
+
+def test_a_last_batch_of_one_pair_is_joined_to_the_batch_before_it() -> None:
+    run = population("fedavg", kinds=((True, True),), sizes=[9], training=Training(batch_size=8, local_epochs=1))
+    work = FedAvg(FedAvgOptions(), run.context).work(
+        Local(run.context.silos[0], run.shares[0], run.model, {}), Task(1, 0, 0, 1e-3, ())
+    )
+    assert work is not None
+    assert [len(step.rows) for step in work.steps(0, np.random.default_rng(0))] == [9]
 
 
 def test_a_reported_loss_is_the_mean_over_samples_for_any_batching() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fedmq.config.sections import Robust
+from fedmq.errors import InputError
 from fedmq.federation.protocol import Reply, SiloFacts
 from fedmq.wire.layout import Layout
 from fedmq.wire.log_records import NoteKind
@@ -60,10 +61,10 @@ def test_without_a_bound_the_median_norm_is_the_bound() -> None:
 @pytest.mark.parametrize("rule", ["norm_bound", "krum", "median", "trimmed_mean"])
 def test_idle_silos_neither_outvote_training_ones_nor_are_changed(rule: str) -> None:
     """Over all silos the median norm would be 0 and stop training, and Krum would keep the idle silos, which agree."""
-    replies = constant(0, 0, 0, 0, 8)
-    changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+    replies = constant(0, 0, 0, 0, 8, 8, 8)
+    changed = robust_replies(replies, Robust(rule=rule, byzantine=0.1), LAYOUT)  # type: ignore[arg-type]
     assert all(a is b for a, b in zip(changed[:4], replies[:4], strict=True))
-    np.testing.assert_array_equal(updates(changed), updates(replies))
+    assert (updates(changed)[4:] == 8).all()
 
 
 def test_the_median_norm_is_taken_over_silos_that_trained() -> None:
@@ -77,8 +78,13 @@ def test_krum_finds_the_outlier_among_silos_that_trained_and_drops_no_idle_silo(
     assert [each.silo.index for each in kept] == [0, 1, 2, 4, 5, 6, 7]
 
 
+def test_krum_keeps_no_more_replies_than_can_be_honest() -> None:
+    kept = robust_replies(constant(1.0, 50, 1.1), Robust(rule="krum", keep=3), LAYOUT)
+    assert [each.silo.index for each in kept] == [0, 2]
+
+
 def test_replies_of_idle_silos_only_are_unchanged() -> None:
-    replies = constant(0, 0)
+    replies = constant(0, 0, 0)
     for rule in ("norm_bound", "krum", "median", "trimmed_mean"):
         changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
         assert all(a is b for a, b in zip(changed, replies, strict=True))
@@ -93,7 +99,9 @@ def test_the_median_is_taken_per_coordinate() -> None:
 def test_the_trimmed_mean_drops_both_extremes() -> None:
     rows = np.array([[0.0], [1.0], [2.0], [3.0], [1000.0]])
     np.testing.assert_array_equal(trimmed_mean(rows, 0.2), [2])
-    np.testing.assert_array_equal(trimmed_mean(rows, 0.19), rows.mean(axis=0))
+    np.testing.assert_array_equal(trimmed_mean(rows, 0.19), [2])
+    np.testing.assert_array_equal(trimmed_mean(rows[1:], 0.2), [2.5])
+    np.testing.assert_array_equal(trimmed_mean(np.vstack([rows, rows]), 0.2), [2])
 
 
 def test_krum_scores_sum_the_nearest_distances() -> None:
@@ -134,11 +142,11 @@ def test_the_median_of_a_branch_is_taken_over_silos_that_trained_it() -> None:
     image, text = BRANCHES["image"], BRANCHES["text"]
     only_image = np.zeros(SIZE)
     only_image[image] = 9.0
-    replies = [*constant(1, 2), reply(2, only_image, text=False), reply(3, only_image, text=False)]
+    replies = [*constant(1, 2, 3), reply(3, only_image, text=False), reply(4, only_image, text=False)]
     changed = updates(robust_replies(replies, Robust(rule="median"), LAYOUT))
-    np.testing.assert_array_equal(changed[:, image], np.full_like(changed[:, image], 5.5))
-    np.testing.assert_array_equal(changed[:2, text], np.full_like(changed[:2, text], 1.5))
-    assert not changed[2:, text].any()
+    np.testing.assert_array_equal(changed[:, image], np.full_like(changed[:, image], 3.0))
+    np.testing.assert_array_equal(changed[:3, text], np.full_like(changed[:3, text], 2.0))
+    assert not changed[3:, text].any()
 
 
 def test_an_update_of_a_branch_that_the_silo_lacks_has_no_effect() -> None:
@@ -184,10 +192,77 @@ def test_a_minority_cannot_move_median_or_trimmed_mean_beyond_the_honest_range(
         assert (value <= rows.max(axis=0) + 1e-9).all()
 
 
-def test_a_lone_reply_is_unchanged() -> None:
-    for rule in ("norm_bound", "median", "trimmed_mean", "krum"):
-        (one,) = robust_replies(constant(3.0), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
-        assert (updates([one]) == 3.0).all()
+@pytest.mark.parametrize("rule", ["norm_bound", "median", "trimmed_mean", "krum"])
+@pytest.mark.parametrize("values", [(3.0,), (1.0, -300.0), (0.0, 1.0, 0.0, -300.0)])
+def test_the_model_is_left_as_it_is_when_fewer_than_three_silos_trained(rule: str, values: tuple[float, ...]) -> None:
+    left: list[str] = []
+    changed = robust_replies(constant(*values), Robust(rule=rule), LAYOUT, left.append)  # type: ignore[arg-type]
+    assert len(changed) == len(values)
+    assert not updates(changed).any()
+    assert sorted(left) == ["text.a", "visual.a"]
+
+
+def test_a_fixed_bound_holds_for_any_number_of_replies() -> None:
+    (one,) = robust_replies(constant(-300.0), Robust(rule="norm_bound", bound=1.0), LAYOUT)
+    assert np.linalg.norm(updates([one])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+def test_a_module_that_few_silos_trained_is_left_as_it_is_and_the_others_are_merged(rule: str) -> None:
+    only_image = np.zeros(SIZE)
+    only_image[BRANCHES["image"]] = 2.0
+    left: list[str] = []
+    replies = [*constant(1, -300), *(reply(index, only_image, text=False) for index in (2, 3))]
+    changed = updates(robust_replies(replies, Robust(rule=rule), LAYOUT, left.append))  # type: ignore[arg-type]
+    assert left == ["text.a"]
+    assert not changed[:, BRANCHES["text"]].any()
+    np.testing.assert_array_equal(changed[:, BRANCHES["image"]], 1.5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    honest=arrays.arrays(np.float64, st.tuples(st.integers(1, 6), st.just(SIZE)), elements=st.floats(0.5, 2)),
+    lie=st.floats(-1e6, 1e6).filter(lambda value: abs(value) > 1e-3),
+    place=st.integers(0, 6),
+    rule=st.sampled_from(["norm_bound", "median", "trimmed_mean", "krum"]),
+    trim=st.floats(0.01, 0.32),
+)
+def test_one_liar_cannot_move_the_mean_of_any_number_of_replies_further_than_an_honest_silo(
+    honest: np.ndarray, lie: float, place: int, rule: str, trim: float
+) -> None:
+    rows = np.insert(honest, min(place, len(honest)), np.full(SIZE, lie), axis=0)
+    replies = [reply(index, row) for index, row in enumerate(rows)]
+    chosen = Robust(rule=rule, trim=trim, byzantine=trim)  # type: ignore[arg-type]
+    merged = updates(robust_replies(replies, chosen, LAYOUT)).mean(axis=0)
+    assert np.linalg.norm(merged) <= np.linalg.norm(np.full(SIZE, 2.0)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "found"),
+    [
+        ("median", ("participation=0.5",), "merges of 2 replies"),
+        ("trimmed_mean", ("aggregation.mode=async",), "merges of 1 replies"),
+        ("krum", ("aggregation.mode=buffered", "aggregation.buffer=2"), "merges of 2 replies"),
+        ("norm_bound", ("participation=0.5",), "merges of 2 replies"),
+        (
+            "median",
+            ("missing_modality={silos: {silo-01: image, silo-02: image}}",),
+            "2 silos that train text: silo-00, ",
+        ),
+    ],
+)
+def test_a_rule_that_never_has_three_replies_to_compare_is_refused(
+    rule: str, more: tuple[str, ...], found: str, tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny, "participation=1", "protocol=fedavg", *more, f"aggregation.robust.rule={rule}")
+    with pytest.raises(InputError, match=f"aggregation.robust.rule: {rule}: found '{found}.*at least 3"):
+        in_process_run.run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["{rule: trimmed_mean, trim: 0}", "{rule: krum, byzantine: 0}"])
+def test_a_rule_that_trusts_every_reply_is_refused(tiny: Path, setting: str) -> None:
+    with pytest.raises(InputError, match=r"is 0: \w+ would trust every reply"):
+        resolved(tiny, f"aggregation.robust={setting}")
 
 
 @pytest.mark.slow

@@ -356,7 +356,7 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
     task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
     local = Local(silo, run.shares[1], run.model, {})
     found = torch.from_numpy(take(run.protocol.train(local, task).payloads, Delta).buffer.copy())
-    centroids = _centroids.received(task.payloads)
+    centroids = _centroids.received(task.payloads, silo)
     assert centroids is not None
     start = torch.from_numpy(take(task.payloads, Model).buffer.copy())
     generator, counts = _training.generator_of(run.context, local, task, "train"), local.dataset.captions.numpy()

@@ -229,7 +229,7 @@ def test_another_scenarios_data_can_be_the_gallery(embeddings: Release, features
 
 
 def test_gallery_vectors_of_another_width_are_refused(embeddings: Release, tmp_path: Path) -> None:
-    np.savez(tmp_path / "wide.npz", image=np.ones((9, 30), np.float32), text=np.ones((9, 30), np.float32))
+    np.savez(tmp_path / "wide.npz", image=np.eye(9, 30, dtype=np.float32), text=np.ones((9, 30), np.float32))
     scenario = embeddings.scenario.model_dump(mode="json") | {
         "data": {"name": "features", "path": str(tmp_path / "wide.npz")}
     }

@@ -142,7 +142,7 @@ def test_the_handshakes_fields_and_lengths_are_documented() -> None:
 def test_every_label_of_the_handshake_is_documented() -> None:
     text = section("The handshake")
     labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
-    assert len(labels) == 6
+    assert len(labels) == 7
     assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
 
 

@@ -53,6 +53,24 @@ def watched(over: threading.Event, function: Callable[..., Any], *arguments: obj
     return call
 
 
+class Unanswered:
+    """A log that ends a peer that connected after the run had ended and received no stop.
+
+    A real process is ended by a signal.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def debug(self, event: str, **values: object) -> None: ...
+    def info(self, event: str, **values: object) -> None: ...
+    def error(self, event: str, **values: object) -> None: ...
+
+    def warning(self, event: str, **values: object) -> None:
+        if self._over.is_set() and "no answer" in event:
+            raise RuntimeError(event)
+
+
 def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
     """A manual silo-00: its connection, its session and the header of its heartbeats."""
     connection, name = connect(uri), run_name(scenario)
@@ -84,11 +102,7 @@ def run(
     over = threading.Event()
     named = silos or scenario.silo_names
 
-    def unanswered(line: str) -> None:
-        if (
-            over.is_set()
-        ):  # it connected after the run had ended and received no stop: a real process is ended by a signal
-            raise RuntimeError(line)
+    unanswered = Unanswered(over)
 
     made = run_of(scenario)
     targets = [watched(over, run_silo, SiloArguments(made, name, uri, keys, out), unanswered) for name in named]

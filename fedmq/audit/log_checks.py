@@ -37,10 +37,9 @@ from fedmq.wire.log_records import (
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
+from fedmq.wire.refusals import UNKNOWN
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
-#: Peer name in the record of a refused frame that belongs to no session. The layer order forbids importing it.
-_UNKNOWN = "unknown"
 
 
 # ------------------------------------------------------------------------------------------------------ the audit
@@ -214,7 +213,7 @@ def _others(record: LogRecord) -> tuple[str, ...]:
         case HandshakeRecord():
             return (record.peer,)
         case RefusedRecord():
-            return () if record.peer == _UNKNOWN else (record.peer,)
+            return () if record.peer == UNKNOWN else (record.peer,)
         case NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
             return ()
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fedmq.storage.logs import LogFormat, LogLevel
+
 #: Makes a progress line, a function of (what, done, total).
 Bar = Callable[[], Callable[[str, int, int], None]]
 
@@ -33,6 +35,12 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario'
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
 Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
+LogLevelOption = Annotated[
+    LogLevel | None,
+    typer.Option("--log-level", help="Least level logged; info for manually launched programs.", show_default=False),
+]
+LogFile = Annotated[Path | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Lines for a reader, or JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -18,14 +18,31 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, out, starting
-from fedmq.cli.options import AsJson, Connect, Device, Extend, File, Keys, NewFile, Quiet, Resume, Seed, Settings
+from fedmq.cli.options import (
+    AsJson,
+    Connect,
+    Device,
+    Extend,
+    File,
+    Keys,
+    LogFile,
+    LogFormatOption,
+    LogLevelOption,
+    NewFile,
+    Quiet,
+    Resume,
+    Seed,
+    Settings,
+)
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
+from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
+    from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
@@ -52,6 +69,9 @@ def scenario_command(
     extend: Extend = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -63,6 +83,7 @@ def scenario_command(
     from fedmq.launch import forkserver  # noqa: PLC0415
 
     starting(quiet=quiet)
+    logs = _logs_of_a_scenario(log_level, log_file, log_format)
     file = _file_of(file, resume, extend, out_dir)
     source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario.launcher)
@@ -91,15 +112,28 @@ def scenario_command(
         begin_extension(folder, scenario)
     with terminal.display(scenario, err, quiet=quiet) as status:
         launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
-        simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
+        simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
     if simulated.outcome.summary is None:
         _exit_stopped(f"fedmq scenario --resume {folder.root}")
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
-    if as_json:
-        print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
-    else:
-        terminal.print_summary(summary, folder, out)
+    _print_summary(summary, folder, as_json=as_json)
+
+
+def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
+    """A scenario's processes log only if asked to: to the file if there is one, so that the display stays readable."""
+    if level is None and file is None:
+        return None
+    logs = LogOptions(level or LogLevel.INFO, file, format_, console=file is None)
+    logs.check()
+    return logs
+
+
+def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions:
+    """A manually launched program logs to standard error, and to the file if there is one."""
+    logs = LogOptions(level or LogLevel.INFO, file, format_)
+    logs.check()
+    return logs
 
 
 def _exit_stopped(command: str, others: str = "") -> NoReturn:
@@ -107,6 +141,16 @@ def _exit_stopped(command: str, others: str = "") -> NoReturn:
     text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
     err.print(text, highlight=False, soft_wrap=True)
     sys.exit(FAILED)
+
+
+def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = False) -> None:
+    from fedmq.cli import terminal  # noqa: PLC0415
+
+    if as_json:
+        print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
+        terminal.print_warnings(summary, err)
+    else:
+        terminal.print_summary(summary, folder, out)
 
 
 def _notice(text: str) -> None:
@@ -262,6 +306,9 @@ def coordinator_command(
             "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
         ),
     ] = False,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run a coordinator, which waits for manually launched silos and an evaluator.
 
@@ -274,6 +321,7 @@ def coordinator_command(
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
@@ -289,16 +337,13 @@ def coordinator_command(
     if extend is not None:
         begin_extension(folder, scenario)
     command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
+    # On a terminal the live display shows what happens: only warnings are printed above it.
+    level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
+    logs = _logs_of_a_program(level, log_file, log_format)
+    arguments = CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs)
     stop = until_stopped(command)
-    with terminal.display(scenario, err, quiet=False) as status:
-        outcome = run_coordinator(
-            CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, stop_silos=stop_silos),
-            listening=lambda uri: err.print(
-                f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
-            ),
-            status=status,
-            stop_wanted=stop,
-        )
+    with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
+        outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
     if outcome.summary is None:
         _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     terminal.print_summary(outcome.summary, folder, out)
@@ -340,6 +385,9 @@ def silo_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run one silo; it waits for the coordinator and reconnects when the coordinator restarts.
 
@@ -352,8 +400,8 @@ def silo_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
-    arguments = SiloArguments(run, name, connect, keys, out_dir, device, policy=policy)
-    run_silo(arguments, progress=_print_progress)
+    logs = _logs_of_a_program(log_level, log_file, log_format)
+    run_silo(SiloArguments(run, name, connect, keys, out_dir, device, policy=policy, logs=logs))
 
 
 def evaluator_command(
@@ -366,6 +414,9 @@ def evaluator_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
+    log_level: LogLevelOption = None,
+    log_file: LogFile = None,
+    log_format: LogFormatOption = LogFormat.CONSOLE,
 ) -> None:
     """Run the evaluator; it waits for the coordinator.
 
@@ -378,8 +429,7 @@ def evaluator_command(
     check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-evaluator"
-    arguments = EvaluatorArguments(run, connect, keys, out_dir, device)
-    run_evaluator(arguments, progress=_print_progress)
-
-
-_print_progress = partial(print, file=sys.stderr, flush=True)
+    arguments = EvaluatorArguments(
+        run, connect, keys, out_dir, device, logs=_logs_of_a_program(log_level, log_file, log_format)
+    )
+    run_evaluator(arguments)

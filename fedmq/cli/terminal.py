@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.live import Live
@@ -126,15 +127,24 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
     return table
 
 
+def is_live(console: Console) -> bool:
+    """Whether a display can move the cursor on a console."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextmanager
-def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+def display(
+    scenario: Scenario, console: Console, *, quiet: bool, line: Callable[[str], object] | None = None
+) -> Iterator[Callable[[Status], None]]:
     """A live display; yields the function that updates it.
 
     Args:
         scenario: for the title.
         console: where to show it; if it is not a terminal, plain lines every ten seconds.
         quiet: show nothing.
+        line: prints a plain line; None prints it on the console.
     """
+    show = line or partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if quiet:
         yield lambda _: None
         return
@@ -142,8 +152,8 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
         console.print("wall clock: the faults are real, but this run cannot be replayed", highlight=False)
     title = f"{scenario.name} ({scenario.protocol.label}, {scenario.silos.count} silos, seed {scenario.seed})"
     first: list[tuple[int, float]] = []
-    if not console.is_terminal or console.is_dumb_terminal:
-        console.print(title, highlight=False)
+    if not is_live(console):
+        show(title)
         printed_at, ended = [0.0], list[bool]()
         waited: list[tuple[str, ...]] = [()]  # missing processes that were printed last
 
@@ -157,8 +167,7 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
                 printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
-                line = _line(status, _left(status, first[0] if first else None))
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                show(_line(status, _left(status, first[0] if first else None)))
 
         yield plain
         return
@@ -214,6 +223,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         markup=False,
         soft_wrap=True,
     )
+    for line in _not_used(summary):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for silo, why in summary.personal_missing.items():
         console.print(
             f"{silo}: its personal model was not evaluated and is missing from means over silos: {printable(why)}",
@@ -222,11 +233,31 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             markup=False,
             soft_wrap=True,
         )
-    if summary.unchanged:
+    print_warnings(summary, console)
+
+
+def print_warnings(summary: RunSummary, console: Console) -> None:
+    """Name the silos that took no part because each of their replies was refused or an error."""
+    for silo, found in summary.never_merged.items():
         console.print(
-            "the model is identical to the initial model: no silo's update changed it. Silos without training data "
-            "send zeros; see `loss` in metrics.jsonl for whether any silo trained",
+            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
+            f"the last one: {printable(found.last)}",
             style="yellow",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
+
+
+def _not_used(summary: RunSummary) -> Iterator[str]:
+    """Lines on the items that were not trained on, and on those that were not evaluated."""
+    ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}
+    if ignored:
+        held, most = sum(silo.samples for silo in summary.per_silo.values()), sorted(ignored, key=lambda k: -ignored[k])
+        named = name_some([f"{name} {ignored[name]}" for name in most])
+        yield (
+            f"{sum(ignored.values())} of {held} training items were not trained on, as they lack a modality or are "
+            f"a silo's only pair: {named}"
+        )
+    if summary.heldout_without_pair:
+        yield f"{summary.heldout_without_pair} held-out items lack a modality and were not evaluated"

@@ -45,11 +45,13 @@ class ObjectiveFacts:
         options: all options including defaults, as plain data.
         on_features: it is defined only on frozen features, so that no encoder can be trained with it.
         hashes: it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``.
+        contrasts: it only contrasts the items of a batch, so that a batch of one teaches nothing.
     """
 
     options: Mapping[str, object]
     on_features: bool
     hashes: bool
+    contrasts: bool = False
 
 
 class Known(Protocol):
@@ -200,6 +202,9 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
         raise InputError(
             "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
         )
+    if facts.contrasts and scenario.training.batch_size == 1:
+        allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"
+        raise InputError("training.batch_size", 1, allowed)
     if scenario.backbone.end_to_end and facts.on_features:
         allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)

@@ -23,7 +23,8 @@ _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
     "aggregation": {"task_limit": None},
     "training": {"schedule_rounds": None},
     "data": {"column": None},
-    "partition": {"column": None},
+    "partition": {"column": None, "least": 1},
+    "missing_modality": {"per": "silo"},
 }
 
 

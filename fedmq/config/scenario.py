@@ -194,6 +194,9 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
+    least: Count = Field(
+        1, description="minimum number of training items of a silo; smaller silos get items from the largest one"
+    )
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
@@ -205,12 +208,17 @@ class Partition(Part):
 
 
 class MissingModality(Part):
-    """Which silos lack a modality."""
+    """Which silos, or which training items, lack a modality."""
 
-    rate: Fraction = Field(0.0, description="fraction of the silos with a single modality")
+    per: Literal["silo", "item"] = Field(
+        "silo",
+        description="whole silos lack a modality, or single training items, so that a silo holds pairs, images without "
+        "captions and captions without images",
+    )
+    rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
     seed: int = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
     only: Literal["image", "text"] | None = Field(
-        None, description="modality of the single-modality silos; null: drawn, both equally likely"
+        None, description="modality that they keep; null: drawn, both equally likely"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
         default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
@@ -220,6 +228,8 @@ class MissingModality(Part):
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:
             raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+        if self.silos and self.per == "item":
+            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
         if self.only and self.rate == 0:
             raise ValueError("missing_modality.only needs missing_modality.rate above 0")
         return self
@@ -455,6 +465,10 @@ class Scenario(Part):
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
                 "replies"
             )
+        useless = {"trimmed_mean": ("trim", robust.trim), "krum": ("byzantine", robust.byzantine)}
+        name, value = useless.get(robust.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {robust.rule} would trust every reply, like rule: none")
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "

@@ -40,10 +40,11 @@ class Robust(Part):
         "none", description="aggregation rule: the method's own, or a robust one"
     )
     bound: Positive | None = Field(None, description="norm_bound: maximum L2 norm of an update; null: the median norm")
-    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end")
+    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end, at least one")
     byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
     keep: Count | None = Field(
-        None, description="krum: replies kept, fewer than silos; 1 is Krum; null: all but the Byzantine fraction"
+        None,
+        description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
     )
 
 

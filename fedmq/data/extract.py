@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
-from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, save_arrays
+from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.data.splits import split_of
@@ -40,15 +41,23 @@ READERS = min(16, os.cpu_count() or 4)  # decoding threads: Pillow releases the 
 # --- rows in the cache ----------------------------------------------------------------------------------------------
 
 
-def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], on_progress: Callable[[int], None]) -> Path:
-    """Compute an array of n rows chunk by chunk; finished chunks survive a crash.
+def store(
+    path: Path,
+    n: int,
+    chunk: int,
+    encode: Callable[[range], Array],
+    on_progress: Callable[[int], None],
+    each: npt.NDArray[np.int64] | None = None,
+) -> Path:
+    """Compute the rows of n items chunk by chunk; finished chunks survive a crash.
 
     Args:
         path: the finished ``.npy`` file.
-        n: number of rows.
-        chunk: rows per call of ``encode``. Resuming uses the same chunks, so batches have the same rows.
-        encode: maps a range of rows to their values [len(range), ...].
-        on_progress: receives the number of rows computed so far.
+        n: number of items.
+        chunk: items per call of ``encode``. Resuming uses the same chunks, so batches have the same rows.
+        encode: maps a range of items to their rows.
+        on_progress: receives the number of items computed so far.
+        each: int64 [n], number of rows of each item; None means one.
 
     Returns:
         ``path``.
@@ -63,17 +72,19 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], on_p
         with locked(path.with_name(f"{path.name}.lock")):
             if path.is_file():
                 return path
-            done = _marked(mark, partial, n)
+            ends = np.cumsum(np.ones(n, np.int64) if each is None else each)
+            done, total = _marked(mark, partial, n, int(ends[-1])), int(ends[-1])
             mapped = np.lib.format.open_memmap(partial, "r+") if done else None
             while done < n:
                 values = encode(range(done, min(done + chunk, n)))
                 if mapped is None:
-                    mapped = np.lib.format.open_memmap(partial, "w+", values.dtype, (n, *values.shape[1:]))
+                    mapped = np.lib.format.open_memmap(partial, "w+", values.dtype, (total, *values.shape[1:]))
                     # Reserve the space now: on a full disk, writing a mapped page kills the process (SIGBUS).
                     with partial.open("r+b") as file:
                         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-                mapped[done : done + len(values)] = values
-                done += len(values)
+                stop = min(done + chunk, n)
+                mapped[ends[done - 1] if done else 0 : ends[stop - 1]] = values
+                done = stop
                 # Flush the rows before the mark, so that the mark never counts rows that are not on disk.
                 mapped.flush()
                 _write_mark(mark, done)
@@ -85,15 +96,15 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], on_p
     return path
 
 
-def _marked(mark: Path, partial: Path, n: int) -> int:
-    """Number of finished rows; 0 if a crash damaged the mark or the rows."""
+def _marked(mark: Path, partial: Path, n: int, total: int) -> int:
+    """Number of finished items, whose rows are ``total`` in all; 0 if a crash damaged the mark or the rows."""
     try:
         done = int(mark.read_text(encoding="ascii"))
         # Open read-only first: opening a truncated file for writing would pad it with zeros.
         rows = np.load(partial, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return 0
-    return done if len(rows) == n and 0 < done <= n else 0
+    return done if len(rows) == total and 0 < done <= n else 0
 
 
 def _write_mark(mark: Path, done: int) -> None:
@@ -133,11 +144,17 @@ def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Arr
     return pooled(encoded, [len(clip) for clip in frames]) if raw.pictures.clips else encoded
 
 
-def _text_rows(raw: RawSet, encoder: Encoder, most: int, rows: range) -> Array:
+def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
+    """Rows of all captions of some items, or their bags of words; one row of zeros for an item without captions."""
+    if encoder is None:
+        assert raw.bag is not None  # noqa: S101 - checked by `complete`
+        return raw.bag[rows.start : rows.stop].astype(np.float32)
     encoded = encoder.encode([caption for row in rows for caption in raw.captions[row]])
     counts = np.array([len(raw.captions[row]) for row in rows])
-    spread = np.zeros((len(rows), most, *encoded.shape[1:]), dtype=encoded.dtype)
-    spread[np.arange(most) < counts[:, None]] = encoded
+    if counts.all():
+        return encoded
+    spread = np.zeros((int(np.maximum(counts, 1).sum()), *encoded.shape[1:]), dtype=encoded.dtype)
+    spread[np.repeat(counts > 0, np.maximum(counts, 1))] = encoded
     return spread
 
 
@@ -225,14 +242,14 @@ def plan(
     split = split_of(raw.split, len(raw), data, entry.draw, lambda: raw.same_pictures(progress))
     text = text_encoder(backbone, seed, cache, device) if kind == "sentences" else None
     image_key = key_of("rows", raw.image_digest, image.digest)
-    text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")
+    text_key = key_of("caption rows", raw.text_digest(kind), text.digest if text else "bag")
     labels = None if raw.labels is None else array_digest(raw.labels)
     # Pixels and token ids are shared between models, but the prepared folder also depends on the model applied later.
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
     dealt = () if raw.column is None else (data.column, raw.column)
     facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart, *dealt)
-    digest = key_of(data.name, image_key, text_key, *facts)
+    digest = prepared_key(data.name, image_key, text_key, *facts)
     return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
 
@@ -260,7 +277,7 @@ def prepare_raw(
         return open_prepared(folder)
     raw, n, rows = todo.raw, len(todo.raw), cache / "features"
     counts = np.array([len(captions) for captions in raw.captions] if todo.text else [1] * n, dtype=np.int64)
-    most, frames = int(counts.max()), data.frames if raw.pictures.clips else 1
+    frames = data.frames if raw.pictures.clips else 1
     # With adapters in the blocks, frames are pooled after the tower, so all frames' pixels are stored.
     stacked = frames if backbone.adapter_site == "blocks" and raw.pictures.clips else 0
     image_rows = store(
@@ -270,15 +287,8 @@ def prepare_raw(
         lambda part: _image_rows(raw, todo.image, stacked, part),
         tell(progress, "images", n),
     )
-    text_encoding, bag = todo.text, raw.bag
-
-    def text_chunk(part: range) -> Array:
-        if text_encoding is not None:
-            return _text_rows(raw, text_encoding, most, part)
-        assert bag is not None  # noqa: S101 - checked by `complete`
-        return bag[part.start : part.stop, None].astype(np.float32)
-
-    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n))
+    each, report = np.maximum(counts, 1), tell(progress, "captions", n)
+    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, partial(_text_rows, raw, todo.text), report, each)
 
     def fill(into: Path) -> None:
         _link(image_rows, into / "image.npy")

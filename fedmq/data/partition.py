@@ -251,16 +251,21 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
     return [np.array(rows, dtype=np.int64) for rows in assigned]
 
 
-def never_empty(parts: Sequence[I64]) -> list[I64]:
-    """Move one sample to each empty silo dataset: the last one of the largest (ties: the first) silo dataset.
+def at_least(parts: Sequence[I64], least: int) -> list[I64]:
+    """Move samples to silo datasets with fewer than ``least``, each time the last one of the largest (ties: the first).
 
     A silo without data could be selected, yet could neither train nor be evaluated.
+
+    Args:
+        parts: int64 positions of each silo.
+        least: at most the number of samples divided by the number of silos.
     """
     result = list(parts)
-    for silo, rows in enumerate(result):
-        if not len(rows):
+    for silo in range(len(result)):
+        while len(result[silo]) < least:
             giver = int(np.argmax([len(other) for other in result]))
-            result[silo], result[giver] = result[giver][-1:], result[giver][:-1]
+            result[silo] = np.concatenate([result[silo], result[giver][-1:]])
+            result[giver] = result[giver][:-1]
     return result
 
 
@@ -352,7 +357,7 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
         the split unless ``partition.shots`` limits the training samples.
 
     Raises:
-        InputError: more silos than samples, unless ``sparse``.
+        InputError: more silos than samples, unless ``sparse``, or too few for ``partition.least``.
     """
     partition, silos = plan_.partition, plan_.silos
     if not sparse:
@@ -375,7 +380,11 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
         case "dir_class":
             cut = split_counts_balanced if partition.balanced else split_counts
             parts = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)
-    return [np.sort(rows).astype(np.int64) for rows in (parts if sparse else never_empty(parts))]
+    least, dealt = 0 if sparse else partition.least if split == "train" else 1, sum(map(len, parts))
+    if least * silos > dealt:
+        most = f"at most {dealt // silos}, for {dealt} training samples and {silos} silos"
+        raise InputError("partition.least", partition.least, most)
+    return [np.sort(rows).astype(np.int64) for rows in at_least(parts, least)]
 
 
 def _shard_counts(sizes: I64, proportions: F64) -> I64:

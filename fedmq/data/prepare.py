@@ -13,13 +13,23 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.config.user_files import label
 from fedmq.data import catalogue
 from fedmq.data.duplicates import same_rows
-from fedmq.data.prepared_arrays import Array, Prepared, finish, open_prepared, save_arrays
+from fedmq.data.prepared_arrays import (
+    Array,
+    Prepared,
+    caption_rows,
+    finish,
+    first_rows,
+    open_prepared,
+    prepared_key,
+    save_arrays,
+    save_present,
+)
 from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
 from fedmq.progress import Progress, tell
-from fedmq.storage.cache import build_once, cache_folder, file_digest, key_of
+from fedmq.storage.cache import build_once, cache_folder, file_digest
 
 ITEMS = 256  # items per checkpoint while captions are encoded
 
@@ -27,27 +37,23 @@ ITEMS = 256  # items per checkpoint while captions are encoded
 def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) -> Prepared:
     # The seed is part of the key only if it determined the split, which is known once the file has been read.
     content, dealt = file_digest(path), () if column is None else ("column", column)
-    for known in (key_of("features", content, *dealt), key_of("features", content, seed, *dealt)):
+    for known in (prepared_key("features", content, *dealt), prepared_key("features", content, seed, *dealt)):
         if (cache / "data" / known).is_dir():
             return open_prepared(cache / "data" / known)
     found: FeatureSet = read_features(path, seed, column)
-    digest = key_of("features", content, *(() if found.split_given else (seed,)), *dealt)
+    digest = prepared_key("features", content, *(() if found.split_given else (seed,)), *dealt)
 
     def fill(folder: Path) -> None:
-        save_arrays(
-            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
-        )
-        source = {"data": "features", "content": content, "seed": seed}
+        _save(folder, found)
+        source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
         finish(folder, digest, source, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
 
-def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
-    """Concatenated caption rows [sum(counts), ...] as [n, C, ...], padded with zeros."""
-    spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
-    spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
-    return spread
+def _save(folder: Path, found: FeatureSet) -> None:
+    text = caption_rows(found.text, found.captions)
+    save_arrays(folder, image=found.image, text=text, captions=found.captions, labels=found.labels, split=found.split)
 
 
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
@@ -61,18 +67,16 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     )
     found = checked(path, {**read, "split": split}, 0)
     content = hashlib.sha256()
-    for part in (found.image, found.text, found.split, found.labels):
+    for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
-    digest = key_of(data.name, "arrays", content.hexdigest(), found.label_names, *apart)
+    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart)
 
     def fill(folder: Path) -> None:
-        save_arrays(
-            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
-        )
+        _save(folder, found)
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        finish(folder, digest, source, found.keys, found.label_names)
+        finish(folder, digest, {**source, **save_present(folder, found.present)}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
@@ -150,7 +154,7 @@ def text_features(
     Raises:
         RunError: the cache cannot be written.
     """
-    counts = prepared.captions
+    counts, first = np.asarray(prepared.captions), prepared.first
     if prepared.meta.text_dtype == "float32":
         return _mean_of(prepared.text, counts)
     from fedmq.data.extract import store  # noqa: PLC0415 - brings the encoders
@@ -162,9 +166,9 @@ def text_features(
         return clip.load_tower(stored, "text", device)
 
     def encoded(part: range) -> Array:
-        some, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
-        used = np.arange(tokens.shape[1]) < some[:, None]
-        return _mean_of(_spread(clip.encode_texts(tower(), tokens[used], BATCH, device), some), some)
+        some, stop = counts[part.start : part.stop], (*first, len(prepared.text))[part.stop]
+        tokens = np.array(prepared.text[first[part.start] : stop])
+        return _mean_of(clip.encode_texts(tower(), tokens, BATCH, device), some)
 
     on_progress = tell(progress, "captions for the clusters", prepared.n)
     path = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, on_progress)
@@ -173,7 +177,11 @@ def text_features(
 
 
 def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
-    # Padding rows are zero, so the sum over all C is the sum over the item's captions.
-    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
+    """Mean over each item's captions: all captions [N, d] and their numbers int64 [n] to float32 [n, d]."""
+    first, several = first_rows(counts), np.maximum(counts, 1)
+    total = np.array(text[first], dtype=np.float32)
+    for number in range(1, int(several.max())):  # in the order of the captions, so that sums repeat bit for bit
+        items = np.flatnonzero(several > number)
+        total[items] += text[first[items] + number]
+    mean: npt.NDArray[np.float32] = (total / several[:, None]).astype(np.float32)
     return mean

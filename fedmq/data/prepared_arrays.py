@@ -1,9 +1,11 @@
 """Prepared data sets: memory-mapped arrays in the cache, shared by all silo processes of a machine.
 
-A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
-uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``keys.json``, ``column.json`` (if the partition needs it)
-and ``meta.json``. Features are always float32: torch trains in float32, and converting once is cheaper than converting
-every batch. The folder is named by the digest of its sources and is created atomically by a rename.
+A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [N, ...] with the captions of all items one after the
+other, ``captions.npy`` int64 [n], ``split.npy`` uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels),
+``present.npy`` bool [n, 2] (if an item lacks its image or its captions, which are then one row of zeros),
+``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``. Features are always float32: torch trains
+in float32, and converting once is cheaper than converting every batch. The folder is named by the digest of its sources
+and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
+from fedmq.data.item_modalities import all_present
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
-from fedmq.storage.cache import FORMAT
+from fedmq.storage.cache import key_of
 from fedmq.storage.json_files import Stored, read_json
 
 _AGAIN = "a prepared data set; delete the folder to prepare it again"
@@ -47,7 +50,7 @@ class PreparedMeta(Stored):
         std: standard deviation of each image channel; empty for features.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     digest: str
     source: dict[str, JsonValue]
     n: int
@@ -96,7 +99,7 @@ class Prepared:
         """
         facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
         digest = hashlib.sha256(json.dumps(facts).encode())
-        for part in (self.captions, self.split, self.labels):
+        for part in (self.captions, self.split, self.labels, self.present if self.unpaired else None):
             if part is not None:
                 digest.update(f"{part.dtype.name} {part.shape}".encode() + np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -133,13 +136,28 @@ class Prepared:
 
     @cached_property
     def text(self) -> Array:
-        """Caption inputs [n, C, *text_shape], read-only; rows beyond an item's captions are zero."""
+        """Caption inputs [N, *text_shape] of all items one after the other, read-only."""
         return self._map("text.npy")
 
     @cached_property
+    def first(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: row in :attr:`text` of each item's first caption."""
+        return first_rows(self.captions)
+
+    @cached_property
     def captions(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: number of captions of each item."""
+        """int64 [n]: number of captions of each item, 0 for an item without."""
         return self._map("captions.npy")
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether an item lacks its image or its captions."""
+        return bool(self.meta.source.get("unpaired"))
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Bool [n, 2]: whether each item has an image, and whether it has captions."""
+        return self._map("present.npy") if self.unpaired else all_present(self.n)
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8] | None:
@@ -160,6 +178,11 @@ class Prepared:
         except (OSError, ValueError) as error:
             raise InputError(str(path), str(error), _AGAIN) from None
 
+    def pairs(self, split: str) -> npt.NDArray[np.int64]:
+        """Rows of the items of a split that have both modalities: int64 [m], ascending; errors as of :meth:`rows`."""
+        rows = self.rows(split)
+        return rows[np.asarray(self.present)[rows].all(axis=1)]
+
     @cached_property
     def column(self) -> tuple[str, ...] | None:
         """Each item's value of ``data.column``; None if the set was prepared without one."""
@@ -175,6 +198,23 @@ class Prepared:
         if split not in SPLITS:
             raise InputError("split", split, ", ".join(SPLITS))
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int64)
+
+
+def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Row of each item's first caption among the captions of all items, int64 [n], of their numbers int64 [n]."""
+    ends = np.cumsum(np.maximum(counts, 1))
+    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+
+
+def caption_rows(text: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """The captions of all items one after the other, [N, ...], of padded captions [n, C, ...] and their numbers [n]."""
+    rows: Array = text[np.arange(text.shape[1]) < np.maximum(counts, 1)[:, None]]
+    return rows
+
+
+def prepared_key(*parts: object) -> str:
+    """Digest of a prepared folder's sources and of its format."""
+    return key_of("prepared", 2, *parts)
 
 
 def mapped(path: Path) -> Array:
@@ -213,15 +253,15 @@ def finish(
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
-        format=FORMAT,
+        format=2,
         digest=digest,
         source=dict(source),
         n=len(image),
         image_shape=list(image.shape[1:]),
-        text_shape=list(text.shape[2:]),
+        text_shape=list(text.shape[1:]),
         image_dtype=image.dtype.name,
         text_dtype=text.dtype.name,
-        captions=text.shape[1],
+        captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
         label_names=list(label_names),
         mean=list(mean),
         std=list(std),
@@ -237,3 +277,15 @@ def save_arrays(folder: Path, **arrays: Array | None) -> None:
     for name, value in arrays.items():
         if value is not None:
             np.save(folder / f"{name}.npy", value, allow_pickle=False)
+
+
+def save_present(folder: Path, present: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
+    """Save the modalities of each item, bool [n, 2], if some items lack one (not None).
+
+    Returns:
+        What ``meta.json`` has to say of it in ``source``.
+    """
+    if present is None:
+        return {}
+    save_arrays(folder, present=present)
+    return {"unpaired": int((~present.all(axis=1)).sum())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,49 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmq.data.prepared_arrays import Prepared, mapped
+from fedmq.data.prepared_arrays import Prepared, first_rows, mapped
+
+
+@dataclass(frozen=True)
+class CaptionRows:
+    """The captions of n items: ``text[items, numbers]`` are inputs [B, ...] of one caption of each of some items.
+
+    Items differ in their number of captions, so the captions are stored one after the other, without padding.
+
+    Args:
+        values: [N, ...], all captions.
+        first: int64 [n], row of each item's first caption.
+    """
+
+    values: Tensor
+    first: Tensor
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def rows(self, items: Any, numbers: Any) -> Tensor:
+        """Rows in ``values`` of one caption of each of some items: int64 [B].
+
+        Args:
+            items: int64 [B] or a slice.
+            numbers: int64 [B] or one number, each less than the item's number of captions.
+        """
+        rows: Tensor = self.first[items] + numbers
+        return rows
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Tensor:
+        return self.values[self.rows(*index)]
+
+    def of(self, items: Any) -> CaptionRows:
+        """The captions of the given items (int64 [m] or a slice), in the given order."""
+        return CaptionRows(self.values, self.first[items])
+
+
+def joined(parts: Sequence[CaptionRows]) -> CaptionRows:
+    """The captions of the items of several parts, one part after the other."""
+    starts = accumulate((len(part.values) for part in parts[:-1]), initial=0)
+    first = [part.first + start for part, start in zip(parts, starts, strict=True)]
+    return CaptionRows(torch.cat([part.values for part in parts]), torch.cat(first))
 
 
 @dataclass(frozen=True)
@@ -21,15 +64,14 @@ class SiloDataset:
 
     Args:
         image: [n, *image_shape] in the prepared dtype; None if the silo has no images.
-        text: [n, C, *text_shape] in the prepared dtype, C being the data set's maximum number of captions; None if the
-            silo has no captions.
-        captions: int64 [n], number of captions of each item, 1 to C; all 1 if the silo has no captions.
+        text: caption inputs in the prepared dtype; None if the silo has no captions.
+        captions: int64 [n], number of captions of each item; all 1 if the silo has no captions.
         labels: multi-hot uint8 [n, L]; None if the data set has no labels.
         rows: int64 [n], rows of the items in the data set.
     """
 
     image: Tensor | None
-    text: Tensor | None
+    text: CaptionRows | None
     captions: Tensor
     labels: Tensor | None
     rows: Tensor
@@ -41,6 +83,16 @@ class SiloDataset:
 def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
     """Copy rows of an array on disk into memory; reads only the pages that hold them."""
     return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped(path))[rows]))
+
+
+def _captions_of(prepared: Prepared, items: npt.NDArray[np.int64]) -> tuple[CaptionRows, Tensor]:
+    """The captions of some items and their numbers, int64 [n]."""
+    counts = np.asarray(mapped(prepared.folder / "captions.npy"))
+    several = np.maximum(counts[items], 1)
+    first = first_rows(several)
+    rows = np.repeat(first_rows(counts)[items] - first, several) + np.arange(several.sum())
+    text = CaptionRows(_rows_of(prepared.folder / "text.npy", rows), torch.from_numpy(first))
+    return text, torch.from_numpy(counts[items])
 
 
 def load_silo_dataset(
@@ -62,10 +114,10 @@ def load_silo_dataset(
     chosen = np.array(rows, dtype=np.int64).reshape(-1)
     if len(chosen) and not (chosen.min() >= 0 and chosen.max() < prepared.n):
         raise ValueError(f"rows {chosen.min()} to {chosen.max()} of a data set of {prepared.n} items")
-    counts = _rows_of(prepared.folder / "captions.npy", chosen) if text else torch.ones(len(chosen), dtype=torch.int64)
+    captions, counts = _captions_of(prepared, chosen) if text else (None, torch.ones(len(chosen), dtype=torch.int64))
     return SiloDataset(
         image=_rows_of(prepared.folder / "image.npy", chosen) if image else None,
-        text=_rows_of(prepared.folder / "text.npy", chosen) if text else None,
+        text=captions,
         captions=counts,
         labels=_rows_of(prepared.folder / "labels.npy", chosen) if prepared.label_names else None,
         rows=torch.from_numpy(chosen),

@@ -25,6 +25,7 @@ from fedmq.federation.protocol import Encoders, encoders_of, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.query_bank import Bank
 from fedmq.models.two_tower import TwoTower
+from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
@@ -46,6 +47,7 @@ class EvaluatorArguments:
         out: folder for its message log.
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
+        logs: of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -54,6 +56,7 @@ class EvaluatorArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    logs: LogOptions | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -197,7 +200,7 @@ def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
 
 def run_evaluator(
     arguments: EvaluatorArguments,
-    progress: Callable[[str], None] = lambda _: None,
+    logger: Logger | None = None,
     *,
     measured: Callable[[], None] = lambda: None,
 ) -> None:
@@ -205,7 +208,7 @@ def run_evaluator(
 
     Args:
         arguments: of the start.
-        progress: called with one line at each step.
+        logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
 
     Raises:
@@ -217,10 +220,11 @@ def run_evaluator(
     clock = WallClock()
     last_sent = {"at": 0.0}
     run = arguments.run.id
-    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
+    logger = logger or open_log(arguments.logs, EVALUATOR)
+    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=progress
+        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=logger.warning
     )
     try:
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
@@ -228,7 +232,7 @@ def run_evaluator(
         evaluator = Evaluator(scenario, population, device_of(here.device))
         log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
         link.start()
-        progress(f"{EVALUATOR}: {len(evaluator.heldout.dataset)} held-out items, connecting to {arguments.connect}")
+        logger.info("connecting", uri=arguments.connect, items=len(evaluator.heldout.dataset))
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -248,7 +252,8 @@ def run_evaluator(
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version
             )
-            progress(f"{EVALUATOR}: version {header.base_version} measured")
+            failed = {"error": result.text} if isinstance(result, Error) else {}
+            (logger.error if failed else logger.info)("evaluated", version=header.base_version, **failed)
             measured()
     finally:
         link.close()

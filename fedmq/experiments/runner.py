@@ -57,7 +57,7 @@ class Comparison:
         rows: in order.
         errors: one line for each failed run, by its title.
         stopped: whether it was stopped before all runs were done; there are no rows then.
-        warnings: one line for each column without values.
+        warnings: one line for each trial that could not be chosen, and for each column without values.
     """
 
     rows: tuple[Row, ...]
@@ -86,6 +86,18 @@ class Run:
     def done(self) -> bool:
         """Whether the run is finished."""
         return self.folder.summary.exists()
+
+    @property
+    def unaccepted(self) -> str | None:
+        """Why the finished run says nothing about its settings; None if all updates were accepted.
+
+        Refused updates that the scenario scripts as attacks do not count.
+        """
+        summary = results.read_summary(self.folder)
+        if summary.unchanged:
+            return "no silo's update changed the model"
+        refused = ((silo, each) for silo, each in summary.unusable_replies.items() if each.refused)
+        return next((f"{each.refused} replies of {silo} were refused; {each.last}" for silo, each in refused), None)
 
 
 @dataclass(frozen=True)
@@ -234,6 +246,11 @@ def carry_out(
         if first.stopped:
             return Comparison((), first.errors, True)
         chosen = {entry.name: choose(entry, trials, plan.metrics[0]) for entry in plan.entries}
+        not_chosen = {
+            (name, run.title): why
+            for (name, _), run in trials.items()
+            if run.done and (why := run.unaccepted) is not None
+        }
         runs = {
             (entry.name, seed): run_of(entry, choice, seed, place)
             for entry in plan.entries
@@ -241,7 +258,9 @@ def carry_out(
             for seed in plan.seeds
         }
         second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
-        errors = {**first.errors, **second.errors}
+        # An error only where no candidate is left to choose.
+        none_left = {title: why for (name, title), why in not_chosen.items() if chosen[name] is None}
+        errors = {**first.errors, **none_left, **second.errors}
         if second.stopped:
             return Comparison((), errors, True)
         finished: dict[str, dict[int, FinishedRun]] = {entry.name: {} for entry in plan.entries}
@@ -249,7 +268,10 @@ def carry_out(
             if run.done:
                 finished[name][seed] = results.read(run.folder)
     made = rows(plan, chosen, finished)
-    return Comparison(made, errors, False, empty_columns(plan, made))
+    left_out = tuple(
+        f"{title} cannot be chosen: {why}" for (_, title), why in not_chosen.items() if title not in errors
+    )
+    return Comparison(made, errors, False, (*left_out, *empty_columns(plan, made)))
 
 
 def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], Run]:
@@ -282,9 +304,10 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     """The candidate whose run on the validation split is best by a metric; the first one in case of ties.
 
     If the method does not train the shared model as a whole, as ``local`` or ``fedper``, personal models are compared.
+    A run whose updates were refused is never chosen: it measures a model that part of the silos did not train.
 
     Returns:
-        Its settings; None if no candidate's run is finished.
+        Its settings; None if no candidate's run is finished with all updates accepted.
 
     Raises:
         InputError: no candidate's run has the metric.
@@ -292,7 +315,9 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     if len(entry.candidates) == 1:
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
-    done = {candidate: results.read(run.folder) for candidate, run in runs.items() if run.done}
+    done = {
+        candidate: results.read(run.folder) for candidate, run in runs.items() if run.done and run.unaccepted is None
+    }
     personal_only = any(run.summary is not None and run.summary.personal_only for run in done.values())
     if personal_only and all(run.value(f"personal.{metric}") is not None for run in done.values()):
         metric = f"personal.{metric}"

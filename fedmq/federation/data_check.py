@@ -258,7 +258,8 @@ def _duplicates(population: Population, progress: Progress | None) -> tuple[str,
     report = tell(progress, "items compared", len(trained) + len(population.evaluated))
 
     def content(row: int) -> bytes:
-        captions = prepared.text[row][: int(prepared.captions[row])]
+        start = prepared.first[row]
+        captions = prepared.text[start : start + int(prepared.captions[row])]
         return hashlib.blake2b(prepared.image[row].tobytes() + captions.tobytes(), digest_size=16).digest()
 
     seen = set()
@@ -364,7 +365,7 @@ def _write_placeholder(made: extract.ExtractionPlan, usual: int, folder: Path) -
     image, text = made.image.width, made.text.width if made.text else 0
     if made.text is None and made.raw.bag is not None:
         text = made.raw.bag.shape[1]
-    for name, shape in (("image", (n, image or text or usual)), ("text", (n, 1, text or image or usual))):
+    for name, shape in (("image", (n, image or text or usual)), ("text", (n, text or image or usual))):
         # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
     save_arrays(folder, captions=np.ones(n, np.int64), labels=made.raw.labels, split=made.split)

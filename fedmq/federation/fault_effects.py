@@ -233,7 +233,7 @@ def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.ran
     order = generator.permutation(n_samples)
     order.sort()
     order[chosen[:-1]], order[chosen[-1:]] = chosen[1:], chosen[:1]
-    text = None if dataset.text is None or dataset.image is None else dataset.text[order]
+    text = None if dataset.text is None or dataset.image is None else dataset.text.of(order)
     return replace(
         dataset,
         text=dataset.text if text is None else text,

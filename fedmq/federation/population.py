@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from fedmq.config.run_id import facts_of, name_of
-from fedmq.config.scenario import DEVICE, Scenario
+from fedmq.config.scenario import DEVICE, MissingModality, Scenario
 from fedmq.config.user_files import label
 from fedmq.data import partition
+from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_rows, without_dropped
 from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, open_prepared
@@ -34,12 +35,14 @@ from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.models.build import build_towers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.two_tower import TwoTower
+from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import write_atomically
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
+Parts = tuple[I64, ...]
 _FORMAT = 2
 
 
@@ -50,12 +53,13 @@ class Population:
     Args:
         prepared: the data set as memory-mapped arrays.
         silos: facts of each silo, in a fixed order.
-        train: training rows of each silo.
+        train: training rows of each silo, also of items that lack a modality.
         heldout: rows of the evaluated split assigned to each silo.
-        evaluated: all rows of the evaluated split.
-        database: all rows outside the evaluated split, the public split and a separate validation split.
+        evaluated: all rows of the evaluated split whose items have both modalities; others are not evaluated.
+        database: all rows of such items outside the evaluated split, the public split and a separate validation split.
         galleries: rows of the database assigned to each silo: its training rows, and its part of the others.
         cache: cache folder, which also holds shared weights.
+        dropped: bool [n, 2], the modalities of each item after ``missing_modality.per: item``; None if it drops none.
     """
 
     prepared: Prepared
@@ -66,6 +70,23 @@ class Population:
     database: I64
     galleries: tuple[I64, ...]
     cache: Path
+    dropped: Present | None = None
+
+    def rows_of(self, silo: SiloFacts, rows: I64 | None = None) -> SiloRows:
+        """A silo's training rows by what the silo can use of them.
+
+        Args:
+            silo: with the modalities that it has at the time.
+            rows: instead of its rows of the partition, e.g. after a scenario's drift.
+        """
+        present = self.prepared.present if self.dropped is None else self.dropped
+        held = self.train[silo.index] if rows is None else rows
+        return silo_rows(held, present, image=silo.image, text=silo.text)
+
+    def trained(self, silo: SiloFacts, unpaired: Literal["ignored", "anchored"]) -> int:
+        """Number of a silo's items that a method trains on, by the ``unpaired`` of its traits."""
+        found = self.rows_of(silo)
+        return len(found.dataset) + (len(found.image_only) + len(found.text_only)) * (unpaired == "anchored")
 
     @cached_property
     def _by_name(self) -> dict[str, SiloFacts]:
@@ -114,7 +135,7 @@ class Population:
 
     def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None if there are none."""
-        rows = self.prepared.rows("public")
+        rows = self.prepared.pairs("public")
         return load_silo_dataset(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
@@ -191,39 +212,58 @@ def build_population(
         if folder is not None
         else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress, device)
     )
-    flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
-    silos = tuple(
-        SiloFacts(name, index, image, text)
-        for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
-    )
     train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
+    dropped = None
+    if scenario.missing_modality.per == "item" and not pooled:
+        dropped = without_dropped(prepared.present, prepared.rows("train"), scenario.missing_modality)
+    silos = _facts(scenario, train, prepared.present if dropped is None else dropped)
     fold = scenario.evaluation.fold_size
     if fold is not None and fold > len(evaluated):
         raise InputError("evaluation.fold_size", fold, f"at most {len(evaluated)}, the items of the evaluated split")
     if pooled:
         nothing = np.zeros(0, np.int64)
         train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
-        silos = (replace(silos[0], image=True, text=True), *silos[1:])
-    return Population(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
+        alone = silo_rows(train[0], prepared.present, image=True, text=True)
+        first = SiloFacts(silos[0].name, 0, True, True, len(alone.image_only), len(alone.text_only))
+        silos = (first, *silos[1:])
+    database = _database(scenario, prepared)
+    return Population(prepared, silos, train, heldout, evaluated, database, galleries, cache, dropped)
+
+
+def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFacts, ...]:
+    """Facts of the silos: the modalities that the scenario leaves them, as far as their items have them.
+
+    Raises:
+        InputError: a silo has no item with a modality that the scenario leaves it.
+    """
+    missing, names, silos = scenario.missing_modality, scenario.silo_names, list[SiloFacts]()
+    whole = missing if missing.per == "silo" else MissingModality()
+    for index, (name, (image, text)) in enumerate(zip(names, partition.modalities(whole, names), strict=True)):
+        held = modalities_held(train[index], present, image=image, text=text)
+        if not any(held):
+            only = "an image" if image else "captions"
+            raise InputError("missing_modality", f"{name} without any item that has {only}", "silos with such an item")
+        alone = silo_rows(train[index], present, image=True, text=True)
+        silos.append(SiloFacts(name, index, *held, len(alone.image_only), len(alone.text_only)))
+    return tuple(silos)
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
     excluded = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
-    return np.setdiff1d(np.arange(prepared.n), np.concatenate([prepared.rows(each) for each in excluded]))
-
-
-Parts = tuple[I64, ...]
+    outside = np.concatenate([prepared.rows(each) for each in excluded])
+    return np.setdiff1d(np.flatnonzero(np.asarray(prepared.present).all(axis=1)), outside)
 
 
 def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if it was computed before."""
-    later = set[str]() if scenario.partition.column else {"column"}  # partitions of earlier releases stay valid
+    later = {"column": None, "least": 1}  # partitions of earlier releases stay valid
+    dealt = scenario.partition.model_dump(mode="json")
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
-        "partition": scenario.partition.model_dump(mode="json", exclude=later),
+        "partition": {name: value for name, value in dealt.items() if name not in later or value != later[name]},
         "silos": scenario.silos.count,
         "seed": scenario.seed,
         "split": scenario.evaluation.split,
@@ -261,9 +301,10 @@ def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
 def _compute_partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> dict[str, I64]:
-    train, evaluated = prepared.rows("train"), prepared.rows(scenario.evaluation.split)
+    train, evaluated = prepared.rows("train"), prepared.pairs(scenario.evaluation.split)
     if len(evaluated) == 0:
-        raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
+        pairs = ", with items that have both modalities" if prepared.unpaired else ""
+        raise InputError("evaluation.split", scenario.evaluation.split, f"a split that the data set has{pairs}")
     others = np.setdiff1d(_database(scenario, prepared), train)
     if scenario.partition.kind == "column":
         shares, heldout, rest = _dealt_by_column(scenario, prepared, (train, evaluated, others))
@@ -275,7 +316,8 @@ def _compute_partition(
         shares = [train[part] for part in partition.deal(plan, groups)]
         heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
         rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
-    galleries = [np.sort(np.concatenate(both)) for both in zip(shares, rest, strict=True)]
+    whole = np.all(prepared.present, axis=1)
+    galleries = [np.sort(np.concatenate([share[whole[share]], more])) for share, more in zip(shares, rest, strict=True)]
     parts = [*shares, *heldout, *galleries]
     return {
         "rows": np.concatenate(parts).astype(np.int64),
@@ -319,13 +361,19 @@ def _groups(
             )
         case "dir_clusters":
             clusters = scenario.partition.clusters
-            if clusters > len(train):
-                raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
+            if clusters > (texts := int(np.asarray(prepared.present)[train, 1].sum())):
+                raise InputError("partition.clusters", clusters, f"at most {texts}, the training samples")
             features = text_features(
                 prepared, scenario.backbone, scenario.seed, cache, progress, device_here(scenario.device)
             )
-            centres = partition.cluster_centres(features[train], clusters, scenario.seed)
-            one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)
+            with_text = np.asarray(prepared.present)[:, 1]
+            centres = partition.cluster_centres(features[train[with_text[train]]], clusters, scenario.seed)
+            # Items without captions are spread over the clusters, which are clusters of texts.
+            spread = numpy_generator(scenario.seed, "partition", "without text").integers(clusters, size=prepared.n)
+            one, two, three = (
+                np.where(with_text[part], partition.nearest_centre(features[part], centres), spread[part])
+                for part in rows
+            )
             return one, two, three
         case _:
             labels = prepared.labels

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -33,17 +33,26 @@ class SiloFacts:
         index: position in the fixed order of silos.
         image: whether it holds images.
         text: whether it holds captions.
+        image_only: number of its training items that have an image only.
+        text_only: number of its training items that have captions only.
     """
 
     name: str
     index: int
     image: bool
     text: bool
+    image_only: int = 0
+    text_only: int = 0
 
     @property
     def paired(self) -> bool:
         """Whether it holds both modalities."""
         return self.image and self.text
+
+    @property
+    def unpaired(self) -> int:
+        """Number of training items beside the pairs of a silo with both modalities; 0 for other silos."""
+        return self.image_only + self.text_only if self.paired else 0
 
 
 @dataclass(frozen=True)
@@ -130,15 +139,23 @@ class Local:
 
     Args:
         silo: facts about the silo.
-        dataset: the silo's dataset, without a modality that it lacks.
+        dataset: the items that have all of the silo's modalities; of a silo with both, its pairs.
         model: the two towers; :meth:`TwoTower.load` sets the downloaded parameters.
         state: personal tensors from the silo's previous task, empty at the first one; never sent.
+        unpaired: of a silo with both modalities, the items with an image only and those with captions only, as far as
+            there are any; empty unless the method's traits say that it trains on them.
     """
 
     silo: SiloFacts
     dataset: SiloDataset
     model: TwoTower
     state: Mapping[str, torch.Tensor]
+    unpaired: tuple[SiloDataset, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Number of items that the silo trains on."""
+        return len(self.dataset) + sum(map(len, self.unpaired))
 
 
 @dataclass(frozen=True)
@@ -242,6 +259,8 @@ class Traits:
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
         our_reading: the method was reconstructed from an incomplete description, which runs and tables report.
+        unpaired: what a silo with both modalities does with items that lack one: they are ``ignored`` and counted, or
+            ``anchored``, that is trained against what the other silos report of the modality that they lack.
     """
 
     pooled: bool = False
@@ -253,6 +272,7 @@ class Traits:
     public_items: int | None = None
     reply_bytes: int = 0
     our_reading: bool = False
+    unpaired: Literal["ignored", "anchored"] = "ignored"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from fedmq.launch.interrupts import say_stopping
 from fedmq.launch.private_folder import private_folder
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
+from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -111,6 +112,7 @@ class _Supervisor:
         resume: resume from the last checkpoint.
         data: folder of the prepared data; None lets every process find it.
         hosting: which silos share a process.
+        logs: of the log for operators; None for none.
 
     Attributes:
         stopped: hosted silos that a fault of the scenario keeps away.
@@ -122,6 +124,7 @@ class _Supervisor:
     resume: bool
     data: Path | None
     hosting: Hosting
+    logs: LogOptions | None = None
     stopped: set[str] = field(default_factory=set)
     processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
@@ -136,7 +139,7 @@ class _Supervisor:
         ours, theirs = CONTEXT.Pipe()
         bind = f"{SHARED if self.hosting.hosts else ''}ipc://{self.keys.parent / 'wire'}"
         root, most = self.folder.root, self.hosting.most
-        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, stop_silos=True)
+        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, True, self.logs)
         self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
@@ -151,17 +154,18 @@ class _Supervisor:
 
     def start_peer(self, name: str) -> None:
         """Start or restart a silo, a host or the evaluator."""
+        root = self.folder.root
         if name == EVALUATOR:
-            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, self.folder.root, data=self.data)
+            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, data=self.data, logs=self.logs)
             self._start(name, children.evaluator_process, evaluator)
         elif self.hosting.hosts:
             index = int(name.removeprefix(_HOST))
             names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
             if names:
-                first = SiloArguments(self.run, names[0], self.uri, self.keys, self.folder.root, data=self.data)
+                first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
                 self._start(name, children.host_process, HostArguments(names, first, self.hosting.most, index))
         else:
-            silo = SiloArguments(self.run, name, self.uri, self.keys, self.folder.root, data=self.data)
+            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, logs=self.logs)
             self._start(name, children.silo_process, silo)
 
     def _process_of(self, name: str) -> str:
@@ -335,6 +339,7 @@ def simulate(
     began: float | None = None,
     data: Path | None = None,
     notice: Callable[[str], None] = lambda _: None,
+    logs: LogOptions | None = None,
 ) -> Simulated:
     """Run a scenario with real processes on this machine.
 
@@ -346,6 +351,7 @@ def simulate(
         began: ``time.monotonic()`` at the command's start, for the start-up time.
         data: folder of the prepared data, from :func:`prepare_population`; None lets every process find it.
         notice: called with one line if silos share processes because this machine is too small.
+        logs: of the log for operators; None for none.
 
     Raises:
         RunError: the run cannot continue.
@@ -360,7 +366,7 @@ def simulate(
     with private_folder() as private:
         keys = private / "keys"
         init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
-        supervisor = _Supervisor(run, folder, keys, resume, data, hosting)
+        supervisor = _Supervisor(run, folder, keys, resume, data, hosting, logs)
         try:
             with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
@@ -389,7 +395,13 @@ def inline_peers(
 
 
 def simulate_inline(
-    run: ResolvedRun, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
+    run: ResolvedRun,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    status: Callable[[Status], None],
+    data: Path | None = None,
+    logs: LogOptions | None = None,
 ) -> Simulated:
     """Run a scenario in this process: silos and evaluator are function calls, without messages.
 
@@ -400,7 +412,7 @@ def simulate_inline(
 
     with _signals(folder) as caught:
         outcome = run_coordinator(
-            CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data),
+            CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data, logs=logs),
             status=status,
             stop_wanted=lambda: bool(caught),
             peers=partial(inline_peers, run, folder, data),

@@ -78,6 +78,7 @@ class ObjectiveKind:
         needs_labels: refuse data sets without labels, and silos without labelled training items.
         on_features: defined only on frozen features, so that no encoder can be trained with it.
         both_levels: train on both levels of two-level labels, not only on the lower one.
+        contrasts: the loss only contrasts the items of a batch, so that a batch of one teaches nothing.
     """
 
     options: type[Any]
@@ -86,6 +87,7 @@ class ObjectiveKind:
     needs_labels: bool = True
     on_features: bool = False
     both_levels: bool = False
+    contrasts: bool = False
 
 
 def _wrong(found: object) -> str | None:

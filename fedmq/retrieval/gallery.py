@@ -123,6 +123,8 @@ class Source:
 def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> Source:
     """The source of a data set, with all its splits."""
     counts = np.asarray(prepared.captions)
+    ends = [*prepared.first.tolist(), len(prepared.text)]
+    held = np.repeat(counts > 0, np.maximum(counts, 1))  # an item without captions has a row of zeros
 
     def images() -> Iterator[Array]:
         for start in range(0, prepared.n, _BATCH):
@@ -130,8 +132,8 @@ def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> So
 
     def texts() -> Iterator[Array]:
         for start in range(0, prepared.n, _BATCH):
-            part = slice(start, start + _BATCH)
-            yield prepared.text[part][np.arange(prepared.text.shape[1]) < counts[part, None]]
+            part = slice(ends[start], ends[min(start + _BATCH, prepared.n)])
+            yield prepared.text[part][held[part]]
 
     return Source(
         name=name,

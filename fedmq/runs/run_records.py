@@ -46,6 +46,10 @@ class SiloSummary(Stored):
         modalities: of its items.
         samples: number of training items.
         participations: number of its replies that were merged.
+        image_only: of these items, those with an image only, in a silo with both modalities.
+        text_only: likewise with captions only.
+        ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
+            has no other to be contrasted with.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -53,6 +57,9 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
     samples: int
     participations: int
+    image_only: int = 0
+    text_only: int = 0
+    ignored: int = 0
 
     @model_validator(mode="after")
     def _has_headline(self) -> SiloSummary:
@@ -103,6 +110,27 @@ class TaskCounts(Stored):
     discarded: int | None = None
 
 
+class UnusableReplies(Stored):
+    """Tasks of a silo whose reply could not be merged.
+
+    Args:
+        refused: the coordinator refused the reply.
+        scripted: it refused the reply of an attack that the scenario scripts.
+        errors: the silo reported an error instead of a reply.
+        last: why, of the last one.
+    """
+
+    refused: int = 0
+    scripted: int = 0
+    errors: int = 0
+    last: str = ""
+
+    @property
+    def total(self) -> int:
+        """Number of these tasks."""
+        return self.refused + self.scripted + self.errors
+
+
 class Seconds(Stored):
     """Real time by phase [s], and ``virtual``: the run's virtual time at its end [s], None on a wall clock."""
 
@@ -133,7 +161,7 @@ class RunSummary(Stored):
         model_digest: SHA-256 (hex) of the released model.
         data_digest: of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        unchanged: no silo's update changed the model.
+        unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split.
         per_silo: facts and metrics of each silo.
         per_silo_mean: mean over silos of each metric, each silo on its part of the split.
@@ -148,9 +176,11 @@ class RunSummary(Stored):
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
+        heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
         tasks: counts of tasks by outcome.
+        unusable_replies: refused replies and reported errors, by silo; only silos that had one.
         seconds: time by phase.
         processes: number of silos, and memory.
         versions_of: versions of fedmq, torch and Python, and the processor, on which the last bits of weights depend.
@@ -180,12 +210,20 @@ class RunSummary(Stored):
     # Runs before November 2026 have the old name.
     personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
     public_items: int | None = None
+    heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)
     tasks: TaskCounts = Field(default_factory=TaskCounts)
+    unusable_replies: dict[str, UnusableReplies] = Field(default_factory=dict)
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    @property
+    def never_merged(self) -> dict[str, UnusableReplies]:
+        """The silos of which no reply was merged because all were refused or errors."""
+        silos = self.per_silo
+        return {name: found for name, found in self.unusable_replies.items() if not silos[name].participations}
 
 
 class MergeLine(Stored):

@@ -6,20 +6,23 @@ and repeats the handshake when the coordinator goes silent. It makes the connect
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
-from fedmq.wire.handshake import Accepted, Initiated, complete, initiate
-from fedmq.wire.keys import Identity
+from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
+from fedmq.wire.keys import Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
+from fedmq.wire.refusals import RefusalLog
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message, sealed_size
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
@@ -29,9 +32,13 @@ BEAT_SECONDS = 2.0
 LOST_BEATS = 2
 #: The same for the coordinator, which answers only between merges; the connection reports the death of its process.
 _COORDINATOR_BEATS = 15
+#: Interval between the first hellos [s]; it doubles up to the longest.
 _HELLO_SECONDS = 2.0
-#: Unanswered hellos before ``progress`` reports it, once until there is a session.
-_QUIET_HELLOS = 5
+_LONGEST_HELLO_SECONDS = 30.0
+#: Time without an answer before ``progress`` reports it, once until there is a session [s].
+_QUIET_SECONDS = 10.0
+#: Earlier hellos whose late welcomes are recognised.
+_EARLIER_HELLOS = 16
 #: Longest wait of the thread before it checks the clock again [s].
 STEP_SECONDS = 0.25
 #: Messages received per step: a peer that floods the channel must not keep this side from sending heartbeats.
@@ -53,8 +60,8 @@ class Channel:
         now: the run's time as this process knows it [s].
         forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
             forbidden message is not sealed: its refusal is sent instead.
-        progress: called with one line, in the channel's thread, when the coordinator does not answer for a while. A
-            coordinator does not answer a hello that it refuses, since anyone may have sent it.
+        progress: called with one line, in the channel's thread, when the coordinator does not answer for a while,
+            refuses the handshake, or another process answers.
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
     """
@@ -75,7 +82,7 @@ class Channel:
         deliver: Callable[[Message], None] | None = None,
     ) -> None:
         self._forbidden = forbidden
-        self._progress, self._unanswered, self._patience = progress, 0, patience
+        self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
         self._log, self._clock, self._now = log, clock, now
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
@@ -88,7 +95,10 @@ class Channel:
 
         self._session: Session | None = None
         self._initiated: Initiated | None = None
+        self._earlier: deque[Initiated] = deque(maxlen=_EARLIER_HELLOS)
+        self._refusals = RefusalLog(log, clock)
         self._received_at = self._beat_at = self._hello_at = 0.0
+        self._hello_seconds, self._alone_since = _HELLO_SECONDS, math.inf
         self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
@@ -151,6 +161,7 @@ class Channel:
             try:
                 while not self.finished:
                     self.step(connection, STEP_SECONDS)
+                self._refusals.flush()
             finally:
                 connection.close()
         except BaseException as error:
@@ -199,11 +210,11 @@ class Channel:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
-            if self._initiated is None or now - self._hello_at > _HELLO_SECONDS:
-                frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
-                self._hello_at, self._connections = now, max(1, connection.established())
-                self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
-                connection.send(frames)
+            self._alone_since = min(self._alone_since, now)
+            again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
+            if self._initiated is None or again:
+                self._say_hello(connection, now)
+            if now - self._alone_since > _QUIET_SECONDS:
                 self._report_no_answer()
         elif now - self._beat_at >= beat:
             self._beat_at = now
@@ -217,14 +228,28 @@ class Channel:
             )
             self._send_sealed(connection, self._session, Message(header))
 
+    def _say_hello(self, connection: Connection, now: float) -> None:
+        """Start a handshake; until the coordinator answers, it is repeated less and less often."""
+        if self._initiated is not None:
+            self._earlier.append(self._initiated)
+            self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
+        frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
+        self._hello_at, self._connections = now, max(1, connection.established())
+        self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
+        connection.send(frames)
+
     def _report_no_answer(self) -> None:
-        self._unanswered += 1
-        if self._unanswered == _QUIET_HELLOS + 1:
-            self._progress(
-                f"{self._identity.name}: no answer from {self._uri} for {_QUIET_HELLOS * _HELLO_SECONDS:.0f} s: no "
-                f"coordinator listens there yet, or it runs another scenario (here run {self._run}), or it does not "
-                f"know this key of {self._identity.name}; see the coordinator's message log"
+        if not self._reported:
+            self._report_once(
+                f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: no coordinator listens there yet, or it is "
+                f"busy, or it is of an earlier release and refuses this run ({self._run}) or this key"
             )
+
+    def _report_once(self, line: str) -> None:
+        """Pass a line to ``progress``, once until there is a session."""
+        if line not in self._reported:
+            self._reported.add(line)
+            self._progress(f"{self._identity.name}: {line}")
 
     def _send_sealed(self, connection: Connection, session: Session, message: Message) -> None:
         allowed = self._allowed(session, message)
@@ -295,10 +320,14 @@ class Channel:
                 return True
             message, tag = open_message(self._session, frames)
         except RemoteWireError as error:
+            if frames is None or self._session is None or self._session.received == proven:
+                # Neither the coordinator's key nor that of the session vouches for it.
+                self._refusals.add(b"", error, size)
+                return True
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
                 self._end_session(NoteKind.MESSAGE_LOST)
-            elif frames is not None and self._session is not None and self._session.received > proven:
+            else:
                 self._report_unreadable(frames[0], error)
             return True
         self._received_at = self._clock.stopwatch()
@@ -322,9 +351,55 @@ class Channel:
             raise RemoteWireError(Reason.UNEXPECTED, "a frame before hello")
         # Read the clock first, so that a process suspended from here on notices that it has missed heartbeats.
         now = self._clock.stopwatch()
-        ready, session = complete(self._initiated, self._accepted, frames, self._now())
+        try:
+            ready, session = complete(self._initiated, self._accepted, frames, self._now())
+        except HelloRefusedError as refusal:
+            self._on_refusal(refusal)
+            return
+        except RemoteWireError as error:
+            if any(_answers(each, self._accepted, frames) for each in self._earlier):
+                return  # the coordinator answered an earlier hello late
+            if error.reason in (Reason.BAD_SIGNATURE, Reason.UNKNOWN_SENDER):
+                self._report_once(
+                    f"{self._uri} answers with a key that is not the coordinator's key in the folder accepted/ here "
+                    f"({_words(self._accepted)}): another process listens there, or the coordinator has a new key"
+                )
+            raise
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
-        self._session, self._unanswered = session, 0
+        self._session, self._hello_seconds, self._alone_since = session, _HELLO_SECONDS, math.inf
+        self._reported.clear()
+        self._earlier.clear()
         self._received_at = self._beat_at = now
+
+    def _on_refusal(self, refusal: HelloRefusedError) -> None:
+        """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""
+        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
+        name = self._identity.name
+        match refusal.reason:
+            case Reason.UNKNOWN_SENDER:
+                ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
+                self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
+            case Reason.WRONG_RUN:
+                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}")
+            case _:
+                why = f"{refusal.reason}: {refusal.detail}"
+                self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")
+
+
+def _words(accepted: Accepted) -> str:
+    """Fingerprint of the accepted key of the coordinator, in words."""
+    key = accepted.get(COORDINATOR)
+    return "which has none" if key is None else words(key)
+
+
+def _answers(earlier: Initiated, accepted: Accepted, frames: list[memoryview]) -> bool:
+    """Whether frames are a genuine answer to an earlier hello."""
+    try:
+        complete(earlier, accepted, frames, 0.0)
+    except HelloRefusedError:
+        return True
+    except RemoteWireError:
+        return False
+    return True

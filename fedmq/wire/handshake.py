@@ -6,7 +6,8 @@
       has a Session                 -- ready -->      confirm()
                                                         has a Session
 
-To decrypt a session, an attacker has to break both exchanges. Both sides sign the transcript as they saw it.
+To decrypt a session, an attacker has to break both exchanges. Both sides sign the transcript as they saw it. A hello
+that the responder refuses is answered with a signed reject message instead of a welcome.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -25,6 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedmq.errors import RemoteWireError
+from fedmq.text import printable
 from fedmq.wire.codec import BytesLike, decode_header, encode_header, pack, unpack
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import SESSION_BYTES, WIRE_VERSIONS, Header, Kind, Reason
@@ -37,11 +39,16 @@ MLKEM_PUBLIC_BYTES = 1184
 MLKEM_CIPHERTEXT_BYTES = 1088
 SIGNATURE_BYTES = 64
 MAX_VERSIONS = 16
+#: Longest detail of a reject message [characters].
+MAX_DETAIL = 300
+#: First wire version that has reject messages.
+_REJECT_VERSION = 2
 
 #: Domain separation: no signature or derived value can be used in place of another.
 HELLO_LABEL = b"fedmq 1 hello"
 WELCOME_LABEL = b"fedmq 1 welcome"
 READY_LABEL = b"fedmq 1 ready"
+REJECT_LABEL = b"fedmq 1 reject"
 SESSION_LABEL = b"fedmq 1 session"
 UP_LABEL = b"fedmq 1 initiator to responder"
 DOWN_LABEL = b"fedmq 1 responder to initiator"
@@ -157,7 +164,9 @@ def respond(
     header, key = _peer(hello, Kind.HELLO, run, identity.name, accepted)
     if header.sender == identity.name:
         raise RemoteWireError(Reason.UNKNOWN_SENDER, f"a hello from {identity.name} to itself")
-    fields = _fields(_verified(key, HELLO_LABEL, b"", hello), _HELLO, versions=True)
+    if not _proves_key(key, hello):
+        raise RemoteWireError(Reason.BAD_SIGNATURE, f"claims to be {header.sender}, but is signed with another key")
+    fields = _fields(hello[1][SIGNATURE_BYTES:], _HELLO, versions=True)
     shared = [version for version in fields["versions"] if version in WIRE_VERSIONS]
     if not shared:
         supported = ", ".join(map(str, WIRE_VERSIONS))
@@ -209,6 +218,78 @@ def _agreed_secrets(ephemeral: Ephemeral, mlkem768: bytes, x25519: bytes) -> tup
     return mlkem_secret, ciphertext, x25519_secret
 
 
+def reject(
+    identity: Identity,
+    accepted: Accepted,
+    frames: Sequence[BytesLike],
+    error: RemoteWireError,
+    sent_at: float,
+) -> tuple[bytes, bytes] | None:
+    """Answer a hello that ``respond`` refused.
+
+    A sender that proves an accepted key learns the reason and the detail. Any other sender learns only that its key is
+    not accepted, or which wire versions are supported.
+
+    Args:
+        identity: of the responder.
+        accepted: accepted public keys by name.
+        frames: of the hello.
+        error: raised by ``respond``.
+        sent_at: the run's time [s].
+
+    Returns:
+        The frames of the reject message; None if the frames are no hello, or of an initiator of wire version 1, which
+        knows none.
+    """
+    try:
+        hello = _frames(frames)
+        header = decode_header(hello[0])
+        fields = _fields(hello[1][SIGNATURE_BYTES:], _HELLO, versions=True)
+    except RemoteWireError:
+        return None
+    if header.kind is not Kind.HELLO or header.receiver != identity.name or max(fields["versions"]) < _REJECT_VERSION:
+        return None
+    reason, detail = Reason(error.reason), error.detail
+    if reason is not Reason.WIRE_VERSION and not _proves_key(accepted.get(header.sender), hello):
+        reason, detail = Reason.UNKNOWN_SENDER, "this key is not accepted"
+    answer = Header(
+        run=header.run,
+        kind=Kind.REJECT,
+        sender=identity.name,
+        receiver=header.sender,
+        sequence=0,
+        reply_to=header.sequence,
+        sent_at=sent_at,
+        wire_version=header.wire_version,
+    )
+    return _signed(
+        identity, REJECT_LABEL, _digest(*hello), answer, {"reason": reason.value, "detail": detail[:MAX_DETAIL]}
+    )
+
+
+def _proves_key(key: Ed25519PublicKey | None, hello: tuple[bytes, bytes]) -> bool:
+    try:
+        return key is not None and bool(_verified(key, HELLO_LABEL, b"", hello))
+    except RemoteWireError:
+        return False
+
+
+class HelloRefusedError(RemoteWireError):
+    """The responder refused the hello and said why; ``reason`` and ``detail`` are its words."""
+
+
+def _raise_rejection(state: Initiated, accepted: Accepted, frames: tuple[bytes, bytes]) -> NoReturn:
+    """Raise what a reject message says, after checking that the responder signed it as the answer to this hello."""
+    _, key = _peer(frames, Kind.REJECT, state.run, state.identity.name, accepted)
+    plain = unpack(_verified(key, REJECT_LABEL, _digest(*state.hello), frames), MAX_HANDSHAKE_BODY)
+    if not isinstance(plain, dict) or plain.keys() != {"reason", "detail"}:
+        raise RemoteWireError(Reason.MALFORMED, "not a map with the keys detail, reason")
+    reason, detail = plain["reason"], plain["detail"]
+    if reason not in tuple(Reason) or type(detail) is not str or len(detail) > MAX_DETAIL:
+        raise RemoteWireError(Reason.MALFORMED, "not a reason and a detail")
+    raise HelloRefusedError(Reason(reason), printable(detail))
+
+
 def complete(
     state: Initiated, accepted: Accepted, frames: Sequence[BytesLike], sent_at: float
 ) -> tuple[tuple[BytesLike, ...], Session]:
@@ -224,10 +305,13 @@ def complete(
         The frames of ready, and the session, in which messages can be sealed right after ready has been sent.
 
     Raises:
+        HelloRefusedError: the responder answered with a reject message.
         RemoteWireError: as ``respond``.
     """
     welcome = _frames(frames)
     me = state.identity
+    if decode_header(welcome[0]).kind is Kind.REJECT:
+        _raise_rejection(state, accepted, welcome)
     header, key = _peer(welcome, Kind.WELCOME, state.run, me.name, accepted)
     if header.sender != state.responder:
         raise RemoteWireError(Reason.UNKNOWN_SENDER, f"welcome by {header.sender}, hello sent to {state.responder}")

@@ -12,6 +12,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from mnemonic import Mnemonic
 
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import writing
@@ -20,6 +21,8 @@ from fedmq.wire.sealed_sessions import KEY_BYTES
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"
+#: Words of a fingerprint, 11 bits each.
+_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,13 @@ def fingerprint(key: Ed25519PublicKey | Identity) -> str:
     """SHA-256 of the 32 raw bytes of a public key, in hexadecimal."""
     public = key.key.public_key() if isinstance(key, Identity) else key
     return hashlib.sha256(public.public_bytes_raw()).hexdigest()
+
+
+def words(key: Ed25519PublicKey | Identity) -> str:
+    """The first 88 bits of a fingerprint as eight words of the BIP 39 list, to be compared over the telephone."""
+    listed = Mnemonic("english").wordlist
+    bits = int(fingerprint(key), 16) >> (256 - 11 * _WORDS)
+    return " ".join(listed[bits >> 11 * place & 2047] for place in reversed(range(_WORDS)))
 
 
 def noise_key(identity: Identity) -> bytes:

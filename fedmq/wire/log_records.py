@@ -50,6 +50,7 @@ class NoteKind(StrEnum):
     ALL_MERGED = "all rounds merged"
     CHECKPOINT_REFUSED = "checkpoint refused"
     REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
+    HELLO_REFUSED = "the coordinator refused the handshake"
     # Scripted faults.
     FAULT = "fault"
     FAULT_NOT_CARRIED_OUT = "fault without its process"

@@ -21,8 +21,10 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.run_id import digest_of
 from fedmq.errors import DiskError, InputError
 from fedmq.storage.locks import try_lock
+from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.run_folder import make_folder, writing
 from fedmq.wire.keys import Identity
+from fedmq.wire.log_mirror import mirror
 from fedmq.wire.log_records import (
     GENESIS,
     EventKind,
@@ -81,15 +83,19 @@ class MessageLog:
         process: name of the process.
         clock: for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
+        logger: receives every record, too, as a log for operators.
 
     Raises:
         InputError: the log cannot be written there, or another process is writing it, which would break the chain.
         RunError: the disk is full or broken.
     """
 
-    def __init__(self, path: Path, process: str, clock: Clock, *, patience: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, process: str, clock: Clock, *, patience: float = 5.0, logger: Logger = QUIET
+    ) -> None:
         self.path = path
         self.process = process
+        self.logger = logger
         self._clock = clock
         self._last_hash, self._count, self._size, self._last_wall = GENESIS, 0, 0, ""
         self._signer: tuple[Identity, str] | None = None
@@ -196,6 +202,7 @@ class MessageLog:
                     raise
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
             self._last_wall = wall
+        mirror(self.logger, record)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     WELCOME = "welcome"
     READY = "ready"
+    REJECT = "reject"
     LAYOUT = "layout"
     TASK = "task"
     REPLY = "reply"
@@ -117,6 +118,7 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
+    Kind.REJECT: frozenset(),
     Kind.LAYOUT: frozenset(),
     Kind.TASK: _DATA,
     Kind.REPLY: _DATA,

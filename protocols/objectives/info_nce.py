@@ -12,4 +12,4 @@ class Options:
     """InfoNCE has no options of its own."""
 
 
-OBJECTIVE = ObjectiveKind(Options, None, lambda options: None, needs_labels=False, on_features=True)
+OBJECTIVE = ObjectiveKind(Options, None, lambda options: None, needs_labels=False, on_features=True, contrasts=True)

@@ -19,12 +19,14 @@ import safetensors
 import safetensors.numpy
 
 from fedmq.data.duplicates import same_rows
+from fedmq.data.item_modalities import Present, presence
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
 
-KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename")
+PRESENT = ("image_present", "text_present")
+KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename", *PRESENT)
 MAX_LABELS = 10_000
 FLOATS = ("float16", "float32", "float64")
 CHUNK = 4096  # rows per check for finite values
@@ -35,14 +37,15 @@ class FeatureSet:
     """Validated features.
 
     Args:
-        image: float32 [n, d_i], finite.
+        image: float32 [n, d_i], finite; rows of items without an image are zero.
         text: float32 [n, C, d_t], finite; rows beyond an item's captions are zero.
-        captions: int64 [n], number of captions of each item, 1 to C.
+        captions: int64 [n], number of captions of each item, 1 to C, or 0 for an item without.
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; empty without labels.
         split: uint8 [n], indices into ``SPLITS``.
         split_given: whether the file contains the split; otherwise it was sampled.
         keys: n unique item keys.
+        present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
         column: n values of the key ``data.column``; None without it.
     """
 
@@ -54,6 +57,7 @@ class FeatureSet:
     split: npt.NDArray[np.uint8]
     split_given: bool
     keys: tuple[str, ...]
+    present: npt.NDArray[np.bool_] | None = None
     column: tuple[str, ...] | None = None
 
 
@@ -137,8 +141,28 @@ def _line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _floats(path: Path, name: str, value: Array, dimensions: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Convert features to float32, in which all values must be finite."""
+def _present(path: Path, arrays: Mapping[str, Array], n: int) -> Present | None:
+    """The arrays ``image_present`` and ``text_present`` as bool [n, 2]; None if every item has both modalities."""
+    columns = []
+    for name in PRESENT:
+        value = arrays.get(name, np.ones(n, np.bool_))
+        if value.shape != (n,) or value.dtype.kind not in "biu" or not ((value == 0) | (value == 1)).all():
+            raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"true or false (1 or 0) [{n}]")
+        columns.append(value)
+    found = presence(*columns)
+    if found is not None and not (some := found.any(axis=1)).all():
+        row = int(np.flatnonzero(~some)[0])
+        raise InputError(f"{path}: {PRESENT[0]}", f"neither image nor text in row {row}", "at least one for each item")
+    return found
+
+
+def _floats(
+    path: Path, name: str, value: Array, dimensions: tuple[int, ...], present: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.float32]:
+    """Convert features to float32, in which all values must be finite.
+
+    Rows that are not ``present`` [n] may hold any values and become zero.
+    """
     allowed = f"{' or '.join(map(str, dimensions))} dimensions, none of size 0"
     if value.ndim not in dimensions or 0 in value.shape:
         raise InputError(f"{path}: {name}", f"shape {list(value.shape)}", allowed)
@@ -146,11 +170,14 @@ def _floats(path: Path, name: str, value: Array, dimensions: tuple[int, ...]) ->
         raise InputError(f"{path}: {name}", f"dtype {value.dtype}", ", ".join(FLOATS))
     with np.errstate(over="ignore"):
         wide = np.ascontiguousarray(value, dtype=np.float32)
+    if present is not None:
+        wide = np.where(present.reshape(-1, *[1] * (wide.ndim - 1)), wide, np.float32(0))
     for start in range(0, len(wide), CHUNK):
         fine = np.isfinite(wide[start : start + CHUNK]).reshape(len(wide[start : start + CHUNK]), -1).all(axis=1)
         if not fine.all():
             row = start + int(np.flatnonzero(~fine)[0])
-            raise InputError(f"{path}: {name}", f"a value in row {row} that is not finite", "finite float32 values")
+            allowed = f"finite float32 values; {name}_present [n] says which items have no {name}"
+            raise InputError(f"{path}: {name}", f"a value in row {row} that is not finite", allowed)
     return wide
 
 
@@ -163,18 +190,20 @@ def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
     return _floats(path, "image", value, (2,))
 
 
-def _captions(path: Path, value: Array | None, n: int, most: int) -> npt.NDArray[np.int64]:
+def _captions(path: Path, value: Array | None, n: int, most: int, present: Present | None) -> npt.NDArray[np.int64]:
+    """Number of captions of each item; 0 for items without text, whatever the file says."""
+    with_text = np.ones(n, np.bool_) if present is None else present[:, 1]
     if value is None:
-        return np.full(n, most, dtype=np.int64)
+        return np.where(with_text, most, 0).astype(np.int64)
     place = f"{path}: captions"
     if value.shape != (n,) or value.dtype.kind not in "iu":
         raise InputError(place, f"{value.dtype} {list(value.shape)}", f"whole numbers [{n}]")
-    wrong = np.flatnonzero((value < 1) | (value > most))
+    wrong = np.flatnonzero(((value < 1) | (value > most)) & with_text)
     if len(wrong):
         raise InputError(
             place, f"{value[wrong[0]]} in row {wrong[0]}", f"1 to {most}, as text has {most} captions per item"
         )
-    return value.astype(np.int64)
+    return np.where(with_text, value, 0).astype(np.int64)
 
 
 def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
@@ -280,15 +309,16 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
     for name in ("image", "text"):
         if name not in arrays:
             raise InputError(f"{path}: {name}", "no such key", "image [n, d_i] and text [n, d_t] or [n, C, d_t]")
-    image = _floats(path, "image", arrays["image"], (2,))
-    text = _floats(path, "text", arrays["text"], (2, 3))
-    n = len(image)
-    if len(text) != n:
-        raise InputError(f"{path}: text", f"{len(text)} items", f"as many as image has, {n}")
+    n = len(arrays["image"]) if arrays["image"].ndim else 0
+    if arrays["text"].ndim and len(arrays["text"]) != n:
+        raise InputError(f"{path}: text", f"{len(arrays['text'])} items", f"as many as image has, {n}")
+    present = _present(path, arrays, n)
+    image = _floats(path, "image", arrays["image"], (2,), None if present is None else present[:, 0])
+    text = _floats(path, "text", arrays["text"], (2, 3), None if present is None else present[:, 1])
     if n < 2:
         raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
     text = text if text.ndim == 3 else text[:, None, :]
-    captions = _captions(path, arrays.get("captions"), n, text.shape[1])
+    captions = _captions(path, arrays.get("captions"), n, text.shape[1], present)
     if (captions < text.shape[1]).any():
         # Padding in the file may hold any values.
         text = np.where((np.arange(text.shape[1]) < captions[:, None])[..., None], text, np.float32(0))
@@ -306,6 +336,7 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
         split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed, same_rows(image)),
         split_given="split" in arrays,
         keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
+        present=present,
     )
 
 
@@ -315,7 +346,8 @@ def read_features(path: Path, seed: int = 0, column: str | None = None) -> Featu
     Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64. Optional:
     ``captions`` int [n]; ``labels`` int [n] or 0/1 [n, L]; ``label_names`` strings [L] (in a .safetensors file a JSON
     list in the metadata); ``split`` [n] of train, val, test, public, database or 0 to 4; ``keys`` (or ``filename``)
-    strings [n]. Other keys are ignored.
+    strings [n]; ``image_present`` and ``text_present`` bool [n], for items that lack one of the two, whose row in
+    ``image`` or ``text`` is ignored. Other keys are ignored.
 
     Args:
         path: .npz or .safetensors file.

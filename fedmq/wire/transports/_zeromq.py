@@ -141,7 +141,9 @@ class ZeroMQConnection(Connection):
         _close(self._socket, self._context)
 
 
-def bind(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQListener:
+def bind(
+    uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None, *, ipv6: bool = False
+) -> ZeroMQListener:
     """Open a listener.
 
     Args:
@@ -149,11 +151,12 @@ def bind(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None)
         max_frame: largest accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
+        ipv6: whether the address is, or also is, an IPv6 address.
 
     Raises:
         InputError: the address cannot be bound.
     """
-    socket, context = _socket(uri, zmq.ROUTER, max_frame, queue, endpoint)
+    socket, context = _socket(zmq.ROUTER, max_frame, queue, endpoint, ipv6=ipv6)
     # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -164,13 +167,15 @@ def bind(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None)
     return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
-def dial(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQConnection:
+def dial(
+    uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None, *, ipv6: bool = False
+) -> ZeroMQConnection:
     """Open a connection; arguments as for :func:`bind`.
 
     Raises:
         InputError: ZeroMQ refuses the address.
     """
-    socket, context = _socket(uri, zmq.DEALER, max_frame, queue, endpoint)
+    socket, context = _socket(zmq.DEALER, max_frame, queue, endpoint, ipv6=ipv6)
     connection = ZeroMQConnection(socket, context, uri, watched=endpoint is None)
     try:
         socket.connect(endpoint.name if endpoint else uri)
@@ -194,7 +199,7 @@ def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
 
 
 def _socket(
-    uri: str, kind: int, max_frame: int, queue: int, endpoint: Endpoint | None
+    kind: int, max_frame: int, queue: int, endpoint: Endpoint | None, *, ipv6: bool
 ) -> tuple[zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]] | None]:
     """A socket with its options set, and its context unless other sockets share it."""
     context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
@@ -213,7 +218,7 @@ def _socket(
         zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,
         zmq.RECONNECT_IVL: _RECONNECT_MS[0],
         zmq.RECONNECT_IVL_MAX: _RECONNECT_MS[1],
-        zmq.IPV6: int("[" in uri),
+        zmq.IPV6: int(ipv6),
     }
     for option, value in options.items():
         socket.setsockopt(option, value)

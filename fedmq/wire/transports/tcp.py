@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 
 from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
-from fedmq.wire.transports.base import Transport
+from fedmq.wire.transports.base import Connection, Listener, Transport
 
 _FORM = "tcp://HOST:PORT"
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+|\*):(\d{1,5}|\*)")
@@ -23,4 +24,28 @@ def _check(uri: str, place: str, listening: bool) -> None:
         raise InputError(place, uri, "a port from 1 to 65535")
 
 
-TRANSPORT = Transport(_FORM, _check, _zeromq.bind, _zeromq.dial)
+def _listen(uri: str, max_frame: int, queue: int) -> Listener:
+    return _zeromq.bind(uri, max_frame, queue, ipv6=_needs_ipv6(uri))
+
+
+def _connect(uri: str, max_frame: int, queue: int) -> Connection:
+    return _zeromq.dial(uri, max_frame, queue, ipv6=_needs_ipv6(uri))
+
+
+def _needs_ipv6(uri: str) -> bool:
+    """Whether a URI has an IPv6 address, all interfaces, or a name that has IPv6 addresses only.
+
+    With its option for IPv6, ZeroMQ would use IPv6 for every name that has an address of each kind, and never reach a
+    listener at ``127.0.0.1`` by the name ``localhost``.
+    """
+    host = uri.removeprefix("tcp://").rpartition(":")[0]
+    if host == "*" or host.startswith("["):
+        return True
+    try:
+        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return families == {socket.AF_INET6}
+
+
+TRANSPORT = Transport(_FORM, _check, _listen, _connect)

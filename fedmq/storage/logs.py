@@ -1,0 +1,189 @@
+"""Logs for operators: timestamped events with a level and fields, as console or JSON lines (structlog).
+
+They are unlike message logs, which are hash-chained evidence for an audit. A log that cannot be written does not stop a
+run. Values are escaped, so that a peer cannot write control characters to a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from fedmq.storage.run_folder import make_folder, writing
+
+#: Characters kept of a value.
+_LONGEST = 500
+
+
+class LogLevel(StrEnum):
+    """Levels, from the least important one."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """Formats of a log."""
+
+    CONSOLE = "console"  # aligned text for a reader
+    JSON = "json"  # one JSON object per line
+
+
+class Logger(Protocol):
+    """Records events; its functions are those of structlog's loggers."""
+
+    def debug(self, event: str, **values: object) -> Any:
+        """An event of interest for finding errors, e.g. a message."""
+
+    def info(self, event: str, **values: object) -> Any:
+        """An event of a normal run, e.g. a merge."""
+
+    def warning(self, event: str, **values: object) -> Any:
+        """An event that an operator may have to act upon, e.g. a lost silo."""
+
+    def error(self, event: str, **values: object) -> Any:
+        """A failure."""
+
+
+class _Quiet:
+    def debug(self, event: str, **values: object) -> None: ...
+    def info(self, event: str, **values: object) -> None: ...
+    def warning(self, event: str, **values: object) -> None: ...
+    def error(self, event: str, **values: object) -> None: ...
+
+
+#: Records nothing.
+QUIET: Logger = _Quiet()
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Where and how to log.
+
+    Args:
+        level: least level that is recorded.
+        file: file to append to, opened for every line, so that it can be rotated; None for no file.
+        format: of the lines.
+        console: also log to standard error.
+    """
+
+    level: LogLevel = LogLevel.INFO
+    file: Path | None = None
+    format: LogFormat = LogFormat.CONSOLE
+    console: bool = True
+
+    def check(self) -> None:
+        """Create the file's folder, and check that the file can be written.
+
+        Raises:
+            InputError: it cannot.
+            DiskError: the disk is full or broken.
+        """
+        if self.file is not None:
+            make_folder(self.file.parent)
+            with writing(self.file):
+                self.file.open("ab").close()
+
+
+Event = MutableMapping[str, Any]
+_Renderer = Callable[[Any, str, Event], str | bytes]
+
+
+def open_log(options: LogOptions | None, process: str) -> Logger:
+    """A logger.
+
+    Args:
+        options: None records nothing.
+        process: name of the process, a field of every event.
+    """
+    if options is None:
+        return QUIET
+    # Not imported where nothing is logged: it takes a tenth of a second, and memory in every silo.
+    import logging  # noqa: PLC0415
+
+    import structlog  # noqa: PLC0415
+
+    level = logging.getLevelNamesMapping()[options.level.upper()]
+    targets: list[_Target] = []
+    if options.console:
+        targets.append(_Target(_renderer(options.format, colours=sys.stderr.isatty()), _to_stderr))
+    if options.file is not None:
+        targets.append(_Target(_renderer(options.format, colours=False), _Appended(options.file)))
+    processors: Sequence[Any] = (
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _escaped,
+        _Targets(targets),
+    )
+    made = structlog.wrap_logger(
+        None, processors=processors, wrapper_class=structlog.make_filtering_bound_logger(level)
+    ).bind(process=process)
+    return cast("Logger", made)
+
+
+def _renderer(format_: LogFormat, *, colours: bool) -> _Renderer:
+    import structlog  # noqa: PLC0415
+
+    if format_ is LogFormat.JSON:
+        return lambda logger, name, event: json.dumps(event, default=str)
+    return structlog.dev.ConsoleRenderer(colors=colours, pad_event_to=0, sort_keys=False)
+
+
+def _to_stderr(line: str) -> None:
+    # Looked up each time: a live display replaces the stream, and prints lines above itself.
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class _Appended:
+    path: Path
+
+    def __call__(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:  # in one call, so that lines of several processes do not mix
+                os.write(descriptor, line.encode("utf-8", "backslashreplace") + b"\n")
+            finally:
+                os.close(descriptor)
+
+
+@dataclass
+class _Target:
+    render: _Renderer
+    write: Callable[[str], None]
+
+
+@dataclass
+class _Targets:
+    """The last processor: renders and writes an event for every target."""
+
+    targets: list[_Target] = field(default_factory=list)
+
+    def __call__(self, logger: Any, name: str, event: Event) -> Event:
+        import structlog  # noqa: PLC0415
+
+        for target in self.targets:
+            rendered = target.render(logger, name, dict(event))
+            target.write(rendered.decode() if isinstance(rendered, bytes) else rendered)
+        raise structlog.DropEvent
+
+
+def _escaped(_logger: Any, _name: str, event: Event) -> Event:
+    """Escape control characters, which a peer may have sent, and shorten long values."""
+    return {name: escaped(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def escaped(text: str) -> str:
+    """A text in one line: characters that cannot be printed as Python escapes, cut after 500 characters."""
+    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:_LONGEST])
+    return shown if len(text) <= _LONGEST else f"{shown}..."

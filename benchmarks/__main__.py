@@ -1,21 +1,32 @@
-"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--json FILE]``, names as in ``BENCHMARKS``."""
+"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--smoke] [--json FILE]``.
+
+The names are those of ``BENCHMARKS``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import blockwise, delta, hamming, rounds, soak, startup, vit, whole
+from benchmarks import blockwise, delta, hamming, rounds, silos, soak, startup, vit, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
-BENCHMARKS: Mapping[str, Callable[[], Result]] = {
+
+class Benchmark(Protocol):
+    """A benchmark's function."""
+
+    def __call__(self, *, smoke: bool) -> Result:
+        """Measure; ``smoke``: the smallest size, in seconds, to see that the benchmark works."""
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
     "delta": delta.run,
     "rounds": rounds.run,
     "startup": startup.run,
@@ -23,10 +34,11 @@ BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "loop": whole.run,
     "vit": vit.run,
     "blockwise": blockwise.run,
+    "silos": silos.run,
     "soak": soak.run,
 }
 #: Run only if named by ``--only``: they take minutes each.
-LONG = ("soak", "vit", "blockwise")
+LONG = ("silos", "soak", "vit", "blockwise")
 
 
 def _names(text: str) -> list[str]:
@@ -58,19 +70,22 @@ def main() -> None:
     parser.add_argument(
         "--only",
         type=_names,
-        default=[name for name in BENCHMARKS if name not in LONG],
         metavar="A,B",
-        help=f"{', '.join(BENCHMARKS)}; default: all but {', '.join(LONG)}",
+        help=f"{', '.join(BENCHMARKS)}; default: all but {', '.join(LONG)}; with --smoke all",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="the smallest sizes: whether the benchmarks work, not how fast fedmq is"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file instead of printing it")
     arguments = parser.parse_args()
+    chosen = arguments.only or [name for name in BENCHMARKS if arguments.smoke or name not in LONG]
     console = Console()
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False, soft_wrap=True)
     results: list[dict[str, Any]] = []
-    for name in arguments.only:
+    for name in chosen:
         before = load_average()
-        result = dataclasses.replace(BENCHMARKS[name](), load=(before, load_average()))
+        result = dataclasses.replace(BENCHMARKS[name](smoke=arguments.smoke), load=(before, load_average()))
         results.append(dataclasses.asdict(result))
         console.print(_table(result))
     text = json.dumps({"machine": about, "benchmarks": results}, indent=1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +16,38 @@ import yaml
 
 from benchmarks.measure import Number, Result, load_average
 
-PAIRS, IMAGE, TEXT, WIDTH, ROUNDS = 20_000, 4096, 1386, 4096, 2
+ROUNDS = 2
 _EVERY_S = 0.2
 
 
-def _features(path: Path) -> None:
-    """Write synthetic features with the widths of VGG-19 and a bag of words; a tenth as many test items."""
+@dataclass(frozen=True)
+class Size:
+    """Items of the silo, and widths of its images, texts and networks."""
+
+    pairs: int = 20_000
+    image: int = 4096
+    text: int = 1386
+    width: int = 4096
+
+
+def _features(path: Path, size: Size) -> None:
+    """Write synthetic features, by default as wide as VGG-19 and a bag of words; a tenth as many test items."""
     generator = np.random.default_rng(0)
-    n = PAIRS + PAIRS // 10
-    image = generator.standard_normal((n, IMAGE), dtype=np.float32)
-    text = (generator.random((n, TEXT), dtype=np.float32) < 0.01).astype(np.float32)
+    n = size.pairs + size.pairs // 10
+    image = generator.standard_normal((n, size.image), dtype=np.float32)
+    text = (generator.random((n, size.text), dtype=np.float32) < 0.01).astype(np.float32)
     labels = np.eye(10, dtype=np.uint8)[np.arange(n) % 10]
-    split = np.array(["train"] * PAIRS + ["test"] * (n - PAIRS))
+    split = np.array(["train"] * size.pairs + ["test"] * (n - size.pairs))
     np.savez(path, image=image, text=text, labels=labels, split=split)
 
 
-def _scenario(features: Path) -> dict[str, object]:
+def _scenario(features: Path, width: int) -> dict[str, object]:
     """One silo with all data, the paper's networks and batch size; one epoch per task, to save time."""
     return {
         "name": "blockwise",
         "rounds": ROUNDS,
         "protocol": "feduch",
-        "objective": {"base": "dgcpn", "bits": 64, "hidden": WIDTH},
+        "objective": {"base": "dgcpn", "bits": 64, "hidden": width},
         "data": {"name": "features", "path": str(features)},
         "backbone": {"name": "features"},
         "silos": {"count": 1},
@@ -64,13 +75,17 @@ def _is_silo(process: psutil.Process, run: Path) -> bool:
     return any(Path(file.path) == run / "messages" / "silo-00.jsonl" for file in process.open_files())
 
 
-def run() -> Result:
-    """Measure the silo process over two tasks: the second one also contrasts with the previous networks."""
+def run(*, smoke: bool = False) -> Result:
+    """Measure the silo process over two tasks: the second one also contrasts with the previous networks.
+
+    ``smoke``: a hundredth of the items, and narrow networks.
+    """
+    size = Size(pairs=200, image=64, text=32, width=64) if smoke else Size()
     before = load_average()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _features(folder / "items.npz")
-        (folder / "s.yaml").write_text(yaml.safe_dump(_scenario(folder / "items.npz")), encoding="utf-8")
+        _features(folder / "items.npz", size)
+        (folder / "s.yaml").write_text(yaml.safe_dump(_scenario(folder / "items.npz", size.width)), encoding="utf-8")
         out, peak, peak_pss, began = folder / "run", 0, 0, time.perf_counter()
         command = [sys.executable, "-m", "fedmq", "scenario", str(folder / "s.yaml"), "--out", str(out), "--quiet"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as started:
@@ -92,7 +107,8 @@ def run() -> Result:
         Number(text, value / 1e9, "GB", "at most 2") for text, value in (("resident", peak), ("PSS", peak_pss))
     ]
     notes = (
-        f"{summary['tasks']['merged']} tasks of {PAIRS:,} pairs, {IMAGE:,} and {TEXT:,} numbers wide, networks of "
-        f"{WIDTH:,}, batches of 32; resident is the peak, PSS the largest of samples every {_EVERY_S} s",
+        f"{summary['tasks']['merged']} tasks of {size.pairs:,} pairs, {size.image:,} and {size.text:,} numbers wide, "
+        f"networks of {size.width:,}, batches of 32",
+        f"resident is the peak, PSS the largest of samples every {_EVERY_S} s",
     )
     return Result("blockwise", (*gigabytes, Number("whole run", seconds, "s")), notes, (before, load_average()))

@@ -90,8 +90,9 @@ def _floor(repeats: int) -> list[float]:
     return times[_WARM:]
 
 
-def run(repeats: int = 60) -> Result:
-    """Measure over ipc, over tcp on the loopback device, and the lower bound."""
+def run(*, smoke: bool = False) -> Result:
+    """Measure over ipc, over tcp on the loopback device, and the lower bound; ``smoke``: a few repeats."""
+    repeats = 3 if smoke else 60
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # like the next line, as the coordinator does
     keep_buffers()

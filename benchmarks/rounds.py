@@ -123,8 +123,9 @@ def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:
         link.close()
 
 
-def run(silos: int = 10, rounds: int = 20) -> Result:
-    """Measure the seconds per round and their breakdown in the coordinator."""
+def run(*, smoke: bool = False) -> Result:
+    """Measure the seconds per round and their breakdown in the coordinator; ``smoke``: two silos, three rounds."""
+    silos, rounds = (2, 3) if smoke else (10, 20)
     scenario = Scenario(
         name="bench",
         rounds=rounds,

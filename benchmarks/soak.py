@@ -61,7 +61,7 @@ class Memory:
         return statistics.median(values[:fifth]), statistics.median(values[-fifth:])
 
 
-def scenario(path: Path) -> Scenario:
+def scenario(path: Path, rounds: int) -> Scenario:
     """Twelve small silos, 30 % of which leave at intervals; a task takes about 200 virtual seconds."""
     generator = np.random.default_rng(0)
     latent = generator.normal(size=(300, 24)).astype(np.float32)
@@ -69,7 +69,7 @@ def scenario(path: Path) -> Scenario:
     return Scenario.model_validate(
         {
             "name": "soak",
-            "rounds": 1250,
+            "rounds": rounds,
             "protocol": {"name": "fedavg"},
             "data": {"name": "features", "path": path},
             "backbone": {"name": "features", "bottleneck": 4},
@@ -79,17 +79,21 @@ def scenario(path: Path) -> Scenario:
             "aggregation": {"mode": "buffered", "buffer": 4},
             "cost": {"seconds_per_sample": 9.0, "speed_sigma": 0.2},
             "faults": [{"kind": "leave", "share": 0.3, "every": 14_400, "away": 3600}],
-            "evaluation": {"every": 250},
+            "evaluation": {"every": rounds // 5},
         }
     )
 
 
-def run() -> Result:
-    """Simulate the day once, with real processes."""
+def run(*, smoke: bool = False) -> Result:
+    """Simulate the day once, with real processes; ``smoke``: its first twenty minutes.
+
+    Raises:
+        ValueError: the run was too short for a sample.
+    """
     memory = Memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
-        made = resolve(Source(root / "soak.yaml", scenario(root / "soak.npz")), protocols)
+        made = resolve(Source(root / "soak.yaml", scenario(root / "soak.npz", 60 if smoke else 1250)), protocols)
         data = supervisor.prepare_population(made, None)
         done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
     summary = done.outcome.summary

@@ -5,43 +5,31 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import open_clip
 import torch
 import torch.nn.functional as F
+from open_clip.model import CLIP
 from torch import Tensor, nn
 
 import protocols
+from benchmarks.clip_models import MEAN, STD, ClipModel, clip_model, made_dataset
 from benchmarks.measure import Number, Result, spread
 from fedmq.config.scenario import Backbone, ProtocolChoice, Training
-from fedmq.data.silo_dataset import CaptionRows, SiloDataset
-from fedmq.encoders import clip
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import InputSpec
+from fedmq.encoders.clip_weights import config_of
 from fedmq.encoders.gpu import repeatable
-from fedmq.federation.protocol import Context, Local, SiloFacts, Task
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Trained
 from fedmq.models.build import build
 from fedmq.wire.payloads import Model
 
-NAME, EDGE, WIDTH, TAU, RATE = "ViT-B-32", 224, 64, 0.07, 1e-4
-MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+WIDTH, TAU, RATE = 64, 0.07, 1e-4
 Rows = npt.NDArray[np.int64]
-
-
-def _dataset(n: int) -> SiloDataset:
-    """A silo dataset of n synthetic pictures, each with one synthetic caption."""
-    generator = np.random.default_rng(0)
-    texts = [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
-    return SiloDataset(
-        image=torch.from_numpy(generator.integers(0, 256, (n, 3, EDGE, EDGE), dtype=np.uint8)),
-        text=CaptionRows(torch.from_numpy(clip.tokenise(NAME, texts)), torch.arange(n)),
-        captions=torch.ones(n, dtype=torch.int64),
-        labels=None,
-        rows=torch.arange(n),
-    )
 
 
 class _Bottleneck(nn.Module):
@@ -54,18 +42,19 @@ class _Bottleneck(nn.Module):
         return x + changed
 
 
-def _bare(share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
+def _bare(clip_model: ClipModel, share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
     """A plain loop over one epoch that returns its seconds, and the number of trained parameters."""
     assert share.image is not None and share.text is not None
     images, texts = share.image, share.text[:, 0]
-    model: Any = open_clip.create_model(NAME).eval().requires_grad_(False).to(device)
+    model: Any = CLIP(**config_of(clip_model.name)).eval().requires_grad_(False).to(device)
     trained = nn.ModuleList()
     for transformer in (model.visual.transformer, model.transformer):
         for block in transformer.resblocks:
             adapter = _Bottleneck(transformer.width).to(device)
             block.register_forward_hook(lambda _block, _inputs, output, adapter=adapter: adapter(output))
             trained.append(adapter)
-    heads = [nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(device) for _ in range(2)]
+    dim = clip_model.dim
+    heads = [nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)).to(device) for _ in range(2)]
     trained.extend(heads)
     mean, std = (255 * torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
 
@@ -88,25 +77,32 @@ def _bare(share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows],
     return epoch, sum(each.numel() for each in trained.parameters())
 
 
-def _silo(share: SiloDataset, batch: int, device: str, cache: Path) -> tuple[Callable[[Rows], float], int]:
-    """Like :func:`_bare`, for a FedAvg task of a paired silo, from download to update; draws its own order."""
-    inputs = InputSpec((3, EDGE, EDGE), (77,), "uint8", "int32", MEAN, STD)
-    backbone = Backbone(name=NAME, adapter_site="blocks", bottleneck=WIDTH, head="mlp")
+def silo_task(
+    clip_model: ClipModel,
+    share: SiloDataset,
+    batch: int,
+    device: str,
+    cache: Path,
+    *,
+    optimizer: Literal["adamw", "sgd"] = "adamw",
+) -> tuple[Callable[[], Trained], int]:
+    """A FedAvg task of a paired silo, from download to update, and the number of trained parameters."""
+    edge = clip_model.edge
+    inputs = InputSpec((3, edge, edge), (77,), "uint8", "int32", MEAN, STD)
+    backbone = Backbone(name=clip_model.name, adapter_site="blocks", bottleneck=WIDTH, head="mlp")
     model = build(backbone, inputs, 0, device=device, cache=cache)
     silo = SiloFacts("silo-00", 0, True, True)
-    training = Training(batch_size=batch, local_epochs=1, weight_decay=0.01)
+    training = Training(optimizer=optimizer, batch_size=batch, local_epochs=1, weight_decay=0.01)
     context = Context(0, 100, (silo,), model.layout, model.dim, training)
     method = protocols.create(ProtocolChoice(name="fedavg", single_modality="idle"), context)  # no prototypes
     start = Model(layout_digest=model.layout.digest, buffer=model.initial().cpu().numpy())
     tasks = iter(range(1, 1000))
 
-    def epoch(_order: Rows) -> float:
-        task = Task(next(tasks), 0, 0, RATE, (start,))
-        began = time.perf_counter()
-        method.train(Local(silo, share, model, {}), task)
-        return time.perf_counter() - began
+    def task() -> Trained:
+        number = next(tasks)
+        return method.train(Local(silo, share, model, {}), Task(number, 0, 0, RATE, (start,)))
 
-    return epoch, model.flat.numel()
+    return task, model.flat.numel()
 
 
 def _fastest() -> None:
@@ -118,36 +114,70 @@ def _fastest() -> None:
     torch.backends.cudnn.allow_tf32 = True
 
 
-def run(repeats: int = 5) -> Result:
-    """Measure both alternately."""
+@dataclass(frozen=True)
+class Rates:
+    """Training rates of a silo and of the plain loop, measured alternately.
+
+    Args:
+        silo: of each repeat [samples/s].
+        bare: likewise.
+        parameters: trained by the silo.
+        same: whether the plain loop trains as many.
+    """
+
+    silo: tuple[float, ...]
+    bare: tuple[float, ...]
+    parameters: int
+    same: bool
+
+    @property
+    def multiples(self) -> list[float]:
+        """The silo's rate as a multiple of the plain loop's."""
+        return [ours / theirs for ours, theirs in zip(self.silo, self.bare, strict=True)]
+
+
+def training_rates(clip_model: ClipModel, n: int, batch: int, repeats: int, device: str, cache: Path) -> Rates:
+    """Measure both on n made pairs, after an epoch of each to warm up."""
+    share, generator = made_dataset(clip_model, n), np.random.default_rng(1)
+    task, parameters = silo_task(clip_model, share, batch, device, cache)
+    bare, same = _bare(clip_model, share, batch, device)
+
+    def silo(_order: Rows) -> float:
+        began = time.perf_counter()
+        task()
+        return time.perf_counter() - began
+
+    rates: dict[str, list[float]] = {"silo": [], "bare": []}
+    for number in range(repeats + 1):
+        order = generator.permutation(n)
+        for name, kernels, epoch in (("silo", repeatable, silo), ("bare", _fastest, bare)):
+            if device != "cpu":
+                kernels()
+            took = epoch(order)
+            if number:  # the first warms up
+                rates[name].append(n / took)
+    return Rates(tuple(rates["silo"]), tuple(rates["bare"]), parameters, same == parameters)
+
+
+def run(*, smoke: bool = False) -> Result:
+    """Measure both alternately; ``smoke``: once, with a tiny model on a few pairs."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    n, batch = (2048, 128) if device != "cpu" else (32, 16)
-    share, generator = _dataset(n), np.random.default_rng(1)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        silo, parameters = _silo(share, batch, device, Path(folder))
-        bare, same = _bare(share, batch, device)
-        seconds: dict[str, list[float]] = {"silo": [], "bare": []}
-        for number in range(repeats + 1):
-            order = generator.permutation(n)
-            for name, kernels, epoch in (("silo", repeatable, silo), ("bare", _fastest, bare)):
-                if device != "cpu":
-                    kernels()
-                took = epoch(order)
-                if number:  # the first warms up
-                    seconds[name].append(took)
-    rates = {name: [n / each for each in times] for name, times in seconds.items()}
-    multiples = [ours / theirs for ours, theirs in zip(rates["silo"], rates["bare"], strict=True)]
+    n, batch = (8, 4) if smoke else (2048, 128) if device != "cpu" else (32, 16)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        chosen = clip_model(folder, smoke=smoke)
+        rates = training_rates(chosen, n, batch, 1 if smoke else 5, device, folder)
     return Result(
         "vit",
         (
-            spread("a silo's task, from download to update", rates["silo"], "samples/s"),
-            spread("a plain PyTorch loop", rates["bare"], "samples/s"),
-            spread("as a multiple of the plain loop", multiples, "x", "at least 0.95 on a GPU"),
-            Number("trained parameters", parameters, ""),
+            spread("a silo's task, from download to update", rates.silo, "samples/s"),
+            spread("a plain PyTorch loop", rates.bare, "samples/s"),
+            spread("as a multiple of the plain loop", rates.multiples, "x", "at least 0.95 on a GPU"),
+            Number("trained parameters", rates.parameters, ""),
         ),
         (
-            f"{NAME}, random weights, adapters of {WIDTH} in every block",
+            f"{Path(chosen.name).stem}, random weights, adapters of {WIDTH} in every block",
             f"{n} synthetic pairs in batches of {batch}, {device}",
-            f"the plain loop trains {'the same number of' if same == parameters else same} parameters",
+            f"the plain loop trains {'the same number of' if rates.same else 'another number of'} parameters",
         ),
     )

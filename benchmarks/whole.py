@@ -5,22 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import torch
 
 import protocols
 from benchmarks.measure import Number, Result
-from benchmarks.startup import scenario_file, simulated
+from benchmarks.runs import loop_seconds, rcsr_scenario, simulated
 from coordinator.rounds import RoundsPlan
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Local, Reply, Task
-from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
-from fedmq.wire.messages import Kind
 
 METHODS = ("rcsr", "fedavg")
 
@@ -70,32 +67,20 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
         torch.set_num_threads(before)
 
 
-def _loop_seconds(log: Path) -> float:
-    """Seconds from the first task to the last merge, by the coordinator's message log."""
-    first, last = None, None
-    for _, record in read_log(log):
-        match record:
-            case MessageRecord() if first is None and record.header.kind is Kind.TASK:
-                first = datetime.fromisoformat(record.wall)
-            case NoteRecord(text=NoteKind.ALL_MERGED):
-                last = datetime.fromisoformat(record.wall)
-    if first is None or last is None:
-        raise ValueError("the run made no merge")
-    return (last - first).total_seconds()
-
-
-def run(rounds: int = 40) -> Result:
-    """Measure each method."""
+def run(*, smoke: bool = False) -> Result:
+    """Measure each method; ``smoke``: four rounds of three silos on made features."""
+    rounds, warm = (4, 3) if smoke else (40, 6)
     numbers, notes = [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
+        file = rcsr_scenario(folder, smoke=smoke)
         for method in METHODS:
             settings = (f"rounds={rounds}", f"protocol.name={method}")
-            summary = simulated(folder, method, *settings)
-            seconds = _loop_seconds(folder / method / "messages" / "coordinator.jsonl")
-            scenario = scenarios.load(scenario_file(folder), settings)
+            summary = simulated(file, folder / method, *settings)
+            seconds = loop_seconds(folder / method)
+            scenario = scenarios.load(file, settings)
             population = build_population(scenario)
-            bare(scenarios.load(scenario_file(folder), (*settings, "rounds=6")), population, 1)  # warm
+            bare(scenarios.load(file, (*settings, f"rounds={warm}")), population, 1)  # warm
             alone = {threads: bare(scenario, population, threads) for threads in sorted({1, torch.get_num_threads()})}
             best = min(each.seconds for each in alone.values())
             numbers += [
@@ -105,4 +90,4 @@ def run(rounds: int = 40) -> Result:
             ]
             same = alone[1].digest == summary["model_digest"]
             notes.append(f"{method}: the bare loop's model is {'bitwise identical' if same else 'different'}")
-    return Result("loop", tuple(numbers), (*notes, "30 silos, half of them selected each round, openmoji on lite"))
+    return Result("loop", tuple(numbers), (*notes, f"{scenario.silos.count} silos, half of them selected each round"))

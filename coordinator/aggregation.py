@@ -5,9 +5,10 @@ Pure computation; the loop does all waiting, sending and writing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
+from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
@@ -136,3 +137,11 @@ def merge_line(
         losses=dict(losses),
     )
     return line.model_copy(update=dict(log))
+
+
+def states_in_use(
+    states: Mapping[int, State], needed: Set[int], pending: Mapping[str, PendingTask]
+) -> dict[int, State]:
+    """The states that are still needed: of given versions, and those that a pending task is based on."""
+    kept = {*needed, *(task.base_version for task in pending.values())}
+    return {version: state for version, state in states.items() if version in kept}

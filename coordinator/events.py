@@ -87,10 +87,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Expelled:
-    """A silo's key was revoked while the run was stopped: its task has failed, and it is not selected any more.
-
-    This event precedes every :class:`Joined` of a resumed run.
-    """
+    """A silo's key was removed: it is not selected any more, unless it joins again with an accepted key."""
 
     silo: str
 

@@ -123,6 +123,10 @@ class InProcessPeers:
             self.queue.append(message)
         return 1
 
+    def removed_keys(self, now: float) -> list[str]:
+        """None: functions of this process have no keys."""
+        return []
+
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal."""
         self.refused[error.reason] += 1

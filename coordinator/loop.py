@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of
+from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of, states_in_use
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -18,9 +18,9 @@ from coordinator.events import (
     Action,
     Arrived,
     Discard,
-    DiscardReason,
     EvaluationAborted,
     Event,
+    Expelled,
     Failed,
     Finish,
     Joined,
@@ -190,9 +190,9 @@ class Loop:
         self._check_peers()
 
     def _is_ready(self, entry: TimelineEntry) -> bool:
-        if not self.clock.virtual:
-            return entry.at <= self.clock.now()
-        return entry.kind is not EntryKind.ARRIVAL or self._outcomes.get(entry.silo, entry.sequence) is not None
+        if self.clock.virtual:
+            return entry.kind is not EntryKind.ARRIVAL or self._outcomes.get(entry.silo, entry.sequence) is not None
+        return entry.at <= self.clock.now()
 
     def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
         """Pass an event to the rounds machine and carry out its actions.
@@ -223,13 +223,8 @@ class Loop:
                 self._timeline.deadline(self.clock.now() + after, round_)
             case Merge():
                 self._merge(action)
-            case Discard(silo, sequence, reason, cause=cause):
-                if reason is DiscardReason.DUPLICATE:
-                    self._outcomes.forget(silo, sequence)
-                else:
-                    self._outcomes.remove(silo, sequence)
-                self.counters.discarded[reason] += 1
-                self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, cause=cause)
+            case Discard():
+                self._outcomes.discard(action)
             case Finish(cause=cause):
                 self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, cause=cause)
             case _:
@@ -368,6 +363,8 @@ class Loop:
         if now - self._checked < _POLL_SECONDS:
             return
         self._checked = now
+        for name in self.roster.removed_keys(now):
+            self.expel(name)
         for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
             self._on_ready(Ready(name, returned=False))
         # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
@@ -407,6 +404,18 @@ class Loop:
             self._absent_since[name] = self.clock.stopwatch()
             self._limits.forget(name)
             self._handle(Lost(name))
+
+    def expel(self, name: str) -> None:
+        """Cut off a peer whose key was removed; a silo's pending task fails."""
+        if self.roster.online(name):
+            self._on_peer_lost(name)
+        self.log.note(NoteKind.EXPELLED, peer=name)
+        if name not in self._facts:
+            return
+        self._handle(Expelled(name))
+        task = self.rounds.pending.get(name)
+        if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
+            self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True))
 
     # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
@@ -466,15 +475,13 @@ class Loop:
             return
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
-        after = self.rounds.after_merge()
-        # The states that a pending task or evaluation is based on.
-        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
-        self.states = {number: state for number, state in self.states.items() if number in needed}
+        needed = {version, *self.evaluation.pending}
+        self.states = states_in_use(self.states, needed, self.rounds.pending)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
-        self.saving.save(after, self.states, self._outcomes.due, cause)
+        self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version), cause)
 
@@ -482,9 +489,8 @@ class Loop:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
-        return not self.evaluation.crowded or self.evaluation.wait(
-            self._poll, self.stop_wanted, self.clock, final=False
-        )
+        crowded = self.evaluation.crowded
+        return not crowded or self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._outcomes.get(item.silo, item.sequence)

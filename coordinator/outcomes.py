@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from coordinator.counters import Counters
-from coordinator.events import DiscardReason, Failed
+from coordinator.events import Discard, DiscardReason, Failed
 from coordinator.fault_injection import FaultInjector
 from coordinator.rounds import PendingTask
 from coordinator.timeline import Timeline
@@ -110,6 +110,16 @@ class Outcomes:
         """The outcome of a silo's pending task has been handled."""
         self.forget(silo, sequence)
         self.due.pop(silo, None)
+
+    def discard(self, discarded: Discard) -> None:
+        """The reply to a task is not merged."""
+        silo, sequence, reason = discarded.silo, discarded.sequence, discarded.reason
+        if reason is DiscardReason.DUPLICATE:
+            self.forget(silo, sequence)
+        else:
+            self.remove(silo, sequence)
+        self._counters.discarded[reason] += 1
+        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, cause=discarded.cause)
 
     def forget(self, silo: str, sequence: int) -> None:
         """Drop a stored outcome; the silo may have another pending task."""

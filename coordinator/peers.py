@@ -98,6 +98,9 @@ class Peers(Protocol):
     def drop(self, name: str) -> bool:
         """Remove a peer until it is ready again; returns whether it was online."""
 
+    def removed_keys(self, now: float) -> list[str]:
+        """Peers whose keys have been removed since the last call, at the stopwatch's time ``now`` [s]."""
+
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal of a message of ``size`` bytes."""
 

@@ -19,7 +19,6 @@ from coordinator.aggregation import check_robust
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
-from coordinator.events import Expelled
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
@@ -41,7 +40,7 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import FederatedProtocol
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
-from fedmq.runs import html_report
+from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status
@@ -50,8 +49,7 @@ from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
-from fedmq.wire.handshake import Accepted
-from fedmq.wire.keys import Identity, load_accepted, load_identity
+from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -78,6 +76,7 @@ class CoordinatorArguments:
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
         logs: of the log for operators; None for none.
+        metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
     run: ResolvedRun
@@ -89,6 +88,7 @@ class CoordinatorArguments:
     silos_per_connection: int = 1
     stop_silos: bool = False
     logs: LogOptions | None = None
+    metrics_port: int | None = None
 
     @property
     def scenario(self) -> Scenario:
@@ -150,7 +150,7 @@ def run_coordinator(
     if peers is None:
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
-    identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
+    identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
     population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
     _require_selectable(arguments, run_context, revoked)
@@ -167,12 +167,13 @@ def run_coordinator(
             log.note(NoteKind.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
-            assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            assert wire is not None and identity is not None and accepted is not None  # noqa: S101 - made above where silos connect
             log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         loop.stop_silos = arguments.stop_silos
+        _serve_metrics(arguments, loop, closing)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
         phase = loop.run()
@@ -180,6 +181,12 @@ def run_coordinator(
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _serve_metrics(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
+    """Serve figures for Prometheus until the run ends, if asked to."""
+    if arguments.metrics_port is not None:
+        closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
@@ -239,19 +246,23 @@ def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
     return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
-def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
-    """The coordinator's key, the accepted public keys, and the silos whose keys were revoked.
+def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:
+    """The coordinator's key, the accepted public keys, and the silos without one, which may be accepted later.
 
     Raises:
-        InputError: a key is missing; when resuming, the evaluator's or those of all silos.
+        InputError: a key is missing; of a run that can do without some silos, the evaluator's or those of all silos.
     """
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     silos = arguments.scenario.silo_names
     missing = [name for name in (*silos, EVALUATOR) if name not in accepted]
-    if arguments.resume and EVALUATOR not in missing and len(missing) < len(silos):
+    some = arguments.resume or arguments.scenario.participation.minimum is not None
+    if some and EVALUATOR not in missing and len(missing) < len(silos):
         return identity, accepted, frozenset(missing)
     if missing:
-        allowed = "a public key for the evaluator and every silo; a resumed run (--resume) can do without a silo's"
+        allowed = (
+            "a public key for the evaluator and every silo (`fedmq keys accept`); a resumed run (--resume) or one with "
+            "participation.minimum can do without a silo's"
+        )
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
     return identity, accepted, frozenset()
 
@@ -356,19 +367,13 @@ def _loop(
     fault_injector = FaultInjector(
         run_context.script, run_context.folder, log, clock, order=order, wired=roster.wired, issued=issued
     )
-    for silo in sorted(revoked):
-        log.note(NoteKind.EXPELLED, peer=silo)
     if saved is None:
         rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
     else:
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
-    # Silos with revoked keys cannot rejoin: they are not selected, and their pending tasks have failed.
-    for silo in sorted(revoked):
-        rounds, _ = rounds.handle(Expelled(silo))  # without actions: the run continues once the others have joined
-    due = {silo: at for silo, at in due.items() if silo not in revoked}
     evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
-    return Loop(
+    loop = Loop(
         run_context,
         rounds,
         states,
@@ -382,6 +387,9 @@ def _loop(
         StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
         stop_wanted=stop_wanted,
     )
+    for silo in sorted(revoked):
+        loop.expel(silo)
+    return loop
 
 
 def _cut_metrics(run_context: RunContext, version: int) -> set[int]:

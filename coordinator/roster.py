@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
+from fedmq.wire.channel import EXPELLED
 from fedmq.wire.codec import decode_header
-from fedmq.wire.handshake import Accepted, Responded, confirm, reject, respond
-from fedmq.wire.keys import Identity
+from fedmq.wire.handshake import Responded, confirm, reject, respond
+from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
+from fedmq.wire.payloads import Error
 from fedmq.wire.refusals import UNKNOWN, RefusalLog
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Listener
 
+#: Interval at which the folder of accepted keys is checked for changes [s].
+_KEYS_SECONDS = 1.0
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
 
@@ -96,7 +100,7 @@ class Roster:
     Args:
         listener: the transport's listening end.
         identity: the coordinator's name and key.
-        accepted: public keys of the peers that can open a session.
+        accepted: public keys of the peers that can open a session; the folder is watched for changes.
         run: name of the run.
         log: the coordinator's message log.
         clock: clock for liveness and time stamps.
@@ -108,7 +112,7 @@ class Roster:
         self,
         listener: Listener,
         identity: Identity,
-        accepted: Accepted,
+        accepted: AcceptedKeys,
         run: str,
         log: MessageLog,
         clock: Clock,
@@ -128,6 +132,7 @@ class Roster:
         self.refused: Counter[str] = Counter()
         self.refusal = ""
         self._refusals = RefusalLog(log, clock)
+        self._keys_at = -math.inf
 
     @property
     def uri(self) -> str:
@@ -191,6 +196,19 @@ class Roster:
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
         self.refusal = f"{name}: {error.detail}"
+
+    def removed_keys(self, now: float) -> list[str]:
+        """Peers whose keys have been removed from the folder since the last call; it is read once a second."""
+        if now - self._keys_at < _KEYS_SECONDS:
+            return []
+        self._keys_at, problem = now, self._accepted.problem
+        removed = self._accepted.refresh()
+        for name in filter(self.online, removed):
+            error = Error(EXPELLED, "this key is no longer accepted")
+            self.send(name, Message(self.header(name, Kind.ERROR), (error,)))
+        if self._accepted.problem not in ("", problem):
+            self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)
+        return removed
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""

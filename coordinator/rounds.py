@@ -53,13 +53,14 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: resumed after the last merge
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
-        Expelled: (Phase.GATHERING,),
+        Expelled: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the others have all joined
         Stop: (Phase.STOPPED,),
     },
     Phase.COLLECTING: {
         Joined: (Phase.COLLECTING,),
         Lost: (Phase.COLLECTING,),
         Switched: (Phase.COLLECTING,),
+        Expelled: (Phase.COLLECTING,),
         Arrived: (Phase.COLLECTING, Phase.MERGING),
         Failed: (Phase.COLLECTING, Phase.MERGING),
         Deadline: (Phase.COLLECTING, Phase.MERGING),
@@ -69,6 +70,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Joined: (Phase.MERGING,),
         Lost: (Phase.MERGING,),
         Switched: (Phase.MERGING,),
+        Expelled: (Phase.MERGING,),
         Merged: (Phase.COLLECTING, Phase.DONE),
         Stop: (Phase.STOPPED,),
     },
@@ -76,6 +78,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Joined: (Phase.DONE,),
         Lost: (Phase.DONE,),
         Switched: (Phase.DONE,),
+        Expelled: (Phase.DONE,),
         Arrived: (Phase.DONE,),
         Failed: (Phase.DONE,),
         Deadline: (Phase.DONE,),
@@ -86,6 +89,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Joined: (Phase.STOPPED,),
         Lost: (Phase.STOPPED,),
         Switched: (Phase.STOPPED,),
+        Expelled: (Phase.STOPPED,),
         Arrived: (Phase.STOPPED,),
         Failed: (Phase.STOPPED,),
         Deadline: (Phase.STOPPED,),
@@ -255,8 +259,7 @@ class Rounds:
             case Stop():
                 return self if self.phase is Phase.DONE else replace(self, phase=Phase.STOPPED), ()
             case Expelled(silo):
-                pending = {name: each for name, each in self.pending.items() if name != silo}
-                return replace(self, gone=self.gone | {silo}, pending=pending), ()
+                return replace(self, online=self.online - {silo}, gone=self.gone | {silo})._start_if_enough()
             case EvaluationAborted():
                 return replace(self, phase=Phase.STOPPED), ()
             case _:
@@ -273,13 +276,16 @@ class Rounds:
             if pending_task is None
             else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
         )
-        if joined.phase is not Phase.GATHERING or not joined._enough_silos:
-            after, actions = joined._select()
-            return after, resend + actions
-        # Silos that are not needed to start are not selected until they join.
-        absent = frozenset(joined.plan.silos) - joined.online
-        after, actions = replace(joined, gone=joined.gone | absent)._begin_round()
+        after, actions = joined._select() if joined.phase is not Phase.GATHERING else joined._start_if_enough()
         return after, resend + actions
+
+    def _start_if_enough(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Start the first round, or resume, if the run waits for silos and enough of them have joined."""
+        if self.phase is not Phase.GATHERING or not self.online or not self._enough_silos:
+            return self, ()
+        # Silos that are not needed to start are not selected until they join.
+        absent = frozenset(self.plan.silos) - self.online
+        return replace(self, gone=self.gone | absent)._begin_round()
 
     @property
     def _enough_silos(self) -> bool:

@@ -44,6 +44,7 @@ class StatusReport:
 
     Attributes:
         limits: times and limits of pending tasks.
+        latest: the last status written; None before the first.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StatusReport:
         self._heard: dict[str, str] = {}
         self._errors: dict[str, str] = {}
         self._loss: float | None = None
+        self.latest: StatusFile | None = None
         self._metrics = evaluation.metrics
 
     def merged(self, line: MergeLine) -> None:
@@ -104,10 +106,10 @@ class StatusReport:
             self._shown = now
             self._show(self._status(rounds, seen, now))
         if force or now - self._written >= STATUS_SECONDS:
-            self._written = now
+            self._written, self.latest = now, self._file(rounds, seen, now)
             # A run does not depend on this file: if the disk is full, the next checkpoint reports it.
             with contextlib.suppress(FedmqError):
-                write_json(self._run_context.folder.status, self._file(rounds, seen, now).model_dump(mode="json"))
+                write_json(self._run_context.folder.status, self.latest.model_dump(mode="json"))
 
     def _status(self, rounds: Rounds, seen: set[str], now: float) -> Status:
         roster, counters = self._roster, self._counters

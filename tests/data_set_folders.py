@@ -173,9 +173,10 @@ def pascal(folder: Path, per_class: int = 3) -> Path:
 
 
 def manifest(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a JSONL manifest and its images."""
+    """Write a JSONL manifest and the images of the rows that have one."""
     for number, row in enumerate(rows):
-        photo(folder / str(row["image"]), number)
+        if "image" in row:
+            photo(folder / str(row["image"]), number)
     return write(folder / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,31 @@ def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path
     lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
     after = [line.replies for line in lines if line.version > 3]
     assert after and not any("silo-03" in replies for replies in after)
+    assert not audit_run(tmp_path).findings
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_goes_on(
+    tiny: Path, tmp_path: Path, mode: str
+) -> None:
+    scenario = resolved(tiny, "rounds=40", "participation=1.0", "evaluation.every=0", f"aggregation.mode={mode}")
+    metrics, removed = tmp_path / "metrics.jsonl", list[str]()
+    late = within(120)
+
+    def remove_once_merged() -> bool:
+        if not removed and metrics.exists() and "merge" in metrics.read_text():
+            revoke(tmp_path / "keys", "silo-03")
+            removed.append("silo-03")
+        time.sleep(0.05)  # a second is several rounds long
+        return late()
+
+    outcome = threaded_run.run(scenario, tmp_path, stop_wanted=remove_once_merged)
+    assert outcome.phase is Phase.DONE
+    (expelled,) = in_process_run.notes(tmp_path, NoteKind.EXPELLED)
+    assert expelled["peer"] == "silo-03"
+    lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
+    assert "silo-03" in lines[0].replies or "silo-03" in lines[1].replies or mode == "async"
+    assert not any("silo-03" in line.replies for line in lines[-5:])
     assert not audit_run(tmp_path).findings
 
 

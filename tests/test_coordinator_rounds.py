@@ -114,7 +114,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
             assert repr(rounds) == before
 
 
-def test_the_task_of_an_expelled_silo_is_dropped_and_the_run_starts_without_it() -> None:
+def test_a_run_resumes_without_an_expelled_silo_whose_task_then_fails() -> None:
     live, _ = gathered(plan(mode="buffered", participation=0.5, buffer=1))
     live, (merge,) = live.handle(Arrived(min(live.pending), 1))
     (slow,) = live.pending
@@ -122,18 +122,32 @@ def test_the_task_of_an_expelled_silo_is_dropped_and_the_run_starts_without_it()
     expelled, actions = rounds.handle(Expelled(slow))
     assert isinstance(merge, Merge) and set(rounds.pending) == {slow}
     assert actions == ()
-    assert expelled == replace(rounds, gone=frozenset({slow}), pending={})
+    assert expelled == replace(rounds, gone=frozenset({slow}))
     others = [silo for silo in SILOS if silo != slow]
     for silo in others:
         assert expelled.phase is Phase.GATHERING
         expelled, actions = expelled.handle(Joined(silo))
     assert expelled.phase is Phase.COLLECTING
     assert {action.silo for action in actions if isinstance(action, Send)} < set(others)
+    failed, _ = expelled.handle(Failed(slow, expelled.pending[slow].sequence, "expelled", gone=True))
+    assert slow not in failed.pending and slow in failed.gone
 
 
-def test_silos_can_be_expelled_only_while_gathering() -> None:
-    assert [phase for phase in Phase if Expelled in TABLE[phase]] == [Phase.GATHERING]
-    assert TABLE[Phase.GATHERING][Expelled] == (Phase.GATHERING,)
+def test_the_last_silo_that_a_run_waits_for_can_be_expelled_and_the_run_starts() -> None:
+    rounds = Rounds(plan())
+    for silo in SILOS[:-1]:
+        rounds, _ = rounds.handle(Joined(silo))
+    rounds, actions = rounds.handle(Expelled(SILOS[-1]))
+    assert rounds.phase is Phase.COLLECTING
+    assert {action.silo for action in actions if isinstance(action, Send)} <= set(SILOS[:-1])
+
+
+def test_an_expelled_silo_is_not_selected_until_it_joins_again() -> None:
+    rounds, _ = gathered(plan(participation=1.0))
+    expelled, actions = rounds.handle(Expelled("silo-01"))
+    assert (expelled.phase, actions) == (Phase.COLLECTING, ())
+    assert "silo-01" in expelled.gone and "silo-01" not in expelled.online
+    assert "silo-01" not in expelled.handle(Joined("silo-01"))[0].gone
     with pytest.raises(IllegalEventError, match="silo-77"):
         Rounds(plan()).handle(Expelled("silo-77"))
 

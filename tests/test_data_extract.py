@@ -324,10 +324,43 @@ def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path
 
 
 def test_an_item_without_a_caption_is_refused_by_name(tmp_path: Path) -> None:
-    rows = [{"image": "a.png", "caption": "a", "split": "train"}, {"image": "b.png", "split": "test"}]
-    path = data_set_folders.manifest(tmp_path / "m", rows)
-    with pytest.raises(InputError, match=r"b\.png.*no caption"):
-        prepare(Data(name="manifest", path=path), tiny_clip(tmp_path), tmp_path / "cache")
+    data_set_folders.wikipedia(tmp_path / "set")
+    written = sorted((tmp_path / "set" / "texts").iterdir())[0]
+    written.unlink()
+    with pytest.raises(InputError, match=rf"{written.stem}/.*no caption"):
+        prepare(Data(name="wikipedia", path=tmp_path / "set"), tiny_clip(tmp_path), tmp_path / "cache")
+
+
+def test_items_of_a_manifest_without_image_or_captions_have_rows_of_zeros(tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = [
+        {"image": "a.png", "caption": "a", "split": "train"},
+        {"image": "b.png", "split": "train"},
+        {"caption": "c", "split": "train"},
+        {"image": "d.png", "caption": "d", "split": "test"},
+    ]
+    data = Data(name="manifest", path=data_set_folders.manifest(tmp_path / "m", rows))
+    backbone = tiny_clip(tmp_path)
+    found = prepare(data, backbone, tmp_path / "cache")
+    assert found.present.tolist() == [[True, True], [True, False], [False, True], [True, True]]
+    assert found.image.any(axis=1).tolist() == [True, True, False, True]
+    assert found.text.any(axis=1).tolist() == [True, False, True, True]
+    assert found.captions.tolist() == [1, 0, 1, 1]
+    assert text_features(found, backbone).any(axis=1).tolist() == [True, False, True, True]
+    whole = prepare(data.model_copy(update={"missing": "skip"}), backbone, tmp_path / "cache")
+    assert whole.keys == ("a.png", "d.png")
+    assert np.allclose(whole.image, found.image[[0, 3]], atol=1e-6)
+    assert not whole.unpaired
+
+
+@pytest.mark.parametrize("lacking", ["image", "caption"])
+def test_a_manifest_may_lack_a_modality_altogether(lacking: str, tmp_path: Path) -> None:
+    rows = [{"image": "a.png", "caption": "a"}, {"image": "b.png", "caption": "b"}]
+    kept = [{name: value for name, value in row.items() if name != lacking} for row in rows]
+    data_set_folders.manifest(tmp_path / "m", rows)
+    data = Data(name="manifest", path=data_set_folders.manifest(tmp_path / "m", kept))
+    found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
+    assert found.present.tolist() == [[lacking != "image", lacking != "caption"]] * 2
+    assert (found.image.shape, found.text.shape) == ((2, 16), (2, 16))
 
 
 # --- timm -----------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_train_and_test_parts_become_one_data_set_with_that_split(kind: str, tmp
         np.savez(path, **arrays)
     found = prepare(Data(name="pascal", path=path), FEATURES, tmp_path / "cache")
     assert np.array_equal(found.image, np.concatenate([arrays["I_tr"], arrays["I_te"]]))
-    assert found.text.shape == (8, 1, 3)
+    assert found.text.shape == (8, 3)
     assert found.labels is not None
     # Classes counted from 1 become columns from 0.
     assert found.labels.argmax(axis=1).tolist() == [0, 1, 2, 0, 1, 2, 2, 0]

@@ -35,7 +35,10 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
     [
         ("list.jsonl", '{"image": "a.png"}\n{', r"line 2.*valid JSON"),
         ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
-        ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
+        ("list.jsonl", '{"caption": "a"}\n{"label": "x"}', "line 2: image: found 'neither an image nor a caption'"),
+        ("list.csv", "image,caption\na,b\n ,\n", "line 3: image: found 'neither"),
+        ("list.jsonl", '{"image": 3, "caption": "a"}', "line 1: image: found '3'"),
+        ("list.csv", "labels,split\na,train\n", "line 1: found 'columns labels, split', allowed: a column image"),
         ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
         (
             "list.jsonl",
@@ -51,7 +54,6 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
         ("list.csv", "picture\na\n", "line 1: found 'picture'"),
-        ("list.csv", "caption\na\n", "line 1: found 'columns caption', allowed: a column image"),
         ("list.txt", "", r"\.csv or \.jsonl"),
         ("list.csv", "image,labels,labels\na,b,c\n", "line 1: found \"'labels' twice\""),
         ("list.jsonl", '{"image": "a", "caption": "x", "caption": "y"}', "line 1: found \"'caption' twice\""),
@@ -85,6 +87,31 @@ def test_lines_of_one_image_or_key_are_one_item_with_all_their_captions(tmp_path
     assert found.keys == ("a.png", "b.png")
     assert found.captions == (("one", "three"), ("two",))
     assert [labels_of(found, row) for row in (0, 1)] == [["x", "z"], ["y"]]
+
+
+def test_items_may_lack_their_image_or_their_captions(tmp_path: Path) -> None:
+    content = "image,caption,key\na.png,one,\n,two,\nb.png,,\n,three,k\n"
+    found = read("manifest", data_set_folders.write(tmp_path / "list.csv", content))
+    assert found.keys == ("a.png", "line 3", "b.png", "k")
+    assert found.captions == (("one",), ("two",), (), ("three",))
+    present = found.present("sentences")
+    assert present is not None
+    assert present.tolist() == [[True, True], [False, True], [True, False], [False, True]]
+    some = found.subset([3, 2, 0])
+    assert some.pictured.tolist() == [False, True, True]
+    assert [some.pictures.name(row) for row in range(3)] == [
+        "no picture",
+        *map(str, (tmp_path / "b.png", tmp_path / "a.png")),
+    ]
+    texts = read("manifest", data_set_folders.write(tmp_path / "texts.csv", "captions\none\ntwo\n"))
+    assert not texts.pictured.any()
+
+
+def test_a_line_without_an_image_adds_a_caption_to_the_item_of_its_key(tmp_path: Path) -> None:
+    content = "image,caption,key\n,one,7\na.png,two,7\nb.png,three,8\n"
+    found = read("manifest", data_set_folders.write(tmp_path / "list.csv", content))
+    assert found.captions == (("one", "two"), ("three",))
+    assert found.pictured.all()
 
 
 @pytest.mark.parametrize(

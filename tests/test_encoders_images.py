@@ -13,6 +13,7 @@ import torch
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.encoders import images
 from fedmq.encoders.images import Files, Pixels, Rows, decode, fit
+from fedmq.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -115,3 +116,44 @@ def test_pixel_rows_of_another_version_are_recomputed_but_those_of_drawings_are_
     now = [kind.stamps() for kind in all_kinds]
     monkeypatch.setattr(images, "PIXELS_VERSION", images.PIXELS_VERSION + 1)
     assert [kind.stamps() == before for kind, before in zip(all_kinds, now, strict=True)] == [False, False, True]
+
+
+RAMP = np.tile(np.linspace(0, 1, 64, dtype=np.float32), (64, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("0 to 1.tif", RAMP),
+        ("0 to 255.tif", RAMP * 255),
+        ("float of 16 bits.tif", RAMP * 65535),
+        ("10 bits.png", (RAMP * 1023).astype(np.uint16)),
+        ("12 bits.png", (RAMP * 4095).astype(np.uint16)),
+        ("12 bits.tif", (RAMP * 4095).astype(np.uint16)),
+        ("14 bits.tif", (RAMP * 16383).astype(np.int32)),
+        ("16 bits.png", (RAMP * 65535).astype(np.uint16)),
+        ("8 of 16 bits.png", (RAMP * 255).astype(np.uint16)),
+        ("8 of 32 bits.tif", (RAMP * 255).astype(np.int32)),
+        ("8 bits.png", (RAMP * 255).astype(np.uint8)),
+    ],
+)
+def test_greys_of_every_usual_range_decode_to_the_same_picture(tmp_path: Path, name: str, values: Any) -> None:
+    Image.fromarray(values).save(tmp_path / name)
+    found = decode(tmp_path / name)
+    assert (found.min(), found.max()) == (0, 255)
+    assert abs(found[..., 0].astype(int) - np.round(RAMP * 255)).max() <= 1
+
+
+def test_a_range_that_a_tiff_declares_is_used(tmp_path: Path) -> None:
+    temperatures = Image.fromarray(RAMP * 20 - 5)
+    temperatures.save(tmp_path / "a.tif", tiffinfo={340: -5.0, 341: 15.0})
+    assert np.array_equal(decode(tmp_path / "a.tif")[..., 0], np.round(RAMP * 255))
+    Image.fromarray((RAMP * 400).astype(np.uint16)).save(tmp_path / "b.tif", tiffinfo={280: 0, 281: 4095})
+    assert decode(tmp_path / "b.tif").max() == round(400 / 4095 * 255)
+
+
+@pytest.mark.parametrize("values", [RAMP - 0.5, RAMP * 1e6, RAMP * np.nan, (RAMP * 2**20).astype(np.int32)])
+def test_greys_of_an_unknown_range_are_refused(tmp_path: Path, values: Any) -> None:
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    with pytest.raises(InputError, match=r"a\.tif: found .grey values"):
+        decode(tmp_path / "a.tif")

@@ -13,6 +13,7 @@ from rich.table import Table
 from fedmq.cli.console import out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -92,6 +93,7 @@ def add_data(
 def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:
     """Extract a scenario's frozen features on a device, by default the scenario's, and print their shapes."""
     from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
+    from fedmq.data.remarks import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
@@ -101,7 +103,9 @@ def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool)
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
     facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
+        print(json.dumps({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)}, indent=2))
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
         out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)
+        for line in sentences(found.meta.remarks):
+            out.print(printable(line), highlight=False, soft_wrap=True, markup=False)

@@ -2,29 +2,113 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedmq.cli.console import out
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 keys_app = typer.Typer(
-    help="Create, show and revoke the keys with which the processes of a run authenticate each other.\n\n"
-    "Example: [bold]fedmq keys init keys --silos 4[/bold]",
+    help="Create, accept, show and remove the keys with which the processes of a run authenticate each other.\n\n"
+    "Example: [bold]fedmq keys new silo-03[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Folder of keys.")]
+_Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder of keys.")]
+
+
+@keys_app.command("new")
+def keys_new(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="silo-03, coordinator, evaluator.")],
+    keys: _Keys = Path("keys"),
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the present key, which signs the request.")
+    ] = False,
+    passphrase: Annotated[
+        bool, typer.Option("--passphrase", help="Encrypt the private key with a passphrase, which is asked for.")
+    ] = False,
+) -> None:
+    """Create a private key where it will be used, and a request to accept it.
+
+    Send the request, which is no secret, to the operator of the other end, and read out the words over the telephone.
+
+    Example: [bold]fedmq keys new silo-03[/bold]
+    """
+    from fedmq.wire.key_requests import new_request  # noqa: PLC0415
+
+    secret = typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode() if passphrase else None
+    path, request = new_request(keys, name, secret, replace=replace)
+    _print(f"private key {keys / name}.key: keep it here, and let no one read it")
+    _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
+    _print_fingerprint(request.public_key)
+
+
+@keys_app.command("accept")
+def keys_accept(
+    directory: _Directory,
+    requests: Annotated[
+        list[Path], typer.Argument(metavar="REQUEST...", show_default=False, help="Files made by fedmq keys new.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether the words are right.")] = False,
+) -> None:
+    """Accept the keys of requests. Compare the words with those that the other end reads out.
+
+    A running coordinator takes the change within a second. On a terminal, each key is accepted after a confirmation.
+
+    Example: [bold]fedmq keys accept keys silo-03.request[/bold]
+    """
+    from fedmq.wire.key_requests import Acceptance, accept, acceptance_of, read_request  # noqa: PLC0415
+
+    for path, request in [(path, read_request(path)) for path in requests]:
+        what = acceptance_of(directory, path, request)
+        _print(f"{request.name}{', replaces its accepted key' if what is Acceptance.REPLACES else ''}")
+        _print_fingerprint(request.public_key)
+        if what is Acceptance.KNOWN:
+            _print("  is accepted already")
+        elif yes or not sys.stdin.isatty() or typer.confirm("  Does the other end read out the same words?"):
+            accept(directory, request)
+            _print("  accepted")
+        else:
+            _print("  not accepted")
+
+
+@keys_app.command("remove")
+def keys_remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+    keys: _Keys = Path("keys"),
+) -> None:
+    """Accept a key no longer. A running coordinator expels its silo within a second.
+
+    Example: [bold]fedmq keys remove silo-03 --keys keys[/bold]
+    """
+    from fedmq.wire.keys import revoke  # noqa: PLC0415
+
+    revoke(keys, name)
+    _print(f"{name} is no longer accepted")
+
+
+@keys_app.command("revoke", hidden=True)
+def keys_revoke(directory: _Directory, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """``fedmq keys remove`` by its earlier name."""
+    keys_remove(name, directory)
+
 
 @keys_app.command("init")
 def keys_init(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    directory: _Directory,
     silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="Number of silos.")],
 ) -> None:
-    """Create keys for the coordinator, the evaluator and every silo, all of them accepted.
+    """Create keys for the coordinator, the evaluator and every silo at once, all of them accepted. For simulations.
 
-    For a deployment, copy only its NAME.key and the accepted/ folder to each machine.
+    Whoever runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust one
+    machine.
 
     Example: [bold]fedmq keys init keys --silos 4[/bold]
     """
@@ -34,33 +118,30 @@ def keys_init(
     width = max(2, len(str(silos - 1)))
     names = [COORDINATOR, EVALUATOR, *(f"silo-{index:0{width}d}" for index in range(silos))]
     init_keys(directory, names)
-    out.print(f"{len(names)} keys in {directory}", highlight=False, markup=False, soft_wrap=True)
+    _print(f"{len(names)} keys in {directory}")
+    _print("this machine now holds every private key: use it for simulations, and `fedmq keys new` at real sites")
 
 
 @keys_app.command("show")
-def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]) -> None:
-    """List the accepted keys by name and fingerprint.
+def keys_show(directory: _Directory) -> None:
+    """List the accepted keys: name, fingerprint, and its first 88 bits as words.
 
     Example: [bold]fedmq keys show keys[/bold]
     """
-    from fedmq.wire.keys import fingerprint, load_accepted  # noqa: PLC0415
+    from fedmq.wire.keys import fingerprint, load_accepted, words  # noqa: PLC0415
 
     accepted = load_accepted(directory)
     width = max(map(len, accepted), default=0)
     for name, key in accepted.items():  # no table, so that each key is one line for pipes and diffs
-        out.print(f"{name:{width}}  {fingerprint(key)}", highlight=False, soft_wrap=True)
+        _print(f"{name:{width}}  {fingerprint(key)}  {words(key)}")
 
 
-@keys_app.command("revoke")
-def keys_revoke(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
-) -> None:
-    """Revoke a key; takes effect when the processes that use this folder are next started.
+def _print_fingerprint(key: Ed25519PublicKey) -> None:
+    from fedmq.wire.keys import fingerprint, words  # noqa: PLC0415
 
-    Example: [bold]fedmq keys revoke keys silo-03[/bold]
-    """
-    from fedmq.wire.keys import revoke  # noqa: PLC0415
+    _print(f"  SHA256 {fingerprint(key)}")
+    _print(f"  words  {words(key)}")
 
-    revoke(directory, name)
-    out.print(f"{name} is no longer accepted", highlight=False)
+
+def _print(line: str) -> None:
+    out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, keys, reference, replay, run, search
+from fedmq.cli import audit, compare, keys, operate, reference, replay, run, search
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -133,6 +133,8 @@ def _fits(scenario: Scenario, folder: Path) -> None:
     processes.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
 
 
+operate.add_status(app)
+operate.add_prune(app, _traits_of)
 audit.add_audit(app, bar, _traits_of)
 reference.add_reference(app)
 data_commands.add_data(data_app, bar, BAD_INPUT, _fits)

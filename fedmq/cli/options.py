@@ -41,6 +41,16 @@ LogLevelOption = Annotated[
 ]
 LogFile = Annotated[Path | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file.")]
 LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Lines for a reader, or JSON.")]
+StopSilos = Annotated[
+    bool,
+    typer.Option(
+        "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option("--metrics-port", metavar="PORT", min=1, max=65535, help="Serve figures for Prometheus on 127.0.0.1."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -28,16 +28,19 @@ from fedmq.cli.options import (
     LogFile,
     LogFormatOption,
     LogLevelOption,
+    MetricsPort,
     NewFile,
     Quiet,
     Resume,
     Seed,
     Settings,
+    StopSilos,
 )
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -92,7 +95,7 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
-    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.launch import supervisor  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
@@ -103,9 +106,7 @@ def scenario_command(
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    prepare = processes.population_here if inline else supervisor.prepare_population
-    with _removed_if_refused(folder.root if resume is None and new else None):
-        data = prepare(run, None if quiet else bar())
+    data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
     if resume is None:
         _begin(folder, scenario)
     elif extend is not None:
@@ -134,6 +135,27 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
     logs = LogOptions(level or LogLevel.INFO, file, format_)
     logs.check()
     return logs
+
+
+def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
+    """Prepare a run's data, print what they hold that is seldom meant, and return their folder.
+
+    Args:
+        run: the run.
+        created: run folder to remove if the data are refused.
+        inline: prepare them in this process.
+        quiet: print nothing.
+    """
+    from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
+    from fedmq.data.remarks import sentences  # noqa: PLC0415
+    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+
+    prepare = processes.population_here if inline else supervisor.prepare_population
+    with _removed_if_refused(created):
+        data = prepare(run, None if quiet else bar())
+    for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
+        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
+    return data
 
 
 def _exit_stopped(command: str, others: str = "") -> NoReturn:
@@ -300,15 +322,11 @@ def coordinator_command(
     seed: Seed = None,
     resume: Resume = None,
     extend: Extend = None,
-    stop_silos: Annotated[
-        bool,
-        typer.Option(
-            "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
-        ),
-    ] = False,
+    stop_silos: StopSilos = False,
     log_level: LogLevelOption = None,
     log_file: LogFile = None,
     log_format: LogFormatOption = LogFormat.CONSOLE,
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Run a coordinator, which waits for manually launched silos and an evaluator.
 
@@ -340,7 +358,9 @@ def coordinator_command(
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of_a_program(level, log_file, log_format)
-    arguments = CoordinatorArguments(run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs)
+    arguments = CoordinatorArguments(
+        run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
+    )
     stop = until_stopped(command)
     with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
         outcome = run_coordinator(arguments, status=status, stop_wanted=stop)

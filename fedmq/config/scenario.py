@@ -71,7 +71,9 @@ class Data(Part):
     frames: Count = Field(12, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip"] = Field(
-        "refuse", description="items without a picture or a caption: refuse the data set, or skip them"
+        "refuse",
+        description="items without a picture or a caption: refuse the data set, or skip them; a manifest's items that "
+        "name no picture or no caption are kept, unless skipped",
     )
     labelled: bool = Field(False, description="leave out items without a label")
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(

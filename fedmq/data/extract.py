@@ -21,9 +21,10 @@ import numpy.typing as npt
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
-from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays
+from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
+from fedmq.data.remarks import of_vectors
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -130,6 +131,20 @@ def pooled(vectors: Array, counts: Sequence[int]) -> Array:
 
 
 def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Array:
+    """Rows of the image array; rows of items without a picture are zero."""
+    held = [row for row in rows if raw.pictured[row]]
+    if not held:  # only the shape of an encoded picture is needed
+        empty = encoder.encode([encoder.fit(np.zeros((encoder.edge, encoder.edge, 3), np.uint8))])[0]
+        return np.zeros((len(rows), *([stacked] if stacked else []), *empty.shape), empty.dtype)
+    encoded = _encoded_pictures(raw, encoder, stacked, held)
+    if len(held) == len(rows):
+        return encoded
+    spread = np.zeros((len(rows), *encoded.shape[1:]), encoded.dtype)
+    spread[raw.pictured[rows.start : rows.stop]] = encoded
+    return spread
+
+
+def _encoded_pictures(raw: RawSet, encoder: Encoder, stacked: int, rows: Sequence[int]) -> Array:
     def read(row: int) -> list[Any]:
         return [encoder.fit(frame) for frame in raw.pictures.frames(row)]
 
@@ -149,8 +164,9 @@ def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
     if encoder is None:
         assert raw.bag is not None  # noqa: S101 - checked by `complete`
         return raw.bag[rows.start : rows.stop].astype(np.float32)
-    encoded = encoder.encode([caption for row in rows for caption in raw.captions[row]])
     counts = np.array([len(raw.captions[row]) for row in rows])
+    captions = [caption for row in rows for caption in raw.captions[row]]
+    encoded = encoder.encode(captions or [""])[: len(captions)]  # without captions, only the shape is needed
     if counts.all():
         return encoded
     spread = np.zeros((int(np.maximum(counts, 1).sum()), *encoded.shape[1:]), dtype=encoded.dtype)
@@ -164,6 +180,8 @@ def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
 def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     """The set without incomplete items if ``data.missing`` is ``skip``; otherwise every item must be complete.
 
+    In a set that says so of each item, items without a picture or without captions are complete, too.
+
     Raises:
         InputError: an item lacks its picture or its text (``data.missing: refuse``), or the kind of text is invalid.
     """
@@ -174,7 +192,7 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     no_picture = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     no_caption = [row for row in range(len(raw)) if not raw.captions[row]] if kind == "sentences" else []
     if data.missing == "skip":
-        left_out = {*no_picture, *no_caption}
+        left_out = {*no_picture, *no_caption, *np.flatnonzero(~raw.pictured).tolist()}
         if len(raw) - len(left_out) < 2:
             raise InputError(raw.place, f"{len(raw) - len(left_out)} items with picture and caption", "at least 2")
         return raw.subset([row for row in range(len(raw)) if row not in left_out]) if left_out else raw
@@ -182,7 +200,7 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     if no_picture:
         others = f" and {len(no_picture) - 1} more" if len(no_picture) > 1 else ""
         raise InputError(raw.pictures.name(no_picture[0]) + others, "no such file", f"the items of {raw.place}; {hint}")
-    if no_caption:
+    if no_caption and not raw.unpaired:
         raise InputError(f"{raw.place}: {raw.keys[no_caption[0]]}", "no caption", f"at least one for each item; {hint}")
     return raw
 
@@ -248,7 +266,10 @@ def plan(
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
     dealt = () if raw.column is None else (data.column, raw.column)
-    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart, *dealt)
+    present = raw.present(kind)
+    lacking = () if present is None else ("present", array_digest(present))
+    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site)
+    facts = (*facts, *later, *apart, *dealt, *lacking)
     digest = prepared_key(data.name, image_key, text_key, *facts)
     return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
@@ -280,13 +301,8 @@ def prepare_raw(
     frames = data.frames if raw.pictures.clips else 1
     # With adapters in the blocks, frames are pooled after the tower, so all frames' pixels are stored.
     stacked = frames if backbone.adapter_site == "blocks" and raw.pictures.clips else 0
-    image_rows = store(
-        rows / f"{todo.image_key}.npy",
-        n,
-        max(1, CHUNK // frames),
-        lambda part: _image_rows(raw, todo.image, stacked, part),
-        tell(progress, "images", n),
-    )
+    encoded, report = partial(_image_rows, raw, todo.image, stacked), tell(progress, "images", n)
+    image_rows = store(rows / f"{todo.image_key}.npy", n, max(1, CHUNK // frames), encoded, report)
     each, report = np.maximum(counts, 1), tell(progress, "captions", n)
     text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, partial(_text_rows, raw, todo.text), report, each)
 
@@ -301,11 +317,23 @@ def prepare_raw(
             "weights": [todo.image.digest, todo.text.digest if todo.text else None],
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
+            **save_present(into, raw.present(todo.kind)),
         }
+        image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
+        remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
         scale = {"mean": todo.image.mean, "std": todo.image.std}
-        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column)
+        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column, remarks=remarks)
 
     return open_prepared(build_once(folder, fill))
+
+
+def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, Any]:
+    """The number of captions that are longer than the encoder reads, and the first item with one."""
+    if encoder is None or encoder.cut is None:
+        return {}
+    found = [sum(encoder.cut(captions)) for captions in raw.captions]
+    first = next((key for key, count in zip(raw.keys, found, strict=True) if count), "")
+    return {"cut": sum(found), "first_cut": first}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -16,7 +16,6 @@ from fedmq.data.duplicates import same_rows
 from fedmq.data.prepared_arrays import (
     Array,
     Prepared,
-    caption_rows,
     finish,
     first_rows,
     open_prepared,
@@ -46,14 +45,15 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
-        finish(folder, digest, source, found.keys, found.label_names, column=found.column)
+        column, remarks = found.column, found.remarks
+        finish(folder, digest, source, found.keys, found.label_names, column=column, remarks=remarks)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
 
 def _save(folder: Path, found: FeatureSet) -> None:
-    text = caption_rows(found.text, found.captions)
-    save_arrays(folder, image=found.image, text=text, captions=found.captions, labels=found.labels, split=found.split)
+    kept = {"captions": found.captions, "labels": found.labels, "split": found.split}
+    save_arrays(folder, image=found.image, text=found.text, **kept)
 
 
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
@@ -76,7 +76,8 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        finish(folder, digest, {**source, **save_present(folder, found.present)}, found.keys, found.label_names)
+        source |= save_present(folder, found.present)
+        finish(folder, digest, source, found.keys, found.label_names, remarks=found.remarks)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from pydantic import JsonValue
 
 from fedmq.data.item_modalities import all_present
+from fedmq.data.remarks import NOTHING, Remarks
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -48,9 +49,10 @@ class PreparedMeta(Stored):
         label_names: names of the L labels.
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
+        remarks: counts of what is seldom meant.
     """
 
-    format: Literal[2]
+    format: Literal[3]
     digest: str
     source: dict[str, JsonValue]
     n: int
@@ -62,6 +64,7 @@ class PreparedMeta(Stored):
     label_names: list[str]
     mean: list[float]
     std: list[float]
+    remarks: Remarks = Remarks()
 
 
 Array = npt.NDArray[Any]
@@ -206,15 +209,9 @@ def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
 
 
-def caption_rows(text: Array, counts: npt.NDArray[np.int64]) -> Array:
-    """The captions of all items one after the other, [N, ...], of padded captions [n, C, ...] and their numbers [n]."""
-    rows: Array = text[np.arange(text.shape[1]) < np.maximum(counts, 1)[:, None]]
-    return rows
-
-
 def prepared_key(*parts: object) -> str:
     """Digest of a prepared folder's sources and of its format."""
-    return key_of("prepared", 2, *parts)
+    return key_of("prepared", 3, *parts)
 
 
 def mapped(path: Path) -> Array:
@@ -249,11 +246,12 @@ def finish(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     column: Sequence[str] | None = None,
+    remarks: Remarks = NOTHING,
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
-        format=2,
+        format=3,
         digest=digest,
         source=dict(source),
         n=len(image),
@@ -263,6 +261,7 @@ def finish(
         text_dtype=text.dtype.name,
         captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
         label_names=list(label_names),
+        remarks=remarks,
         mean=list(mean),
         std=list(std),
     )

@@ -20,8 +20,10 @@ import numpy.typing as npt
 
 from fedmq.config.scenario import Data
 from fedmq.data.duplicates import first_of_equals
+from fedmq.data.item_modalities import Present, presence
 from fedmq.data.readers.features import MAX_LABELS
 from fedmq.encoders.images import Files, Pictures
+from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError, line_of
 from fedmq.progress import Progress, tell
 from fedmq.storage.regular_files import check_regular
@@ -53,6 +55,7 @@ class RawSet:
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
         stamps: n fingerprints of the pictures; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` deals the items; None without it.
+        unpaired: items may lack their picture or their captions, because the set says so of each of them.
     """
 
     place: str
@@ -65,6 +68,7 @@ class RawSet:
     split: U8 | None = None
     stamps: tuple[str, ...] | None = None
     column: tuple[str, ...] | None = None
+    unpaired: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -83,6 +87,22 @@ class RawSet:
             stamps=None if self.stamps is None else tuple(self.stamps[row] for row in chosen),
             column=None if self.column is None else tuple(self.column[row] for row in chosen),
         )
+
+    @cached_property
+    def pictured(self) -> npt.NDArray[np.bool_]:
+        """Bool [n]: whether each item has a picture, be its file readable or not."""
+        if not isinstance(self.pictures, WithGaps):
+            return np.ones(len(self), np.bool_)
+        return np.array([at is not None for at in self.pictures.rows])
+
+    def present(self, kind: str) -> Present | None:
+        """The modalities of each item, bool [n, 2]: picture, captions; None if all items have both.
+
+        Args:
+            kind: of text; an item always has a bag of words.
+        """
+        captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
+        return presence(self.pictured, captioned)
 
     def labelled(self) -> RawSet:
         """The items that have a label.

@@ -29,6 +29,7 @@ class Encoder:
         edge: edge length [pixels] of pictures that need no resizing; drawings are rendered at this size.
         later: digest of the weights that the model applies to the rows if these are pixels; else empty.
         width: length of a row if known before encoding; else 0.
+        cut: of a text encoder: whether it reads only the beginning of each text; None if it reads any length.
     """
 
     digest: str
@@ -39,6 +40,7 @@ class Encoder:
     edge: int = 224
     later: str = ""
     width: int = 0
+    cut: Callable[[Sequence[str]], Sequence[bool]] | None = None
 
 
 MODALITIES: tuple[Modality, Modality] = ("image", "text")

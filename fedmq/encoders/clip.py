@@ -182,6 +182,17 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
     Raises:
         InputError: the model needs a tokeniser from a model hub, or its vocabulary is too small.
     """
+    tokens: Tokens = _tokeniser(name)(list(texts)).numpy().astype(np.int32)
+    return tokens
+
+
+def _tokens_of(name: str, texts: Sequence[str]) -> list[int]:
+    """Number of tokens of each text, without those for its start and end."""
+    tokeniser = _tokeniser(name)
+    return [len(tokeniser.encode(text)) for text in texts]
+
+
+def _tokeniser(name: str) -> open_clip.SimpleTokenizer:
     config = config_of(name)
     text = config["text_cfg"]
     if text.get("hf_tokenizer_name") or "siglip" in name.lower():
@@ -192,8 +203,17 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
         raise InputError(
             "backbone.name", name, f"text_cfg.vocab_size of at least {tokeniser.vocab_size}, not {vocabulary}"
         )
-    tokens: Tokens = tokeniser(list(texts)).numpy().astype(np.int32)
-    return tokens
+    return tokeniser
+
+
+def cut(name: str, texts: Sequence[str]) -> list[bool]:
+    """Whether each text has more tokens than the model reads; errors as of :func:`tokenise`."""
+    limit = context_length(config_of(name))
+    # A token stands for at least one byte, so that most texts need not be tokenised.
+    long = [len(text.encode()) + 2 > limit for text in texts]
+    doubtful = [text for text, is_long in zip(texts, long, strict=True) if is_long]
+    counted = iter(_tokens_of(name, doubtful) if doubtful else ())
+    return [is_long and next(counted) + 2 > limit for is_long in long]
 
 
 def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: str = "cpu") -> Floats:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -32,8 +33,8 @@ MAX_FILE = 1 << 31
 #: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100
 #: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
-#: crop is identical to torchvision's.
-PIXELS_VERSION = 2
+#: crop is identical to torchvision's. Version 3: greys of 9 to 15 bits and of 0 to 1 are scaled.
+PIXELS_VERSION = 3
 _REPORTED = 256  # rows of an array between two reports of progress
 
 
@@ -159,7 +160,7 @@ def decode(path: Path) -> Pixels:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
             _check_sides(str(path), *opened.size)
-            return _eight_bits(ops.exif_transpose(opened), str(path))
+            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), str(path))
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "an image") from None
     except InputError:
@@ -180,24 +181,57 @@ def _check_sides(place: str, width: int, height: int) -> None:
         raise InputError(place, f"{width} x {height} pixels", allowed)
 
 
-def _eight_bits(image: Any, place: str) -> Pixels:
+def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
     """Convert an opened image to uint8 [height, width, 3].
 
-    16-bit grey values are rescaled here, as Pillow would clip them at 255, which turns scans and depth maps white.
+    Greys of more than 8 bits are rescaled here, as Pillow would clip them at 255, which turns scans and depth maps
+    white, and would cut floating-point values from 0 to 1 down to black.
 
     Raises:
-        InputError: grey values have more than 16 bits, so that their range is unknown.
+        InputError: the range of the grey values is not known.
     """
     if not image.mode.startswith(("I", "F")):
         return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
     grey = np.asarray(image).astype(np.float64)
+    clear = np.zeros(grey.shape, np.bool_)
     if (transparent := image.info.get("transparency")) is not None:
-        grey[grey == transparent] = 65535  # a 16-bit PNG can declare one grey value transparent
-    if image.mode.startswith("I;16") or (image.mode == "I" and 255 < grey.max(initial=0) <= 65535):
-        grey = np.round(grey / 257)
-    if not ((grey >= 0) & (grey <= 255)).all():
-        raise InputError(place, f"grey values of Pillow's mode {image.mode}", "8 or 16 bits a channel")
-    return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
+        clear = grey == transparent  # a 16-bit PNG can declare one grey value transparent
+    low, high = _grey_range(image.mode, tags, grey[~clear], place)
+    scaled = np.where(clear, 255, np.round((np.clip(grey, low, high) - low) * (255 / (high - low))))
+    return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
+
+
+#: TIFF tags that declare the smallest and the largest grey value, in order of preference.
+_DECLARED = ((340, 341), (280, 281))
+
+
+def _grey_range(mode: str, tags: Mapping[int, Any], grey: npt.NDArray[np.float64], place: str) -> tuple[float, float]:
+    """The grey values of black and white: those that a TIFF declares, or the narrowest usual range of the values.
+
+    Usual are 0 to 1 for floating-point values, and 0 to the largest number of 8, 10, 12, 14 or 16 bits.
+
+    Raises:
+        InputError: no usual range holds all values.
+    """
+    for pair in _DECLARED:
+        try:
+            low, high = (
+                float(value[0] if isinstance(value, tuple) else value) for value in (tags[tag] for tag in pair)
+            )
+        except (KeyError, TypeError, ValueError, IndexError):  # no such tag, or a damaged one
+            continue
+        if math.isfinite(high - low) and low < high and low <= grey.min(initial=low) and grey.max(initial=low) <= high:
+            return low, high
+    if grey.size and not np.isfinite(grey).all():
+        raise InputError(place, "grey values that are not finite", "numbers")
+    lowest, highest = grey.min(initial=0.0), grey.max(initial=0.0)
+    if mode.startswith("F") and lowest >= 0 and highest <= 1:
+        return 0.0, 1.0
+    for bits in (8, 10, 12, 14, 16):
+        if lowest >= 0 and highest < 1 << bits:
+            return 0.0, float((1 << bits) - 1)
+    found_range = f"grey values from {lowest:.6g} to {highest:.6g} of Pillow's mode {mode}"
+    raise InputError(place, found_range, "values from 0 to 1 or of 8 to 16 bits, or TIFF tags that declare the range")
 
 
 def _on_white(image: Any) -> Any:
@@ -435,9 +469,9 @@ def as_pixels(picture: object, place: str) -> Pixels:
     if isinstance(picture, str | os.PathLike):
         return decode(Path(picture))
     if hasattr(picture, "convert") and hasattr(picture, "getexif"):  # Pillow is imported only where it is used
-        image = package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
+        tags, image = getattr(picture, "tag_v2", {}), package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
         _check_sides(place, *image.size)
-        return _eight_bits(image, place)
+        return _eight_bits(image, tags, place)
     if isinstance(picture, torch.Tensor):
         array = picture.detach().cpu().numpy()
         picture = array.transpose(1, 2, 0) if array.ndim == 3 else array

@@ -315,6 +315,15 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
     return functional.normalize((x * kept).sum(1) / kept.sum(1), dim=1)
 
 
+def cut(texts: Sequence[str]) -> list[bool]:
+    """Whether each text has more than ``MAX_TOKENS`` tokens; errors as of :func:`text_features`."""
+    # A token stands for at least one byte, so that most texts need not be tokenised.
+    long = [len(text.encode()) + 2 > MAX_TOKENS for text in texts]
+    doubtful = [text for text, is_long in zip(texts, long, strict=True) if is_long]
+    overflowing = iter(text_tower()[0].encode_batch(doubtful) if doubtful else ())
+    return [is_long and bool(next(overflowing).overflowing) for is_long in long]
+
+
 def text_features(texts: Sequence[str]) -> Floats:
     """Sentence embeddings of the text tower, before the head.
 

@@ -138,9 +138,12 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
         loaded = functools.cache(lambda: sentences.load(folder, device))
 
         def encode_sentences(texts: Sequence[str]) -> Array:
-            return loaded()(texts)
+            return loaded()[0](texts)
 
-        return Encoder(sentences.weights_digest(folder), encode_sentences)
+        def cut_sentences(texts: Sequence[str]) -> Sequence[bool]:
+            return loaded()[1](texts)
+
+        return Encoder(sentences.weights_digest(folder), encode_sentences, cut=cut_sentences)
     if backbone.name in ("lite", MATCONVNET) or backbone.name.startswith(TIMM):
         from fedmq.encoders import lite  # noqa: PLC0415
 
@@ -148,16 +151,20 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
         plain = backbone.name != "lite"
         encode = lite.text_features if plain else lite.encode_texts
         width = lite.TEXT_DIM if plain else lite.DIM
-        return Encoder(key_of("sentence" if plain else "text", lite.weights_digest()), encode, width=width)
+        return Encoder(
+            key_of("sentence" if plain else "text", lite.weights_digest()), encode, width=width, cut=lite.cut
+        )
     from fedmq.encoders import clip, clip_weights  # noqa: PLC0415
 
+    cut = functools.partial(clip.cut, backbone.name)
     if backbone.adapter_site == "blocks":
         config = clip_weights.config_of(backbone.name)
-        return Encoder(key_of("tokens", config["text_cfg"]), lambda texts: clip.tokenise(backbone.name, texts))
+        return Encoder(key_of("tokens", config["text_cfg"]), functools.partial(clip.tokenise, backbone.name), cut=cut)
     tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "text", device))
 
     def encode_texts(texts: Sequence[str]) -> Array:
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), clip.tokenise(backbone.name, texts))
 
     width = int(clip_weights.config_of(backbone.name)["embed_dim"])
-    return Encoder(key_of("text", clip_weights.weights_digest(backbone, seed, cache)), encode_texts, width=width)
+    digest = key_of("text", clip_weights.weights_digest(backbone, seed, cache))
+    return Encoder(digest, encode_texts, width=width, cut=cut)

@@ -38,8 +38,10 @@ def weights_digest(folder: Path) -> str:
     return key_of("sentences", [[str(path.relative_to(folder)), file_digest(path)] for path in files])
 
 
-def load(folder: Path, device: str) -> Encode:
+def load(folder: Path, device: str) -> tuple[Encode, Callable[[Sequence[str]], list[bool]]]:
     """Load an encoder from texts to float32 [n, d], with the folder's pooling and normalisation.
+
+    The second function says of each text whether it has more tokens than the encoder reads.
 
     Args:
         folder: folder of the encoder.
@@ -66,4 +68,9 @@ def load(folder: Path, device: str) -> Encode:
         vectors = model.encode(list(texts), batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32)
 
-    return encode
+    def cut(texts: Sequence[str]) -> list[bool]:
+        limit = model.max_seq_length
+        lengths = [len(ids) for ids in model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]]
+        return [limit is not None and length > limit for length in lengths]
+
+    return encode, cut

@@ -22,8 +22,9 @@ from fedmq.config.scenario import Data, Scenario
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.prepared_arrays import finish, save_arrays
+from fedmq.data.prepared_arrays import finish, save_arrays, save_present
 from fedmq.data.raw_set import RawSet
+from fedmq.data.remarks import Remarks, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, build_population
@@ -57,7 +58,7 @@ class _Decoded:
 
 
 def _decode(raw: RawSet, row: int) -> _Decoded:
-    if raw.pictures.missing(row):
+    if raw.pictures.missing(row) or not raw.pictured[row]:
         return _Decoded()
     try:
         frames = raw.pictures.frames(row)
@@ -96,12 +97,16 @@ class SiloData:
         samples: number of training items.
         labels: number of training items of each label.
         heldout: number of held-out items.
+        image_only: of the training items of a silo with both modalities, those with an image only.
+        text_only: likewise with captions only.
     """
 
     modalities: tuple[str, ...]
     samples: int
     labels: Mapping[str, int]
     heldout: int
+    image_only: int = 0
+    text_only: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,12 @@ class DataFacts:
         missing: names of missing images.
         unreadable: images that cannot be read, each with the reason.
         without_captions: keys of the items without captions.
+        without_image: keys of the items whose data set says that they have no image.
         silos: the data that each silo would hold.
         twins_of_training_items: keys of evaluated items that duplicate a training item.
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
+        remarks: counts of what is seldom meant; only of a data set whose features are known.
     """
 
     data: str
@@ -139,14 +146,17 @@ class DataFacts:
     missing: tuple[str, ...] | None = None
     unreadable: tuple[str, ...] | None = None
     without_captions: tuple[str, ...] | None = None
+    without_image: tuple[str, ...] | None = None
     silos: Mapping[str, SiloData] | None = None
     twins_of_training_items: tuple[str, ...] | None = None
     twins_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
+    remarks: Remarks | None = None
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        plain = {name: value for name, value in asdict(self).items() if value is not None}
+        return plain | ({} if self.remarks is None else {"remarks": self.remarks.plain()})
 
 
 def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
@@ -191,6 +201,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         missing=tuple(raw.pictures.name(row) for row in missing),
         unreadable=broken,
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
+        without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
         constant=tuple(raw.pictures.name(row) for row, each in enumerate(decoded) if each.constant),
         twins_by_picture=() if split is None else _twins(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
     )
@@ -238,11 +249,14 @@ def _without_labels(labels: npt.NDArray[np.uint8] | None, n: int) -> int:
 
 def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
     labels, rows = population.prepared.labels, population.train[silo.index]
+    found = population.rows_of(silo)
     return SiloData(
         modalities=tuple(name for name, present in (("image", silo.image), ("text", silo.text)) if present),
         samples=len(rows),
         labels=_by_label(None if labels is None else labels[rows], population.prepared.label_names),
         heldout=len(population.heldout[silo.index]),
+        image_only=len(found.image_only),
+        text_only=len(found.text_only),
     )
 
 
@@ -298,6 +312,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         twins_of_training_items=_duplicates(population, progress),
         twins_by_picture=_twins_by_vector(population),
+        remarks=prepared.meta.remarks,
     )
 
 
@@ -336,6 +351,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             missing=facts.missing,
             unreadable=facts.unreadable,
             without_captions=facts.without_captions,
+            without_image=facts.without_image,
             constant=facts.constant,
             twins_by_picture=facts.twins_by_picture,
         )
@@ -368,8 +384,10 @@ def _write_placeholder(made: extract.ExtractionPlan, usual: int, folder: Path) -
     for name, shape in (("image", (n, image or text or usual)), ("text", (n, text or image or usual))):
         # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
-    save_arrays(folder, captions=np.ones(n, np.int64), labels=made.raw.labels, split=made.split)
-    finish(folder, made.digest, {}, made.raw.keys, made.raw.label_names)
+    present = made.raw.present(made.kind)
+    counts = np.ones(n, np.int64) if present is None else present[:, 1].astype(np.int64)
+    save_arrays(folder, captions=counts, labels=made.raw.labels, split=made.split)
+    finish(folder, made.digest, save_present(folder, present), made.raw.keys, made.raw.label_names)
 
 
 def _on_vectors(scenario: Scenario) -> Scenario:
@@ -408,6 +426,7 @@ def show(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
+        ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
         ("twins of training items", facts.twins_of_training_items),
         ("items with the picture of a training item", facts.twins_by_picture),
@@ -417,6 +436,8 @@ def show(facts: DataFacts, out: Console) -> None:
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
+    for line in () if facts.remarks is None else sentences(facts.remarks):
+        out.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"papers on this data set use {usual}: some of its files may be missing"
@@ -436,7 +457,10 @@ def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Con
     """Print the data of each silo and, if the table is small enough, its items by label."""
     table = Table("silo", "modalities", "samples", "held out")
     for name, silo in silos.items():
-        table.add_row(name, " + ".join(silo.modalities), str(silo.samples), str(silo.heldout))
+        alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
+        kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
+        samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
+        table.add_row(name, " + ".join(silo.modalities), samples, str(silo.heldout))
     out.print(table)
     if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
         table = Table("silo", *(name.removeprefix("silo-") for name in silos))

@@ -65,6 +65,7 @@ class FailureReason(StrEnum):
     STAYED_AWAY = "stayed away"  # the silo was disconnected for too long
     ERROR = "error"  # the silo reported a failure
     POLICY = "policy"  # the silo's own policy forbids the reply
+    EXPELLED = "expelled"  # the silo's key was removed
     OVERDUE = "overdue"  # the silo was connected but did not reply within the task's limit of real time
 
 

@@ -17,7 +17,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
-from fedmq.wire.keys import Identity, words
+from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -28,6 +28,8 @@ from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
 BEAT_SECONDS = 2.0
+#: Code of the error with which a coordinator ends the session of a peer whose key was removed.
+EXPELLED = "expelled"
 #: Heartbeat intervals without a message after which a peer counts as lost.
 LOST_BEATS = 2
 #: The same for the coordinator, which answers only between merges; the connection reports the death of its process.
@@ -98,7 +100,7 @@ class Channel:
         self._earlier: deque[Initiated] = deque(maxlen=_EARLIER_HELLOS)
         self._refusals = RefusalLog(log, clock)
         self._received_at = self._beat_at = self._hello_at = 0.0
-        self._hello_seconds, self._alone_since = _HELLO_SECONDS, math.inf
+        self._hello_seconds, self._unanswered_since = _HELLO_SECONDS, math.inf
         self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
@@ -210,12 +212,14 @@ class Channel:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
-            self._alone_since = min(self._alone_since, now)
             again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
             if self._initiated is None or again:
                 self._say_hello(connection, now)
-            if now - self._alone_since > _QUIET_SECONDS:
-                self._report_no_answer()
+            if now - self._unanswered_since > _QUIET_SECONDS:
+                self._report_once(
+                    f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: no coordinator listens there yet, it is "
+                    f"busy, or it is of an earlier release and refuses this run ({self._run}) or this key"
+                )
         elif now - self._beat_at >= beat:
             self._beat_at = now
             header = Header(
@@ -233,17 +237,13 @@ class Channel:
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
+        if isinstance(self._accepted, AcceptedKeys):
+            self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
+        self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
         connection.send(frames)
-
-    def _report_no_answer(self) -> None:
-        if not self._reported:
-            self._report_once(
-                f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: no coordinator listens there yet, or it is "
-                f"busy, or it is of an earlier release and refuses this run ({self._run}) or this key"
-            )
 
     def _report_once(self, line: str) -> None:
         """Pass a line to ``progress``, once until there is a session."""
@@ -333,6 +333,10 @@ class Channel:
         self._received_at = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
         self._stopped = message.header.kind is Kind.STOP
+        if any(isinstance(each, Error) and each.code == EXPELLED for each in message.payloads):
+            self._report_once(f"the coordinator at {self._uri} has removed this key")
+            self._end_session(NoteKind.EXPELLED)
+            return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
         return True
@@ -368,13 +372,14 @@ class Channel:
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
-        self._session, self._hello_seconds, self._alone_since = session, _HELLO_SECONDS, math.inf
+        self._session, self._hello_seconds, self._unanswered_since = session, _HELLO_SECONDS, math.inf
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = now
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""
+        self._unanswered_since = math.inf
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
         name = self._identity.name
         match refusal.reason:

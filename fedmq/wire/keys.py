@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +18,15 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from mnemonic import Mnemonic
 
 from fedmq.errors import InputError
-from fedmq.storage.run_folder import writing
+from fedmq.storage.run_folder import write_atomically, writing
 from fedmq.wire.fields import NAME
 from fedmq.wire.sealed_sessions import KEY_BYTES
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"
+_ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
+#: Environment variable with the passphrase of an encrypted private key.
+PASSPHRASE_VARIABLE = "FEDMQ_KEY_PASSPHRASE"  # noqa: S105 - the name of the variable
 #: Words of a fingerprint, 11 bits each.
 _WORDS = 8
 
@@ -54,13 +60,13 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
     try:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (directory / _ACCEPTED).mkdir(exist_ok=True)
+            (directory / _ACCEPTED).mkdir(exist_ok=True, mode=0o755)
         for name in requested:
             key = Ed25519PrivateKey.generate()
             private, public = directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"
             _write(private, _private_pem(key), 0o600)
             written.append(private)
-            _write(public, _public_pem(key.public_key()), 0o644)
+            _write(public, public_pem(key.public_key()), 0o644)
             written.append(public)
     except BaseException:
         for path in written:  # the next attempt would stop at an existing key
@@ -85,41 +91,176 @@ def load_identity(directory: Path, name: str) -> Identity:
     if mode & 0o077:
         raise InputError(str(path), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {path}`")
     try:
-        key = serialization.load_pem_private_key(raw, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        key = serialization.load_pem_private_key(raw, password=_passphrase(path) if _ENCRYPTED in raw else None)
+    except ValueError as error:
+        if _ENCRYPTED not in raw:
+            raise InputError(str(path), "a file that is not a private key", "an Ed25519 key in PKCS8 PEM") from error
+        raise InputError(str(path), "another passphrase", "the passphrase of this key") from None
+    except (TypeError, UnsupportedAlgorithm) as error:
         raise InputError(str(path), "a file that is not a private key", "an Ed25519 key in PKCS8 PEM") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError(str(path), type(key).__name__, "an Ed25519 key in PKCS8 PEM")
     return Identity(name, key)
 
 
-def load_accepted(directory: Path) -> Mapping[str, Ed25519PublicKey]:
+class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
+    """The accepted public keys of a folder, ``accepted/NAME.pub``, by name; :meth:`refresh` reads them again.
+
+    Attributes:
+        problem: why the folder could not be read completely at the last refresh; empty if it could.
+
+    Raises:
+        InputError: the folder is missing or can be written by anyone, a file is not an Ed25519 public key, or two names
+            share a key.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / _ACCEPTED
+        self._files = self._present()
+        self._keys = _read_accepted(directory)
+        self.problem = ""
+
+    def __getitem__(self, name: str) -> Ed25519PublicKey:
+        return self._keys[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def refresh(self) -> list[str]:
+        """Read the folder again if a file changed; returns the names whose keys have been removed.
+
+        If a file cannot be read, present keys stay accepted, except those whose files are gone.
+        """
+        files = self._present()
+        if files == self._files:
+            return []
+        self._files, before = files, self._keys
+        try:
+            self._keys, self.problem = _read_accepted(self._folder.parent), ""
+        except InputError as error:
+            self._keys = {name: key for name, key in before.items() if name in files}
+            self.problem = str(error)
+        return sorted(before.keys() - self._keys.keys())
+
+    def _present(self) -> dict[str, tuple[int, int, int]]:
+        """The key files: by name, what changes with their content."""
+        found = {}
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                name, dot, suffix = entry.name.rpartition(".")
+                if dot and suffix == "pub":
+                    with contextlib.suppress(OSError):  # removed in this moment
+                        state = entry.stat()
+                        found[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
+        return found
+
+
+def load_accepted(directory: Path) -> AcceptedKeys:
     """Load the accepted public keys, ``accepted/NAME.pub``, by name.
 
     Raises:
-        InputError: the folder is missing, a file is not an Ed25519 public key, or two names share a key.
+        InputError: see :class:`AcceptedKeys`.
     """
+    return AcceptedKeys(directory)
+
+
+def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
     folder = directory / _ACCEPTED
     if not folder.is_dir():
-        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, made by `fedmq keys init`")
+        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, made by `fedmq keys`")
     accepted: dict[str, Ed25519PublicKey] = {}
     holders: dict[bytes, str] = {}
+    _refuse_writable(folder)
     for path in sorted(folder.glob("*.pub")):
         name = path.stem
         _check_key_name(folder, name)
-        try:
-            key = serialization.load_pem_public_key(path.read_bytes())
-        except OSError as error:
-            raise InputError(str(path), error.strerror, "a readable key file") from error
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise InputError(str(path), "a file that is not a public key", "an Ed25519 public key in PEM") from error
-        if not isinstance(key, Ed25519PublicKey):
-            raise InputError(str(path), type(key).__name__, "an Ed25519 public key in PEM")
+        _refuse_writable(path)
+        key = _public_key(path)
         holder = holders.setdefault(key.public_bytes_raw(), name)
         if holder != name:
             raise InputError(str(path), f"the same key as {holder}", "a different key for each name")
         accepted[name] = key
     return accepted
+
+
+def _refuse_writable(path: Path) -> None:
+    """Whoever can write an accepted key can join the run in its name."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o002:
+        raise InputError(str(path), f"mode {mode:04o}", f"what others cannot write: run `chmod o-w {path}`")
+
+
+def _public_key(path: Path) -> Ed25519PublicKey:
+    try:
+        key = serialization.load_pem_public_key(path.read_bytes())
+    except OSError as error:
+        raise InputError(str(path), error.strerror, "a readable key file") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise InputError(str(path), "a file that is not a public key", "an Ed25519 public key in PEM") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise InputError(str(path), type(key).__name__, "an Ed25519 public key in PEM")
+    return key
+
+
+def accept_key(directory: Path, name: str, key: Ed25519PublicKey) -> None:
+    """Accept a public key under a name; a key that the name has is moved to ``revoked/``.
+
+    Raises:
+        InputError: another name has this key, or the folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+    _check_key_name(directory, name)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (directory / _ACCEPTED).mkdir(exist_ok=True, mode=0o755)
+    accepted = load_accepted(directory)
+    for other, present in accepted.items():
+        if other != name and present.public_bytes_raw() == key.public_bytes_raw():
+            raise InputError(str(directory), f"the key of {other} for {name}", "a different key for each name")
+    if name in accepted:
+        _archive(directory, name, accepted[name], move=False)
+    # Atomically, since a running process may be watching the folder.
+    write_atomically(directory / _ACCEPTED / f"{name}.pub", lambda path: _write(path, public_pem(key), 0o644))
+
+
+def _archive(directory: Path, name: str, key: Ed25519PublicKey, *, move: bool) -> None:
+    """Keep a public key in ``revoked/``; with the fingerprint in the file name, a name can have several there."""
+    kept = directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub"
+    try:
+        (directory / _REVOKED).mkdir(exist_ok=True)
+        if move:
+            (directory / _ACCEPTED / f"{name}.pub").replace(kept)
+        else:
+            kept.write_bytes(public_pem(key))
+    except OSError as error:
+        raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
+
+
+def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, replace: bool = False) -> Identity:
+    """Create a private key, ``NAME.key`` (PKCS8 PEM, mode 0600).
+
+    Args:
+        directory: created if missing.
+        name: of the process.
+        passphrase: encrypts the file; None leaves it in clear.
+        replace: whether to overwrite the name's present key.
+
+    Raises:
+        InputError: the name is not allowed or has a key, or the folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+    _check_key_name(directory, name)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path, key = directory / f"{name}.key", Ed25519PrivateKey.generate()
+    if replace:
+        write_atomically(path, lambda temporary: _write(temporary, _private_pem(key, passphrase), 0o600))
+    else:
+        _write(path, _private_pem(key, passphrase), 0o600)
+    return Identity(name, key)
 
 
 def revoke(directory: Path, name: str) -> None:
@@ -132,13 +273,7 @@ def revoke(directory: Path, name: str) -> None:
     path = directory / _ACCEPTED / f"{name}.pub"
     if not path.is_file():
         raise InputError(str(path), "no such key", "the name of an accepted key")
-    key = load_accepted(directory)[name]
-    try:
-        (directory / _REVOKED).mkdir(exist_ok=True)
-        # With the fingerprint in the file name, several keys of a name can be revoked.
-        path.replace(directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub")
-    except OSError as error:
-        raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
+    _archive(directory, name, load_accepted(directory)[name], move=True)
 
 
 def fingerprint(key: Ed25519PublicKey | Identity) -> str:
@@ -165,13 +300,29 @@ def _check_key_name(place: Path, name: str) -> None:
         raise InputError(str(place), name, f"a name of the form {NAME.pattern}")
 
 
-def _private_pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+def _passphrase(path: Path) -> bytes:
+    """The passphrase of an encrypted key, from the environment or the terminal.
+
+    Raises:
+        InputError: there is neither.
+    """
+    given = os.environ.get(PASSPHRASE_VARIABLE)
+    if given is None and sys.stdin is not None and sys.stdin.isatty():
+        given = getpass.getpass(f"passphrase of {path}: ")
+    if given is None:
+        raise InputError(str(path), "an encrypted key", f"its passphrase in {PASSPHRASE_VARIABLE}, or at a terminal")
+    return given.encode()
 
 
-def _public_pem(key: Ed25519PublicKey) -> bytes:
+def _private_pem(key: Ed25519PrivateKey, passphrase: bytes | None = None) -> bytes:
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if passphrase is not None:
+        encryption = serialization.BestAvailableEncryption(passphrase)
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+
+
+def public_pem(key: Ed25519PublicKey) -> bytes:
+    """A public key as SPKI PEM."""
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 

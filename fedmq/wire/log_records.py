@@ -51,6 +51,7 @@ class NoteKind(StrEnum):
     ALL_MERGED = "all rounds merged"
     CHECKPOINT_REFUSED = "checkpoint refused"
     REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
+    KEYS_UNREADABLE = "the folder of accepted keys cannot be read completely"
     HELLO_REFUSED = "the coordinator refused the handshake"
     # Scripted faults.
     FAULT = "fault"

@@ -18,9 +18,11 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from fedmq.data.duplicates import same_rows
+from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
+from fedmq.data.prepared_arrays import first_rows
 from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
 
@@ -39,8 +41,9 @@ class FeatureSet:
 
     Args:
         image: float32 [n, d_i], finite; rows of items without an image are zero.
-        text: float32 [n, C, d_t], finite; rows beyond an item's captions are zero.
-        captions: int64 [n], number of captions of each item, 1 to C, or 0 for an item without.
+        text: float32 [N, d_t], finite: the captions of all items one after the other; one row of zeros for an item
+            without captions.
+        captions: int64 [n], number of captions of each item, 0 for an item without.
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; empty without labels.
         split: uint8 [n], indices into ``SPLITS``.
@@ -48,6 +51,7 @@ class FeatureSet:
         keys: n unique item keys.
         present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
         column: n values of the key ``data.column``; None without it.
+        remarks: counts of what is seldom meant.
     """
 
     image: npt.NDArray[np.float32]
@@ -60,6 +64,7 @@ class FeatureSet:
     keys: tuple[str, ...]
     present: npt.NDArray[np.bool_] | None = None
     column: tuple[str, ...] | None = None
+    remarks: Remarks = NOTHING
 
 
 #: Exceptions that NumPy and zipfile raise on a damaged .npz file.
@@ -192,11 +197,30 @@ def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
     return _floats(path, "image", value, (2,))
 
 
-def _captions(path: Path, value: Array | None, n: int, most: int, present: Present | None) -> npt.NDArray[np.int64]:
-    """Number of captions of each item; 0 for items without text, whatever the file says."""
+def _captions(
+    path: Path, value: Array | None, text: npt.NDArray[np.float32], present: Present | None
+) -> npt.NDArray[np.int64]:
+    """Number of captions of each item; 0 for items without text, whatever the file says.
+
+    Without the key ``captions``, rows of zeros at the end of an item's captions are padding.
+    """
+    n, most = text.shape[:2]
     with_text = np.ones(n, np.bool_) if present is None else present[:, 1]
+    if value is None and most == 1:
+        return np.where(with_text, 1, 0).astype(np.int64)
     if value is None:
-        return np.where(with_text, most, 0).astype(np.int64)
+        filled = np.stack([part.any(axis=1) for part in text])
+        counts = most - filled[:, ::-1].argmax(axis=1)
+        counts[~filled.any(axis=1)] = 0
+        gaps = np.flatnonzero((filled.sum(axis=1) < counts) & with_text)
+        if len(gaps):
+            allowed = f"zeros only behind an item's captions, or a key captions [{n}] with their numbers"
+            raise InputError(f"{path}: text", f"a row of zeros before another caption in row {gaps[0]}", allowed)
+        none = np.flatnonzero((counts == 0) & with_text)
+        if len(none):
+            allowed = f"at least one caption; text_present [{n}] says which items have none"
+            raise InputError(f"{path}: text", f"only zeros in row {none[0]}", allowed)
+        return np.where(with_text, counts, 0).astype(np.int64)
     place = f"{path}: captions"
     if value.shape != (n,) or value.dtype.kind not in "iu":
         raise InputError(place, f"{value.dtype} {list(value.shape)}", f"whole numbers [{n}]")
@@ -297,13 +321,17 @@ def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
         raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
 
 
-def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
+def checked(
+    path: Path, arrays: Mapping[str, Array], seed: int, column: str | None = None, *, merge: bool = False
+) -> FeatureSet:
     """Validate arrays with the keys of :func:`read_features`, from any kind of file.
 
     Args:
         path: the file, for error messages.
         arrays: arrays by key.
         seed: seed of the split if ``arrays`` has none.
+        column: further key by whose values the partition deals the items.
+        merge: join rows with the same image to one item, if the file does not name its items.
 
     Raises:
         InputError: as :func:`read_features`.
@@ -320,25 +348,69 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
     if n < 2:
         raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
     text = text if text.ndim == 3 else text[:, None, :]
-    captions = _captions(path, arrays.get("captions"), n, text.shape[1], present)
-    if (captions < text.shape[1]).any():
-        # Padding in the file may hold any values.
-        text = np.where((np.arange(text.shape[1]) < captions[:, None])[..., None], text, np.float32(0))
+    captions = _captions(path, arrays.get("captions"), text, present)
+    padding = 0 if "captions" in arrays else int((text.shape[1] - captions[captions > 0]).sum())
     labels: npt.NDArray[np.uint8] | None = None
     label_names: tuple[str, ...] = ()
     if "labels" in arrays:
         labels, label_names = _labels(path, arrays["labels"], n, arrays.get("label_names"))
     key = next((name for name in ("keys", "filename") if name in arrays), None)
-    return FeatureSet(
+    given = split_codes(path, arrays["split"], n) if "split" in arrays else None
+    found = FeatureSet(
         image=image,
-        text=text,
+        text=text[np.arange(text.shape[1]) < np.maximum(captions, 1)[:, None]],
         captions=captions,
         labels=labels,
         label_names=label_names,
-        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed, same_rows(image)),
-        split_given="split" in arrays,
+        split=np.zeros(n, np.uint8) if given is None else given,
+        split_given=given is not None,
         keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
         present=present,
+        column=None if column is None else _values(path, column, arrays[column], n),
+    )
+    merged = _one_item_per_image(path, found) if key is None and merge else found
+    if given is None:
+        split = draw_split(len(merged.image), seed, same_rows(merged.image))
+        merged = replace(merged, split=split)
+    counted = of_vectors(merged.image, merged.text, merged.captions, merged.present)
+    counted = counted.model_copy(update={"padding": padding, "merged": n - len(merged.image)})
+    return replace(merged, remarks=counted)
+
+
+def _one_item_per_image(path: Path, found: FeatureSet) -> FeatureSet:
+    """Join rows of one split with equal images: the image once, with the captions and labels of all its rows.
+
+    Raises:
+        InputError: all rows have the same image.
+    """
+    n, present = len(found.image), found.present
+    same = same_rows(found.image)  # rows of zeros differ, so rows without an image stay apart
+    apart = [same.tolist(), found.split.tolist(), found.column or [""] * n, [True] * n]
+    if present is not None:
+        apart[3] = present[:, 1].tolist()
+    first = first_of_equals(zip(*apart, strict=True))
+    items, item = np.unique(first, return_inverse=True)
+    if len(items) == n:
+        return found
+    if len(items) < 2:
+        raise InputError(f"{path}: image", f"the same image in all {n} rows", "at least 2 images")
+    order = np.argsort(item, kind="stable")
+    counts, starts = np.maximum(found.captions, 1), first_rows(found.captions)
+    text = np.concatenate([found.text[starts[row] : starts[row] + counts[row]] for row in order.tolist()])
+    labels = None
+    if found.labels is not None:
+        labels = np.zeros((len(items), found.labels.shape[1]), np.uint8)
+        np.maximum.at(labels, item, found.labels)
+    return replace(
+        found,
+        image=found.image[items],
+        text=text,
+        captions=np.bincount(item, weights=found.captions).astype(np.int64),
+        labels=labels,
+        split=found.split[items],
+        keys=tuple(found.keys[row] for row in items.tolist()),
+        present=None if present is None else present[items],
+        column=None if found.column is None else tuple(found.column[row] for row in items.tolist()),
     )
 
 
@@ -359,6 +431,4 @@ def read_features(path: Path, seed: int = 0, column: str | None = None) -> Featu
     Raises:
         InputError: the file or an array is invalid; the message gives file, key, found and allowed values.
     """
-    arrays = _read_arrays(path, column)
-    found = checked(path, arrays, seed)
-    return found if column is None else replace(found, column=_values(path, column, arrays[column], len(found.image)))
+    return checked(path, _read_arrays(path, column), seed, column, merge=True)

@@ -1,6 +1,7 @@
 """Read any data set described by a CSV or JSONL file with the image, captions, labels and split of each item.
 
-CSV: a header line with ``image`` and any of ``captions`` (or ``caption``), ``labels``, ``split``, ``key``. Several
+CSV: a header line with ``image``, ``captions`` (or ``caption``) or both, and any of ``labels``, ``split``, ``key``.
+An item may lack its image or its captions; their fields are then empty. Several
 captions or labels of an item are separated by ``|`` or written as a list (``['dog', 'sky']``, as pandas does); captions
 may also have several columns. JSONL: one object per line with the same fields; captions and labels are a string or a
 list. Lines of one image, or of one key, are one item with the captions and labels of all of them. Videos and folders of
@@ -14,7 +15,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
 from fedmq.data.readers.cells import captions_of, labels_of, one_label, one_spelling, one_text
 from fedmq.data.splits import split_numbers
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
+from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError
 
 CAPTIONS = ("captions", "caption")
@@ -43,8 +45,9 @@ def _csv(path: Path, more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
             )
         if unknown := [name for name in header if name not in (*KNOWN, *more)]:
             raise InputError(f"{path}: line 1", unknown[0], f"fields {', '.join((*KNOWN, *more))}")
-        if header and "image" not in header:
-            raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", "a column image, with paths of images")
+        if header and not {"image", *CAPTIONS} & set(header):
+            allowed = "a column image, with paths of images, or captions"
+            raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", allowed)
         for fields in reader:
             if not fields:
                 continue
@@ -110,12 +113,14 @@ def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, strings)))
 
 
-def _key(place: str, record: Record, image: str) -> str:
+def _key(place: str, record: Record, image: str, number: int) -> str:
+    """The item's key: that of the record, else the path of its image, else the number of its line."""
     key = record.get("key")
     if not isinstance(key, str | int | float | None) or isinstance(key, bool):
         raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
     # Normalised, so that one picture under two spellings of its path is not in both the training and the test set.
-    return os.path.normpath(image) if key is None or key == "" else str(key)
+    own = os.path.normpath(image) if image else f"line {number}"
+    return own if key is None or key == "" else str(key)
 
 
 def _value(place: str, record: Record, column: str) -> str:
@@ -138,7 +143,7 @@ class _Item:
 
     Args:
         line: number of its first line.
-        file: its image, video or folder of frames.
+        file: its image, video or folder of frames; None if it has none.
         split: name of its split; empty if it has none.
         value: its value of the column that the partition deals by; empty without one.
         captions: its distinct captions in order, as keys.
@@ -146,7 +151,7 @@ class _Item:
     """
 
     line: int
-    file: Path
+    file: Path | None
     split: str
     value: str
     captions: dict[str, None] = field(default_factory=dict)
@@ -157,25 +162,21 @@ def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: 
     """The items by key, in file order.
 
     Raises:
-        InputError: a line is malformed, or lines of one item differ in image, split or column.
+        InputError: a line is malformed, lines of one item differ in image, split or column, or an item has neither
+            image nor caption.
     """
     items: dict[str, _Item] = {}
     for number, record in records:
         place = f"{path}: line {number}"
         if unknown := [name for name in record if name not in (*KNOWN, *more)]:
             raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
-        image = record.get("image")
-        if not isinstance(image, str) or not image.strip():
-            raise InputError(f"{place}: image", image, "the path of an image")
-        image = whole(image.strip(), f"{place}: image")
-        file = root / image
-        if _contains_root(file, root):
-            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
-        key, split = _key(place, record, image), record.get("split")
+        image, file = _image(place, record, root)
+        key, split = _key(place, record, image, number), record.get("split")
         split = "" if split is None else str(split).strip()
         value = _value(place, record, more[0]) if more else ""
         item = items.setdefault(key, _Item(number, file, split, value))
-        if os.path.normpath(file) != os.path.normpath(item.file):
+        item.file = item.file or file
+        if file and item.file and os.path.normpath(file) != os.path.normpath(item.file):
             allowed = f"{item.file}, as in line {item.line}, or another key"
             raise InputError(f"{place}: image of the item {key!a}", image, allowed)
         if split != item.split:
@@ -185,7 +186,24 @@ def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: 
             raise InputError(f"{place}: {more[0]}", value, f"{item.value}, as in line {item.line} for {key!a}")
         item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
         item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
+    for item in items.values():
+        if item.file is None and not item.captions:
+            raise InputError(f"{path}: line {item.line}: image", "neither an image nor a caption", "one of them")
     return items
+
+
+def _image(place: str, record: Record, root: Path) -> tuple[str, Path | None]:
+    """An item's image as written, and the file; empty and None if it has none."""
+    image = record.get("image")
+    if image is None or (isinstance(image, str) and not image.strip()):
+        return "", None
+    if not isinstance(image, str):
+        raise InputError(f"{place}: image", repr(image)[:80], "the path of an image")
+    image = whole(image.strip(), f"{place}: image")
+    file = root / image
+    if _contains_root(file, root):
+        raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
+    return image, file
 
 
 def read_manifest(data: Data) -> RawSet:
@@ -203,7 +221,7 @@ def read_manifest(data: Data) -> RawSet:
     more = () if data.column is None else (data.column,)
     root = data.images or path.parent
     items = _items(path, readers[path.suffix.lower()](path, more), root, more)
-    lines, paths = [item.line for item in items.values()], [item.file for item in items.values()]
+    lines, paths = [item.line for item in items.values()], [item.file for item in items.values() if item.file]
     splits = [item.split for item in items.values()]
     if any(splits) and not all(splits):
         raise InputError(
@@ -217,7 +235,7 @@ def read_manifest(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(items),
-            pictures=Files(tuple(paths), data.frames if videos else 1, folders),
+            pictures=_pictures([item.file for item in items.values()], data.frames if videos else 1, folders),
             captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,
@@ -225,5 +243,15 @@ def read_manifest(data: Data) -> RawSet:
             if any(splits)
             else None,
             column=tuple(item.value for item in items.values()) if more else None,
+            unpaired=True,
         )
     )
+
+
+def _pictures(files: Sequence[Path | None], frames: int, folders: bool) -> Files | WithGaps:
+    """The items' pictures, of which some may have none."""
+    held = [file for file in files if file is not None]
+    pictures, places = Files(tuple(held), frames, folders), iter(range(len(held)))
+    if len(held) == len(files):
+        return pictures
+    return WithGaps(pictures, tuple(None if file is None else next(places) for file in files))

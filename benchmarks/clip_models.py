@@ -1,0 +1,81 @@
+"""Models and made data for the benchmarks of ViT-B-32: pictures of noise, each with one caption of made words."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fedmq.data.silo_dataset import CaptionRows, SiloDataset
+from fedmq.encoders import clip
+
+#: Of the pictures, for the silo and the plain loop alike.
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+#: A model with ViT-B-32's parts that takes a thousandth of its time.
+_TINY = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+@dataclass(frozen=True)
+class ClipModel:
+    """A model of open_clip.
+
+    Args:
+        name: of the model, or path of its .json configuration.
+        edge: of its pictures [pixels].
+        dim: of its embeddings.
+    """
+
+    name: str = "ViT-B-32"
+    edge: int = 224
+    dim: int = 512
+
+
+def clip_model(folder: Path, *, smoke: bool) -> ClipModel:
+    """ViT-B-32; ``smoke``: a tiny model whose configuration is written into the folder."""
+    if not smoke:
+        return ClipModel()
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(_TINY), encoding="utf-8")
+    return ClipModel(str(path), 32, 32)
+
+
+def _captions(n: int, generator: np.random.Generator) -> list[str]:
+    return [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
+
+
+def made_dataset(model: ClipModel, n: int) -> SiloDataset:
+    """A silo dataset of n pictures, each with one caption."""
+    generator = np.random.default_rng(0)
+    texts = _captions(n, generator)
+    return SiloDataset(
+        image=torch.from_numpy(generator.integers(0, 256, (n, 3, model.edge, model.edge), dtype=np.uint8)),
+        text=CaptionRows(torch.from_numpy(clip.tokenise(model.name, texts)), torch.arange(n)),
+        captions=torch.ones(n, dtype=torch.int64),
+        labels=None,
+        rows=torch.arange(n),
+    )
+
+
+def made_manifest(folder: Path, n: int) -> Path:
+    """Write n pictures of 64 x 64 and their captions as a manifest; returns its path."""
+    generator = np.random.default_rng(0)
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    path = folder / "list.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "captions"])
+        for number, caption in enumerate(_captions(n, generator)):
+            name = f"pictures/{number:05d}.png"
+            Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(folder / name)
+            writer.writerow([name, caption])
+    return path

@@ -1,0 +1,104 @@
+"""Complete runs for the benchmarks: their scenario, the command, and the time of their rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.messages import COORDINATOR, Kind
+
+#: The setting of the RCSR paper's main table; the benchmarks vary its size.
+RCSR: dict[str, Any] = {
+    "name": "bench",
+    "rounds": 200,
+    "participation": 0.5,
+    "protocol": {"name": "rcsr"},
+    "data": {"name": "openmoji"},
+    "backbone": {"name": "lite"},
+    "silos": {"count": 30},
+    "partition": {"kind": "dir_clusters", "alpha": 0.1, "clusters": 50},
+    "missing_modality": {"rate": 0.5, "seed": 42},
+    "training": {
+        "learning_rate": 1.0e-3,
+        "weight_decay": 0.01,
+        "batch_size": 128,
+        "local_epochs": 1,
+        "warmup_rounds": 5,
+    },
+    "evaluation": {"every": 10, "split": "test"},
+}
+
+
+def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
+    """Write the scenario of :data:`RCSR` into a folder; ``smoke``: three silos on a few made features."""
+    scenario = RCSR
+    if smoke:
+        scenario = {**RCSR, **made_features(folder / "items.npz", train=120, test=20, width=32)}
+        scenario["partition"] = {"kind": "iid"}
+        scenario["silos"] = {"count": 3}
+        scenario["training"] = {**RCSR["training"], "warmup_rounds": 0}
+    path = folder / "bench.yaml"
+    path.write_text(yaml.safe_dump(scenario), encoding="utf-8")
+    return path
+
+
+def made_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
+    """Write made features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them.
+
+    Args:
+        path: of the file, ``.npz``.
+        train: number of training items.
+        test: number of test items.
+        width: of images and texts.
+    """
+    generator = np.random.default_rng(0)
+    latent = generator.standard_normal((train + test, width), dtype=np.float32)
+    noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
+    image, text = latent + 0.5 * noise
+    np.savez(path, image=image, text=text[:, None], split=np.array(["train"] * train + ["test"] * test))
+    return {"data": {"name": "features", "path": str(path)}, "backbone": {"name": "features"}}
+
+
+def simulated(scenario: Path, out: Path, *settings: str, limit_s: float = 300.0) -> dict[str, Any]:
+    """Run ``fedmq scenario`` and return its summary.
+
+    Args:
+        scenario: its file.
+        out: the run folder, new.
+        settings: ``key=value`` arguments of ``--set``.
+        limit_s: time limit [s].
+
+    Raises:
+        subprocess.SubprocessError: the run failed or exceeded the time limit.
+    """
+    command = [sys.executable, "-m", "fedmq", "scenario", str(scenario), "--out", str(out), "--json", "--quiet"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=limit_s)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def loop_seconds(run: Path) -> float:
+    """Seconds from the first task to the last merge, by the coordinator's message log.
+
+    Raises:
+        ValueError: the run made no merge.
+    """
+    first, last = None, None
+    for _, record in read_log(run / "messages" / f"{COORDINATOR}.jsonl"):
+        match record:
+            case MessageRecord() if first is None and record.header.kind is Kind.TASK:
+                first = datetime.fromisoformat(record.wall)
+            case NoteRecord(text=NoteKind.ALL_MERGED):
+                last = datetime.fromisoformat(record.wall)
+    if first is None or last is None:
+        raise ValueError("the run made no merge")
+    return (last - first).total_seconds()

@@ -1,0 +1,138 @@
+"""``fedmq status``: what a run is doing; ``fedmq prune``: remove what a finished run no longer needs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fedmq.cli.console import err, out
+from fedmq.cli.options import AsJson, Run
+from fedmq.cli.scenarios import resolved_file
+from fedmq.errors import InputError
+from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
+from fedmq.text import printable
+
+if TYPE_CHECKING:
+    from fedmq.config.scenario import Scenario
+    from fedmq.federation.protocol import Traits
+
+#: Interval of ``--watch`` [s].
+_WATCH_SECONDS = 2.0
+#: Age after which a status of a run in progress is reported as old [s].
+_OLD_SECONDS = 10.0
+_ENDED = ("done", "stopped")
+#: Phases that an operator should look at.
+_BAD = (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
+
+
+def add_status(app: typer.Typer) -> None:
+    """Add ``fedmq status``."""
+
+    @app.command("status")
+    def status_command(
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+        as_json: AsJson = False,
+        watch: Annotated[bool, typer.Option("--watch", help="Repeat every 2 s until the run has ended.")] = False,
+    ) -> None:
+        """Show what a run is doing: its round, and of each silo its phase, last message, traffic and last error.
+
+        The coordinator writes the status into its run folder about every second.
+
+        Example: [bold]fedmq status runs/manual --watch[/bold]
+        """
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
+
+        path = open_run(run).status
+        while True:
+            status = read_status(path)
+            if as_json:
+                print(json.dumps(status.model_dump(mode="json"), indent=None if watch else 2), flush=True)
+            else:
+                if watch and out.is_terminal:
+                    out.clear()
+                _show(status, datetime.now(UTC))
+            if not watch or status.phase in _ENDED:
+                return
+            time.sleep(_WATCH_SECONDS)
+
+
+def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None:
+    """Add ``fedmq prune``.
+
+    Args:
+        app: the command line.
+        traits_of: traits of a scenario's method.
+    """
+
+    @app.command("prune")
+    def prune_command(
+        run: Run, yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False
+    ) -> None:
+        """Remove the checkpoints of a finished run, and personal states of its silos that nothing needs any more.
+
+        The run can then not be extended. Model, results, message logs and report stay. States that `fedmq search
+        --silo` needs stay, too.
+
+        Example: [bold]fedmq prune runs/smoke --yes[/bold]
+        """
+        from fedmq.runs.prune import plan_pruning, prune  # noqa: PLC0415
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+        folder = open_run(run)
+        personalised = traits_of(resolved_file(folder.scenario, manual=True, adopt=False).scenario).personalised
+        pruning = plan_pruning(folder, personalised=personalised)
+        size = f"{pruning.size / 1e6:.1f} MB"
+        if not pruning.paths:
+            print(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
+            return
+        if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
+            raise InputError("prune", "no", "yes, or --yes")
+        prune(folder, pruning)
+        print(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
+
+
+def _ago(at: str | None, now: datetime) -> str:
+    if at is None:
+        return "-"
+    seconds = max(0.0, (now - datetime.fromisoformat(at)).total_seconds())
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.0f} h"
+    )
+
+
+def _show(status: StatusFile, now: datetime) -> None:
+    age = (now - datetime.fromisoformat(status.written)).total_seconds()
+    loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+    text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
+    out.print(text, highlight=False, markup=False)
+    if status.phase not in _ENDED and age > _OLD_SECONDS:
+        old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
+        err.print(old, style="yellow", highlight=False)
+    refused = f", {sum(status.refused.values())} messages refused" if status.refused else ""
+    total = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
+    out.print(total, highlight=False)
+    table = Table("silo", "phase", "last message", "task", "MB up", "MB down", "last error")
+    for name, silo in sorted(status.silos.items()):
+        style = "red" if silo.phase in _BAD else None
+        traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
+        error = escape(printable(silo.error))
+        table.add_row(name, silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style)
+    out.print(table)
+
+
+def _task(silo: SiloStatus) -> str:
+    if silo.task_seconds is None:
+        return "-"
+    return f"{silo.task_seconds:.0f} s" + ("" if silo.limit is None else f" of {silo.limit:.0f}")

@@ -1,0 +1,84 @@
+"""What a data set holds that is allowed but seldom meant, counted while it is prepared, and told by the commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.data.duplicates import same_rows
+from fedmq.storage.json_files import Stored
+
+
+class Remarks(Stored):
+    """Counts of what is seldom meant.
+
+    Args:
+        padding: rows of zeros behind an item's captions, which were taken for padding.
+        merged: rows of a file of features whose image equals an earlier row's: their captions joined that item.
+        zero_images: items with an image vector of zeros.
+        zero_texts: captions with a vector of zeros.
+        same_images: items whose image vector equals an earlier item's.
+        same_texts: captions whose vector equals a caption's of an earlier item.
+        cut: captions that are longer than the text encoder reads.
+        first_cut: key of the first item with such a caption.
+    """
+
+    padding: int = 0
+    merged: int = 0
+    zero_images: int = 0
+    zero_texts: int = 0
+    same_images: int = 0
+    same_texts: int = 0
+    cut: int = 0
+    first_cut: str = ""
+
+
+#: Of a data set without anything to tell.
+NOTHING = Remarks()
+
+
+def of_vectors(
+    image: npt.NDArray[Any],
+    text: npt.NDArray[Any],
+    counts: npt.NDArray[np.int64],
+    present: npt.NDArray[np.bool_] | None = None,
+) -> Remarks:
+    """Counts of zeros and of equal vectors.
+
+    Args:
+        image: [n, ...] image inputs; of pixels nothing is counted.
+        text: [N, ...] captions of all items one after the other, one row for an item without captions.
+        counts: int64 [n], number of captions of each item.
+        present: bool [n, 2], whether each item has an image and captions; None if all have.
+    """
+    held = np.repeat(counts > 0, np.maximum(counts, 1))
+    owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    some = np.array([bool(row.any()) for row in text])
+    found = Remarks(zero_texts=int((~some & held).sum()), same_texts=int((owner[same_rows(text)] < owner).sum()))
+    if image.ndim > 2:
+        return found
+    blank = np.array([not row.any() for row in image])
+    zero = int((blank if present is None else blank & present[:, 0]).sum())
+    same = int((same_rows(image) < np.arange(len(image))).sum())
+    return found.model_copy(update={"zero_images": zero, "same_images": same})
+
+
+def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
+    """One line for each count that is not 0.
+
+    Args:
+        remarks: of a data set.
+        equal: also tell of equal vectors, which many data sets have.
+    """
+    told = (
+        (remarks.padding, "rows of zeros behind the captions were taken for padding"),
+        (remarks.merged, "rows with the image of an earlier row were read as captions of one item"),
+        (remarks.zero_images, "image vectors are zeros"),
+        (remarks.zero_texts, "caption vectors are zeros"),
+        (remarks.same_images * equal, "image vectors equal that of an earlier item"),
+        (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
+        (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
+    )
+    return [f"{count:,} {what}" for count, what in told if count]

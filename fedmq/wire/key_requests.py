@@ -1,0 +1,167 @@
+"""Requests to accept a key: what a site sends to the coordinator's operator, and the other way round.
+
+A request is a public file. Its signature shows that whoever made it holds the private key; that the key belongs to the
+site is for the operators to check, by comparing the words of the fingerprint over the telephone. A request that
+replaces an accepted key is also signed with that key.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import Field
+
+from fedmq.errors import InputError
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.run_folder import write_json
+from fedmq.wire.fields import NAME
+from fedmq.wire.keys import Identity, accept_key, load_accepted, load_identity, new_key, words
+
+#: Longest request file [bytes].
+_MAX_BYTES = 4096
+_ALLOWED = "a request made by `fedmq keys new`"
+_Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+class KeyRequest(Stored):
+    """A request to accept a key.
+
+    Args:
+        key_request: version of this format.
+        name: of the process.
+        key: its public key, Ed25519, 32 bytes in hexadecimal.
+        replaces: the public key that this one replaces; None for a first key.
+        signature: of :meth:`statement` by the new key, 64 bytes in hexadecimal.
+        replaced_signature: of :meth:`statement` by the replaced key.
+    """
+
+    key_request: Literal[1]
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+    key: Digest
+    replaces: Digest | None = None
+    signature: _Signature
+    replaced_signature: _Signature | None = None
+
+    @property
+    def public_key(self) -> Ed25519PublicKey:
+        """The key to be accepted."""
+        return Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.key))
+
+    @property
+    def statement(self) -> bytes:
+        """The bytes that are signed."""
+        return statement_of(self.name, self.key, self.replaces)
+
+
+def statement_of(name: str, key: str, replaces: str | None) -> bytes:
+    """The bytes that a request signs; arguments as the fields of :class:`KeyRequest`."""
+    return f"fedmq key request 1\n{name}\n{key}\n{replaces or ''}\n".encode()
+
+
+class Acceptance(Enum):
+    """What accepting a request does."""
+
+    NEW = "new"
+    REPLACES = "replaces"
+    KNOWN = "known"
+
+
+def new_request(
+    directory: Path, name: str, passphrase: bytes | None = None, *, replace: bool = False
+) -> tuple[Path, KeyRequest]:
+    """Create a private key and the request to accept it, ``NAME.request``.
+
+    Args:
+        directory: folder of keys; created if missing.
+        name: of the process.
+        passphrase: encrypts the private key.
+        replace: replaces the present key, which signs the request.
+
+    Returns:
+        The request file, and its content.
+
+    Raises:
+        InputError: the name is not allowed, has a key (or none to replace), or the folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+    former = load_identity(directory, name) if replace else None
+    identity = new_key(directory, name, passphrase, replace=replace)
+    key, replaces = _hex(identity), None if former is None else _hex(former)
+    statement = statement_of(name, key, replaces)
+    request = KeyRequest(
+        key_request=1,
+        name=name,
+        key=key,
+        replaces=replaces,
+        signature=identity.key.sign(statement).hex(),
+        replaced_signature=None if former is None else former.key.sign(statement).hex(),
+    )
+    path = directory / f"{name}.request"
+    write_json(path, request.plain())
+    return path, request
+
+
+def _hex(identity: Identity) -> str:
+    return identity.key.public_key().public_bytes_raw().hex()
+
+
+def read_request(path: Path) -> KeyRequest:
+    """Read a request and verify its signatures.
+
+    Raises:
+        InputError: the file is no request, or a signature is wrong.
+    """
+    try:
+        size = path.stat().st_size if path.is_file() else -1
+    except OSError as error:
+        raise InputError(str(path), error.strerror or str(error), _ALLOWED) from None
+    if not 0 <= size <= _MAX_BYTES:
+        raise InputError(str(path), "no such file" if size < 0 else f"{size} bytes", _ALLOWED)
+    request = read_json(path, KeyRequest, _ALLOWED)
+    signed = [(request.key, request.signature)]
+    if request.replaces is not None:
+        signed.append((request.replaces, request.replaced_signature or "0" * 128))
+    for key, signature in signed:
+        try:
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), request.statement)
+        except (InvalidSignature, ValueError):
+            raise InputError(str(path), "a wrong signature", f"{_ALLOWED}, unchanged") from None
+    return request
+
+
+def acceptance_of(directory: Path, path: Path, request: KeyRequest) -> Acceptance:
+    """What accepting a request would do; nothing is changed.
+
+    Args:
+        directory: folder of keys.
+        path: of the request, for errors.
+        request: verified by :func:`read_request`.
+
+    Raises:
+        InputError: another key is accepted for that name and has not signed the request.
+    """
+    present = load_accepted(directory).get(request.name) if (directory / "accepted").is_dir() else None
+    if present is None:
+        return Acceptance.NEW
+    accepted = present.public_bytes_raw().hex()
+    if accepted == request.key:
+        return Acceptance.KNOWN
+    if accepted == request.replaces:
+        return Acceptance.REPLACES
+    found = f"a key for {request.name}, for which another key is accepted ({words(present)})"
+    allowed = f"a request signed by that key (`fedmq keys new {request.name} --replace`), or remove that key first"
+    raise InputError(str(path), found, f"{allowed}: `fedmq keys remove {request.name} --keys {directory}`")
+
+
+def accept(directory: Path, request: KeyRequest) -> None:
+    """Accept the key of a verified request.
+
+    Raises:
+        InputError: another name has this key, or the folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+    accept_key(directory, request.name, request.public_key)

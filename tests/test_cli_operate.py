@@ -1,0 +1,129 @@
+"""``fedmq status``, ``fedmq prune``, and a coordinator's figures for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import main as cli
+from fedmq.errors import InputError
+from fedmq.runs import prometheus
+from fedmq.runs.prune import plan_pruning, prune
+from fedmq.runs.status import read_status
+from fedmq.storage.run_folder import RunFolder
+from tests.in_process_run import run
+from tests.threaded_run import resolved
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run a command; returns its exit code."""
+    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(str(ended.value.code or 0))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("operate") / "run"
+    assert run(resolved(tiny, "launcher=inline"), out).summary is not None
+    return out
+
+
+def test_status_shows_round_and_silos(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "status", finished) == 0
+    shown = capfd.readouterr().out
+    assert "done, round 4 of 4" in shown
+    assert "silo-03" in shown
+    assert fedmq(monkeypatch, "status", finished, "--json") == 0
+    read: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert (read["round"], sorted(read["silos"])) == (4, [f"silo-0{index}" for index in range(4)])
+    assert read["silos"]["silo-00"]["up"] > 0
+    assert sum(silo["up"] for silo in read["silos"].values()) <= read["up"]
+
+
+def test_a_live_run_with_errors_names_them_without_control_characters(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = json.loads((finished / "status.json").read_text())
+    plain |= {"phase": "collecting", "written": "2020-01-01T00:00:00.000+00:00"}
+    plain["silos"]["silo-02"] |= {"phase": "overdue", "error": "bad\x1b[2J disk"}
+    (tmp_path / "scenario.yaml").write_text((finished / "scenario.yaml").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(plain))
+    assert fedmq(monkeypatch, "status", tmp_path) == 0
+    shown = capfd.readouterr()
+    assert "overdue" in shown.out
+    assert "\x1b[2J" not in shown.out
+    assert "the coordinator is busy or not running" in shown.err
+    plain["silos"]["silo-02"]["phase"] = "asleep"
+    (tmp_path / "status.json").write_text(json.dumps(plain))
+    assert fedmq(monkeypatch, "status", tmp_path) == 2
+    assert "silos.silo-02.phase" in capfd.readouterr().err
+
+
+def test_prune_removes_checkpoints_and_states_of_a_finished_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    run(resolved(tiny, "launcher=inline"), out)
+    before = sum(path.stat().st_size for path in {p.resolve() for p in out.rglob("*")} if path.is_file())
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115, PTH123
+    assert fedmq(monkeypatch, "prune", out) != 0
+    assert any((out / "checkpoints").glob("version-*")), "not without a yes"
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "prune", out, "--yes") == 0
+    said = capfd.readouterr().out
+    assert not (out / "checkpoints").exists()
+    after = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    freed = int(said.split("(")[1].split()[0])
+    assert 0 < freed <= before - after, "hard links count once"
+    assert not audit_run(out).findings
+    assert fedmq(monkeypatch, "prune", out, "--yes") == 0
+    assert "nothing to remove" in capfd.readouterr().out
+
+
+def test_prune_keeps_what_search_with_a_personal_model_needs(tiny: Path, tmp_path: Path) -> None:
+    run(resolved(tiny, "launcher=inline"), tmp_path)
+    folder = RunFolder(tmp_path)
+    (newest,) = [path for path in folder.checkpoints.glob("version-*") if path.name == "version-000004"]
+    pruning = plan_pruning(folder, personalised=True)
+    prune(folder, pruning)
+    assert "search --silo" in pruning.kept
+    assert newest.is_dir()
+    assert len(list(folder.checkpoints.glob("version-*"))) == 1
+    states = list((folder.checkpoints / "silos").glob("*/*.safetensors"))
+    assert len({path.parent for path in states}) == len(states) == 4, "one per silo"
+
+
+def test_an_unfinished_run_is_not_pruned(tiny: Path, tmp_path: Path) -> None:
+    steps = iter(range(1000))
+    run(resolved(tiny, "launcher=inline"), tmp_path, stop_wanted=lambda: next(steps) > 12)
+    with pytest.raises(InputError, match="an unfinished one needs its checkpoints"):
+        plan_pruning(RunFolder(tmp_path), personalised=False)
+
+
+def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> None:
+    status = read_status(finished / "status.json")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match="--metrics-port"):
+            prometheus.serve(port, lambda: status)
+    close = prometheus.serve(port, lambda: status)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        close()
+    assert "fedmq_round 4.0" in text
+    assert 'fedmq_silos{phase="waiting"} 4.0' in text
+    assert f'fedmq_payload_bytes_total{{direction="up"}} {float(status.up)}' in text
+    assert 'fedmq_metric{metric="mean_r1"}' in text

@@ -1,0 +1,156 @@
+"""Padding, repeated images, zeros and cut captions: read as meant, or refused, and always told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepare import prepare
+from fedmq.data.readers.features import FeatureSet, read_features
+from fedmq.data.remarks import sentences
+from fedmq.encoders import clip
+from fedmq.errors import InputError
+
+
+def vectors(n: int = 12, captions: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return (
+        generator.normal(size=(n, 4)).astype(np.float32),
+        generator.normal(size=(n, captions, 5)).astype(np.float32),
+    )
+
+
+def read(tmp_path: Path, **arrays: Any) -> FeatureSet:
+    np.savez(tmp_path / "x.npz", **arrays)
+    return read_features(tmp_path / "x.npz")
+
+
+# --- padding --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=20))
+@settings(max_examples=30)
+def test_rows_of_zeros_behind_the_captions_are_padding_as_if_their_numbers_were_given(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int]
+) -> None:
+    counts, folder = np.array(numbers), tmp_path_factory.mktemp("x")
+    image, text = vectors(len(counts), 5)
+    text[np.arange(5) >= counts[:, None]] = 0
+    without, given_ = read(folder, image=image, text=text), read(folder, image=image, text=text, captions=counts)
+    assert without.captions.tolist() == given_.captions.tolist() == numbers
+    assert np.array_equal(without.text, given_.text)
+    assert without.remarks.padding == 5 * len(counts) - sum(numbers)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [([0], "zeros before another caption in row 3"), ([0, 1, 2], "only zeros in row 3")]
+)
+def test_zeros_that_cannot_be_padding_are_refused(tmp_path: Path, rows: list[int], message: str) -> None:
+    image, text = vectors()
+    text[3, rows] = 0
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, image=image, text=text)
+
+
+def test_zeros_and_equal_vectors_are_counted(tmp_path: Path) -> None:
+    image, text = vectors(captions=1)
+    image[[2, 5]], text[[1, 2, 3], 0], text[7] = 0, 0, text[6]
+    found = read(tmp_path, image=image, text=text[:, 0], keys=np.array([f"k{i}" for i in range(12)])).remarks
+    assert (found.zero_images, found.zero_texts, found.same_images, found.same_texts) == (2, 3, 0, 1)
+    assert sentences(found) == [
+        "2 image vectors are zeros",
+        "3 caption vectors are zeros",
+        "1 caption vectors equal one of an earlier item",
+    ]
+
+
+# --- one row per caption --------------------------------------------------------------------------------------------
+
+
+def test_a_row_for_each_caption_is_the_same_data_set_as_an_item_for_each_image(tmp_path: Path) -> None:
+    image, text = vectors(20, 5)
+    labels = np.arange(20) % 3
+    items = read(tmp_path, image=image, text=text, labels=labels)
+    order = np.random.default_rng(1).permutation(100)
+    order = order[np.argsort(order // 5, kind="stable")]  # rows of an image together, in any order
+    rows = read(
+        tmp_path,
+        image=np.repeat(image, 5, 0)[order],
+        text=text.reshape(100, 5)[order],
+        labels=np.repeat(labels, 5)[order],
+    )
+    for name in ("image", "captions", "labels", "split"):
+        assert np.array_equal(getattr(items, name), getattr(rows, name)), name
+    assert np.array_equal(np.sort(items.text, axis=0), np.sort(rows.text, axis=0))
+    assert rows.remarks.merged == 80
+    assert rows.keys[:3] == ("000000", "000005", "000010")
+
+
+def test_rows_of_an_image_apart_in_the_file_or_in_two_splits(tmp_path: Path) -> None:
+    image, text = vectors(6, 1)
+    twice = {"image": np.concatenate([image, image]), "text": np.concatenate([text, text + 1])[:, 0]}
+    joined = read(tmp_path, **twice)
+    assert joined.captions.tolist() == [2] * 6
+    assert np.array_equal(joined.text[1], text[0, 0] + 1)
+    split = np.array(["train"] * 6 + ["test"] * 6)
+    assert len(read(tmp_path, **twice, split=split).image) == 12
+    keyed = read(tmp_path, **twice, keys=np.array([f"k{i}" for i in range(12)]))
+    assert len(keyed.image) == 12
+    assert (keyed.split[:6] == keyed.split[6:]).all()
+
+
+def test_labels_of_an_images_rows_are_all_its_labels(tmp_path: Path) -> None:
+    image, text = vectors(4, 1)
+    found = read(
+        tmp_path, image=image[[0, 1, 1, 2]], text=text[:, 0], labels=np.array([[1, 0], [1, 0], [0, 1], [0, 1]])
+    )
+    assert found.labels is not None
+    assert found.labels.tolist() == [[1, 0], [1, 1], [0, 1]]
+
+
+# --- captions that are cut ------------------------------------------------------------------------------------------
+
+
+def photos(folder: Path, captions: list[str]) -> Data:
+    for row in range(len(captions)):
+        pixels = np.random.default_rng(row).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{row}.png")
+    lines = [json.dumps({"image": f"{row}.png", "captions": [text]}) for row, text in enumerate(captions)]
+    (folder / "list.jsonl").write_text("\n".join(lines))
+    return Data(name="manifest", path=folder / "list.jsonl")
+
+
+LONG = "examination of the site was done as ordered and nothing else was seen there; " * 25
+
+
+@pytest.mark.parametrize("backbone", ["lite", "tiny"])
+def test_captions_longer_than_the_encoder_reads_are_counted_and_the_first_is_named(
+    tmp_path: Path, backbone: str
+) -> None:
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    name = str(tmp_path / "tiny.json") if backbone == "tiny" else backbone
+    texts = [f"{LONG * (row > 1)}finding {row}" for row in range(5)]
+    remarks = prepare(photos(tmp_path, texts), Backbone(name=name), tmp_path / "cache").meta.remarks
+    assert (remarks.cut, remarks.first_cut, remarks.same_texts) == (3, "2.png", 2)
+    assert any("3 captions were cut" in line and line.endswith("2.png") for line in sentences(remarks))
+
+
+@given(st.integers(1, 90), st.sampled_from(["a", "dog ", "ü", "犬", "zebra-like "]))
+@settings(max_examples=40, deadline=None)
+def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: str) -> None:
+    text = word * count
+    kept = clip.tokenise("ViT-B-32", [text, f"{text} and an end"])
+    assert clip.cut("ViT-B-32", [text]) == [bool((kept[0] == kept[1]).all())] or kept[0][-1] == 49407

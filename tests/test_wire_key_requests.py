@@ -1,0 +1,175 @@
+"""Keys made where they are used: requests, acceptance, rotation, passphrases, and the folder of accepted keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedmq.cli.main import app
+from fedmq.errors import InputError
+from fedmq.wire.key_requests import (
+    Acceptance,
+    KeyRequest,
+    accept,
+    acceptance_of,
+    new_request,
+    read_request,
+    statement_of,
+)
+from fedmq.wire.keys import PASSPHRASE_VARIABLE, init_keys, load_accepted, load_identity, revoke, words
+
+
+def accepted_words(folder: Path, name: str) -> str:
+    return words(load_accepted(folder)[name])
+
+
+def test_a_key_made_at_a_site_is_accepted_by_its_request_and_its_words_are_the_same_at_both_ends(
+    tmp_path: Path,
+) -> None:
+    site, coordinator = tmp_path / "site", tmp_path / "coordinator"
+    path, _ = new_request(site, "silo-03")
+    request = read_request(path)
+    assert acceptance_of(coordinator, path, request) is Acceptance.NEW
+    accept(coordinator, request)
+    assert acceptance_of(coordinator, path, request) is Acceptance.KNOWN
+    assert accepted_words(coordinator, "silo-03") == words(load_identity(site, "silo-03"))
+    assert len(words(load_identity(site, "silo-03")).split()) == 8
+    assert (site / "silo-03.key").stat().st_mode & 0o777 == 0o600
+    assert "PRIVATE" not in path.read_text()
+
+
+def test_a_rotated_key_replaces_the_accepted_one_only_with_a_signature_by_that_one(tmp_path: Path) -> None:
+    site, coordinator = tmp_path / "site", tmp_path / "coordinator"
+    first, _ = new_request(site, "silo-03")
+    accept(coordinator, read_request(first))
+    before = accepted_words(coordinator, "silo-03")
+    path, _ = new_request(site, "silo-03", replace=True)
+    request = read_request(path)
+    assert acceptance_of(coordinator, path, request) is Acceptance.REPLACES
+    accept(coordinator, request)
+    assert accepted_words(coordinator, "silo-03") == words(load_identity(site, "silo-03")) != before
+    assert len(list((coordinator / "revoked").glob("silo-03-*.pub"))) == 1
+    stranger, _ = new_request(tmp_path / "stranger", "silo-03")
+    with pytest.raises(InputError, match=r"another key is accepted .*--replace"):
+        acceptance_of(coordinator, stranger, read_request(stranger))
+
+
+@pytest.mark.parametrize("field", ["name", "key", "replaces", "signature", "replaced_signature"])
+def test_a_changed_request_is_refused(tmp_path: Path, field: str) -> None:
+    new_request(tmp_path / "site", "silo-03")
+    path, _ = new_request(tmp_path / "site", "silo-03", replace=True)
+    other, _ = new_request(tmp_path / "other", "silo-04")
+    new_request(tmp_path / "other", "silo-05")
+    theirs, _ = new_request(tmp_path / "other", "silo-05", replace=True)
+    changed = json.loads(path.read_text())
+    changed[field] = json.loads((theirs if field.startswith("replace") else other).read_text())[field]
+    path.write_text(json.dumps(changed))
+    with pytest.raises(InputError, match="wrong signature"):
+        read_request(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"key_request": 2}', "x" * 5000, '{"key_request": 1, "name": "../a"}']
+)
+def test_a_file_that_is_no_request_is_an_input_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.request"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"fedmq keys new|allowed"):
+        read_request(path)
+    with pytest.raises(InputError, match="no such file"):
+        read_request(tmp_path)
+    os.mkfifo(tmp_path / "pipe.request")
+    with pytest.raises(InputError, match="no such file"):
+        read_request(tmp_path / "pipe.request")
+
+
+def test_one_key_cannot_be_accepted_for_two_names(tmp_path: Path) -> None:
+    path, _ = new_request(tmp_path / "site", "silo-03")
+    accept(tmp_path / "c", read_request(path))
+    key = load_identity(tmp_path / "site", "silo-03").key
+    (tmp_path / "site" / "silo-04.key").write_bytes((tmp_path / "site" / "silo-03.key").read_bytes())
+    (tmp_path / "site" / "silo-04.key").chmod(0o600)
+
+    public = key.public_key().public_bytes_raw().hex()
+    twin = KeyRequest(
+        key_request=1, name="silo-04", key=public, signature=key.sign(statement_of("silo-04", public, None)).hex()
+    )
+    with pytest.raises(InputError, match="the key of silo-03 for silo-04"):
+        accept(tmp_path / "c", twin)
+
+
+def test_a_present_key_is_not_overwritten(tmp_path: Path) -> None:
+    new_request(tmp_path, "silo-03")
+    before = (tmp_path / "silo-03.key").read_bytes()
+    with pytest.raises(InputError, match="an existing key"):
+        new_request(tmp_path, "silo-03")
+    assert (tmp_path / "silo-03.key").read_bytes() == before
+
+
+def test_an_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_request(tmp_path, "silo-03", b"open sesame")
+    assert b"ENCRYPTED" in (tmp_path / "silo-03.key").read_bytes()
+    monkeypatch.delenv(PASSPHRASE_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match=PASSPHRASE_VARIABLE):
+        load_identity(tmp_path, "silo-03")
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, "close sesame")
+    with pytest.raises(InputError, match="another passphrase"):
+        load_identity(tmp_path, "silo-03")
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, "open sesame")
+    assert load_identity(tmp_path, "silo-03").name == "silo-03"
+
+
+# ------------------------------------------------------------------------------------------ the folder while running
+def test_a_running_process_sees_keys_that_come_and_go(tmp_path: Path) -> None:
+    init_keys(tmp_path, ("coordinator", "silo-00"))
+    accepted = load_accepted(tmp_path)
+    assert accepted.refresh() == []
+    path, _ = new_request(tmp_path / "site", "silo-01")
+    accept(tmp_path, read_request(path))
+    assert accepted.refresh() == []
+    assert set(accepted) == {"coordinator", "silo-00", "silo-01"}
+    revoke(tmp_path, "silo-00")
+    assert accepted.refresh() == ["silo-00"]
+    assert set(accepted) == {"coordinator", "silo-01"}
+    assert accepted.refresh() == []
+
+
+def test_a_damaged_key_does_not_keep_a_removed_one_accepted(tmp_path: Path) -> None:
+    init_keys(tmp_path, ("coordinator", "silo-00", "silo-01"))
+    accepted = load_accepted(tmp_path)
+    (tmp_path / "accepted" / "silo-01.pub").write_bytes(b"not a key")
+    (tmp_path / "accepted" / "silo-00.pub").unlink()
+    assert accepted.refresh() == ["silo-00"]
+    assert set(accepted) == {"coordinator", "silo-01"}
+    assert "silo-01.pub" in accepted.problem
+
+
+@pytest.mark.parametrize("place", ["accepted", "accepted/silo-00.pub"])
+def test_accepted_keys_that_anyone_can_replace_are_refused(tmp_path: Path, place: str) -> None:
+    init_keys(tmp_path, ("silo-00",))
+    (tmp_path / place).chmod(0o777)
+    with pytest.raises(InputError, match=r"mode 0777.*chmod o-w"):
+        load_accepted(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- the commands
+def test_the_commands_make_accept_show_and_remove_a_key(tmp_path: Path) -> None:
+    def fedmq(*arguments: object) -> str:
+        result = CliRunner().invoke(app, ["keys", *map(str, arguments)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    made = fedmq("new", "silo-03", "--keys", tmp_path / "site")
+    spoken = words(load_identity(tmp_path / "site", "silo-03"))
+    assert spoken in made
+    assert spoken in fedmq("accept", tmp_path / "keys", tmp_path / "site" / "silo-03.request")
+    assert "accepted already" in fedmq("accept", tmp_path / "keys", tmp_path / "site" / "silo-03.request")
+    assert spoken in fedmq("show", tmp_path / "keys")
+    fedmq("remove", "silo-03", "--keys", tmp_path / "keys")
+    assert fedmq("show", tmp_path / "keys") == ""
+    assert "simulations" in fedmq("init", tmp_path / "all", "--silos", 2)

@@ -17,7 +17,8 @@ from fedmq.cli import compare as cli_compare
 from fedmq.cli import main as cli
 from fedmq.cli.terminal import print_summary
 from fedmq.config.run_id import facts_of
-from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import metrics
 from fedmq.evaluation.gallery_ranking import Embedded
@@ -103,7 +104,7 @@ def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_a
     report = (out / "report.html").read_text()
     assert "<td>mrr_i2t</td>" in report
     assert "mean reciprocal rank, image to text" in report
-    assert '"name":"mrr"' in report
+    assert '"name":"MRR"' in report
     assert "Retrieval on the held-out split: distance of the modalities" in report
 
     assert audit_run(out).findings == []

@@ -77,10 +77,10 @@ def _mutate(path: Path, draw: random.Random) -> None:
     place = draw.randrange(len(lines))
     match draw.randrange(8):
         case 0:
-            raw = bytearray(raw or b"x")
+            flipped = bytearray(raw or b"x")
             for _ in range(draw.randint(1, 20)):
-                raw[draw.randrange(len(raw))] = draw.randrange(256)
-            path.write_bytes(raw)
+                flipped[draw.randrange(len(flipped))] = draw.randrange(256)
+            path.write_bytes(flipped)
             return
         case 1:
             path.write_bytes(raw[: draw.randrange(len(raw) + 1)])

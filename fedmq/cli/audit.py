@@ -32,6 +32,31 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 2.0
 Bar = Callable[[], Callable[[str, int, int], None]]
 
+#: Options of the command.
+_Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+]
+_Heads = Annotated[
+    Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
+]
+_Expect = Annotated[
+    str | None,
+    typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
+]
+_Stamp = Annotated[
+    str | None,
+    typer.Option("--stamp", metavar="URL", help="Authority (RFC 3161) to time-stamp the file of --heads."),
+]
+_StampCa = Annotated[
+    Path | None,
+    typer.Option("--stamp-ca", metavar="FILE", help="Root certificate (PEM) for the stamp beside --expect."),
+]
+_Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
+]
+
 
 def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> None:
     """Add ``fedmq audit`` to the command line.
@@ -57,29 +82,12 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
             float | None,
             typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
         ] = None,
-        keys: Annotated[
-            Path | None,
-            typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
-        ] = None,
-        heads: Annotated[
-            Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
-        ] = None,
-        expect: Annotated[
-            str | None,
-            typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
-        ] = None,
-        stamp: Annotated[
-            str | None,
-            typer.Option("--stamp", metavar="URL", help="Authority (RFC 3161) to time-stamp the file of --heads."),
-        ] = None,
-        stamp_ca: Annotated[
-            Path | None,
-            typer.Option("--stamp-ca", metavar="FILE", help="Root certificate (PEM) for the stamp beside --expect."),
-        ] = None,
-        report: Annotated[
-            Path | None,
-            typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
-        ] = None,
+        keys: _Keys = None,
+        heads: _Heads = None,
+        expect: _Expect = None,
+        stamp: _Stamp = None,
+        stamp_ca: _StampCa = None,
+        report: _Report = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
         """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.

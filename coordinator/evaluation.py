@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from coordinator.model_selection import BestModel, patience_over
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from coordinator.task_errors import text_of
@@ -89,6 +90,7 @@ class EvaluationRequests:
         metrics: metrics of the last version evaluated.
         personal: metrics of the personal models in the last evaluation, by silo.
         missing: why a silo's personal model was not evaluated, by silo; the last reason.
+        best: keeps the best version; None keeps none.
 
     Raises:
         InputError: one of the user's own metrics cannot be loaded.
@@ -104,6 +106,7 @@ class EvaluationRequests:
         self.metrics: Mapping[str, float] = {}
         self.personal: dict[str, Metrics] = {}
         self.missing: dict[str, str] = {}
+        self.best: BestModel | None = None
         measures = measures_of(run_context.scenario.evaluation)
         self._names = known_names(run_context.scenario.evaluation, measures)
         self._own_metrics, self._refusal = own_metrics(measures), ""
@@ -114,6 +117,18 @@ class EvaluationRequests:
     def crowded(self) -> bool:
         """Whether the number of pending evaluations has reached the limit at which the run waits for the evaluator."""
         return len(self.pending) > UNDER_WAY
+
+    @property
+    def decides(self) -> bool:
+        """Whether the rounds wait for each evaluation, because it may end the run."""
+        return self._run_context.scenario.evaluation.patience is not None
+
+    def ends_after(self, version: int) -> bool:
+        """Whether the run is to end after a version, because evaluations no longer improve."""
+        patience = self._run_context.scenario.evaluation.patience
+        if patience is None or version not in self._evaluated:
+            return False
+        return patience_over(read_metrics(self._run_context.folder), patience)
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -136,8 +151,13 @@ class EvaluationRequests:
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
-    def evaluated(self, message: Message) -> None:
-        """Validate the evaluator's answer and append it to ``metrics.jsonl``."""
+    def evaluated(self, message: Message, states: Mapping[int, State]) -> None:
+        """Validate the evaluator's answer, append it to ``metrics.jsonl``, and keep the version if it is the best.
+
+        Args:
+            message: the answer.
+            states: the method's states by version, including those of pending evaluations.
+        """
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
@@ -158,6 +178,8 @@ class EvaluationRequests:
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)
+        if self.best is not None:
+            self.best.evaluated(version, payload, states[version])
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
         """Prepare requests to the silos of a personalised method to evaluate their personal models locally.
@@ -207,13 +229,14 @@ class EvaluationRequests:
         """
         away = clock.stopwatch()
         # During the run the evaluator may be late; silos' answers are validated against its first one.
-        while (self.pending and final) or self.crowded or self.asked or self._early:
+        waits = final or self.decides
+        while (self.pending and waits) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
             look()
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
-            needed = self.pending if final else self._early
+            needed = self.pending if waits else self._early
             hopeless = self.crowded and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
                 why = "sent an invalid evaluation" if self.unusable else "stayed away"

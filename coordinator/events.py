@@ -75,9 +75,15 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Merged:
-    """The requested merge is done and its checkpoint is on disk."""
+    """The requested merge is done and its checkpoint is on disk.
+
+    Args:
+        version: number of merges.
+        last: no further rounds are wanted, as evaluations no longer improve.
+    """
 
     version: int
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class Loop:
         header = message.header
         self._note_answer(header)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
-            self.evaluation.evaluated(message)
+            self.evaluation.evaluated(message, self.states)
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
@@ -483,14 +483,14 @@ class Loop:
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
-        self._handle(Merged(version), cause)
+        self._handle(Merged(version, last=self.evaluation.ends_after(version)), cause)
 
     def _measure_before_checkpoint(self, version: int) -> bool:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
-        crowded = self.evaluation.crowded
-        return not crowded or self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
+        waits = self.evaluation.crowded or self.evaluation.decides
+        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._outcomes.get(item.silo, item.sequence)

@@ -22,6 +22,7 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
+from coordinator.model_selection import BestModel
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
 from coordinator.roster import Roster
@@ -37,7 +38,7 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import FederatedProtocol
+from fedmq.federation.protocol import FederatedProtocol, State
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report, prometheus
@@ -172,7 +173,7 @@ def run_coordinator(
             patience = beat_patience(arguments.silos_per_connection)
             roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        loop.stop_silos = arguments.stop_silos
+        loop.stop_silos, loop.evaluation.best = arguments.stop_silos, _best_model(run_context, population)
         _serve_metrics(arguments, loop, closing)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
@@ -181,6 +182,19 @@ def run_coordinator(
         summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _best_model(run_context: RunContext, population: Population) -> BestModel | None:
+    """Keeps the best version, if the scenario wants that."""
+    if run_context.scenario.evaluation.keep == "last":
+        return None
+
+    def write(folder: RunFolder, state: State) -> str:
+        into = replace(run_context, folder=folder)
+        more = run_context.protocol.release(state)
+        return release.write_model(into, state.theta, more, population).model_digest
+
+    return BestModel(run_context, write)
 
 
 def _serve_metrics(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
@@ -373,6 +387,8 @@ def _loop(
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
     evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
+    if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
+        rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
     loop = Loop(
         run_context,
         rounds,

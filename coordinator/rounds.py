@@ -254,8 +254,8 @@ class Rounds:
                 return self._failed(silo, sequence, gone)
             case Deadline(round_):
                 return self._deadline(round_)
-            case Merged(version):
-                return self._merged(version)
+            case Merged(version, last):
+                return self._merged(version, last=last)
             case Stop():
                 return self if self.phase is Phase.DONE else replace(self, phase=Phase.STOPPED), ()
             case Expelled(silo):
@@ -299,10 +299,10 @@ class Rounds:
         """The machine without the fields of the present version."""
         return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
-    def _begin_round(self) -> tuple[Rounds, tuple[Action, ...]]:
+    def _begin_round(self, *, last: bool = False) -> tuple[Rounds, tuple[Action, ...]]:
         """Start the next round, or finish."""
         begun = replace(self._cleared(), phase=Phase.COLLECTING)
-        if self.version >= self.plan.rounds:
+        if last or self.version >= self.plan.rounds:
             return replace(begun, phase=Phase.DONE), (Finish(),)
         return begun._select()
 
@@ -400,10 +400,10 @@ class Rounds:
         expected = min(len(self.cohort), wanted)
         return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.deadline_passed else expected)
 
-    def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:
+    def _merged(self, version: int, *, last: bool) -> tuple[Rounds, tuple[Action, ...]]:
         if version != self.version + 1:
             raise IllegalEventError(f"Merged({version}) while version is {self.version}")
-        return replace(self, version=version)._begin_round()
+        return replace(self, version=version)._begin_round(last=last)
 
     @property
     def stalled(self) -> bool:

@@ -158,6 +158,10 @@ def _optional_keys(
     split = loop.run_context.scenario.evaluation.split
     if lacking := len(population.prepared.rows(split)) - len(population.evaluated):
         optional["heldout_without_pair"] = lacking
+    if (kept := loop.evaluation.best) is not None and kept.best is not None:
+        optional["best"] = kept.best
+    if loop.rounds.version < loop.run_context.scenario.rounds:
+        optional["stopped_early"] = True
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional

@@ -17,7 +17,8 @@ from fedmq.cli import compare as cli_compare
 from fedmq.cli import main as cli
 from fedmq.cli.terminal import print_summary
 from fedmq.config.run_id import facts_of
-from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import metrics
 from fedmq.evaluation.gallery_ranking import Embedded

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fedmq.config.loader import load
-from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, rank

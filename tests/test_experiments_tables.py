@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedmq.config.scenario import Evaluation
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import fold_recalls, known_names, measure

@@ -13,7 +13,8 @@ import torch
 
 from coordinator import program
 from fedmq.config import loader as scenarios
-from fedmq.config.scenario import Evaluation, MissingModality, Objective, Training
+from fedmq.config.scenario import MissingModality, Objective, Training
+from fedmq.config.sections import Evaluation
 from fedmq.data.label_levels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError

@@ -14,11 +14,12 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "silos": ("slots", "hosts", "needs"),
     "participation": ("trace", "minimum"),
     "aggregation": ("task_limit",),
+    "evaluation": ("keep",),
 }
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
-    "evaluation": {"personal_every": 0, "metrics": []},
+    "evaluation": {"personal_every": 0, "metrics": [], "keep": "last", "patience": None},
     "participation": {"minimum": None},
     "aggregation": {"task_limit": None},
     "training": {"schedule_rounds": None},

@@ -16,6 +16,7 @@ from fedmq.config.sections import (
     Aggregation,
     Cost,
     Count,
+    Evaluation,
     Fraction,
     Name,
     NonNegative,
@@ -32,8 +33,6 @@ DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
 
 
-#: A Python file that defines metrics, or the name of an installed metric.
-MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 #: Prefix of timm models in ``backbone.name``.
 TIMM = "timm:"
 #: ``backbone.name`` of an image network in a MatConvNet file (.mat), the format of CNN-F.
@@ -286,51 +285,6 @@ class Training(Part):
             case "constant":
                 share = 1.0
         return self.learning_rate * share
-
-
-class Evaluation(Part):
-    """What the evaluator measures and when."""
-
-    every: int = Field(
-        10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
-    )
-    personal_every: int = Field(
-        0,
-        ge=0,
-        description="rounds between evaluations of personal models, for methods that have them; 0: only at the end",
-    )
-    split: Literal["val", "test"] = Field("test", description="split whose items are the queries")
-    gallery: Literal["split", "database"] = Field(
-        "split",
-        description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
-        "public ones (for Wikipedia also except validation items)",
-    )
-    fold_size: Count | None = Field(
-        None, description="also report recall as the mean over consecutive folds of this number of items of the split"
-    )
-    within: bool = Field(False, description="also retrieve images by images and texts by texts; needs gallery database")
-    map_at: tuple[Count, ...] = Field(
-        (), description="cut-offs R of mAP@R, in addition to the mAP over the whole ranking"
-    )
-    map_denominator: Literal["retrieved", "total", "min"] = Field(
-        "retrieved",
-        description="denominator of AP@R: number of relevant items among the first R, of all relevant items, or the "
-        "smaller of the latter and R",
-    )
-    map_empty: Literal["zero", "skip"] = Field(
-        "zero", description="queries without relevant items count as 0 in the mAP, or are left out"
-    )
-    ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
-    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="items of NDCG's ideal ranking")
-    metrics: tuple[MetricSource, ...] = Field(
-        (), description="additional metrics: Python files (./mine.py), or names in the entry point group fedmq.metrics"
-    )
-
-    @model_validator(mode="after")
-    def _no_query_finds_itself(self) -> Evaluation:
-        if self.within and self.gallery != "database":
-            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
-        return self
 
 
 class Privacy(Part):

@@ -258,3 +258,72 @@ class Silos(Part):
         "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
     )
     needs: Needs = Needs()
+
+
+#: A Python file that defines metrics, or the name of an installed metric.
+MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class Evaluation(Part):
+    """What the evaluator measures and when."""
+
+    every: int = Field(
+        10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
+    )
+    personal_every: int = Field(
+        0,
+        ge=0,
+        description="rounds between evaluations of personal models, for methods that have them; 0: only at the end",
+    )
+    split: Literal["val", "test"] = Field("test", description="split whose items are the queries")
+    gallery: Literal["split", "database"] = Field(
+        "split",
+        description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
+        "public ones (for Wikipedia also except validation items)",
+    )
+    fold_size: Count | None = Field(
+        None, description="also report recall as the mean over consecutive folds of this number of items of the split"
+    )
+    within: bool = Field(False, description="also retrieve images by images and texts by texts; needs gallery database")
+    map_at: tuple[Count, ...] = Field(
+        (), description="cut-offs R of mAP@R, in addition to the mAP over the whole ranking"
+    )
+    map_denominator: Literal["retrieved", "total", "min"] = Field(
+        "retrieved",
+        description="denominator of AP@R: number of relevant items among the first R, of all relevant items, or the "
+        "smaller of the latter and R",
+    )
+    map_empty: Literal["zero", "skip"] = Field(
+        "zero", description="queries without relevant items count as 0 in the mAP, or are left out"
+    )
+    ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
+    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="items of NDCG's ideal ranking")
+    metrics: tuple[MetricSource, ...] = Field(
+        (), description="additional metrics: Python files (./mine.py), or names in the entry point group fedmq.metrics"
+    )
+
+    keep: Literal["last", "best"] = Field(
+        "last",
+        description="best: also keep the model with the highest mean R@1 of all evaluated versions, in `best/` of the "
+        "run folder; needs split val",
+    )
+    patience: Count | None = Field(
+        None,
+        description="end the run after this number of evaluations without a higher mean R@1; the rounds wait for each "
+        "evaluation; needs split val and every above 0; null: all rounds are run",
+    )
+
+    @model_validator(mode="after")
+    def _validation_decides(self) -> Evaluation:
+        decides = "keep best" if self.keep == "best" else "patience" if self.patience is not None else None
+        if decides is not None and self.split != "val":
+            raise ValueError(f"evaluation.{decides} needs evaluation.split val: test items must not choose the model")
+        if self.patience is not None and not self.every:
+            raise ValueError("evaluation.patience needs evaluation.every above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _no_query_finds_itself(self) -> Evaluation:
+        if self.within and self.gallery != "database":
+            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+        return self

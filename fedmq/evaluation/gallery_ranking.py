@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from fedmq import seeds
-from fedmq.config.scenario import Evaluation
+from fedmq.config.sections import Evaluation
 from fedmq.evaluation import hamming, label_metrics
 
 #: Tolerance of the length of float32 unit vectors.

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.config.scenario import Evaluation
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
 from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fedmq.config import user_files
-from fedmq.config.scenario import Evaluation
+from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
 from fedmq.text import nearest

@@ -149,6 +149,22 @@ class Processes(Stored):
     peak_pss_mb: float = 0.0
 
 
+class BestVersion(Stored):
+    """The version with the highest value of a metric on the validation split.
+
+    Args:
+        version: number of merges.
+        metric: name of the metric.
+        value: its value.
+        model_digest: digest (hex) of the version's parameters.
+    """
+
+    version: int
+    metric: str
+    value: float
+    model_digest: Digest
+
+
 class RunSummary(Stored):
     """``summary.json`` of a finished run.
 
@@ -176,6 +192,8 @@ class RunSummary(Stored):
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
+        best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
+        stopped_early: the run ended before its last round, by ``evaluation.patience``.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
@@ -210,6 +228,8 @@ class RunSummary(Stored):
     # Runs before November 2026 have the old name.
     personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
     public_items: int | None = None
+    best: BestVersion | None = None
+    stopped_early: bool = False
     heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)

@@ -107,7 +107,7 @@ def test_what_the_cluster_cannot_do_is_refused_before_the_run(
 
 @pytest.mark.slow
 def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1", "RAY_raylet_start_wait_time_s": "3"}
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
     scenario = loader.load(tiny, SETTINGS)
     assert scenario.launcher == "ray"
     done = subprocess.run(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -31,6 +32,8 @@ from silos.program import SiloArguments, run_silo
 
 #: Exit codes of a process: it refused its input, failed in another way, or its machine died.
 _REFUSED, _FAILED, _DIED = 2, 1, 137
+#: Time to wait for a cluster's machine [s].
+_CONNECT_SECONDS = 5.0
 #: Parts of a run folder that a silo or the evaluator writes.
 _WRITTEN = ("messages", "silos")
 
@@ -165,12 +168,7 @@ class RayCluster:
             raise InputError("faults", "freeze", "no freeze with launcher ray, which cannot pause a process")
         fresh = not ray.is_initialized()
         if fresh:
-            try:
-                ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="warning")
-            except ConnectionError as error:
-                found = str(error).splitlines()[0]
-                allowed = "a running cluster: `ray start --head` on one machine, `ray start --address HOST:6379` on the"
-                raise InputError("launcher ray", found, f"{allowed} others, or RAY_ADDRESS") from None
+            _connect(ray, os.environ.get("RAY_ADDRESS", "auto"))
         try:
             _check_room(scenario, ray.cluster_resources())
             address = ray.util.get_node_ip_address()
@@ -186,6 +184,24 @@ class RayCluster:
         task = self.ray.remote(run_peer).options(name=f"fedmq {name}", **self.options)
         keys = _keys_of(arguments)
         return RayProcess(self.ray, task.remote(_on_a_node(arguments, self.options), keys), name, self.folder)
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect to a cluster.
+
+    Raises:
+        InputError: there is none.
+    """
+    host, separator, port = address.rpartition(":")
+    try:
+        if separator and port.isdecimal():
+            # Ray itself tries for minutes.
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except OSError as error:
+        found = f"{address}: {str(error).splitlines()[0]}"
+        allowed = "a running cluster: `ray start --head` on one machine, `ray start --address HOST:6379` on the others"
+        raise InputError("launcher ray", found, f"{allowed}; RAY_ADDRESS names another one") from None
 
 
 def _on_a_node(arguments: PeerArguments, options: Mapping[str, Any]) -> PeerArguments:

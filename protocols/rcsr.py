@@ -162,12 +162,17 @@ class Rcsr(FederatedProtocol):
             payloads, kept = (*payloads, centroids), {**kept, **members}
         return Trained(payloads, kept, outcome.loss)
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: RcsrOptions) -> Traits:
         """RCSR-p gives silos personal adapters; without anchors and regulariser, nothing trains on unpaired items."""
-        trains = (self.options.anchor and self.options.lambda_anc > 0) or (
-            self.options.client_align and self.options.lambda_a > 0
+        anchored, aligned = options.anchor and options.lambda_anc > 0, options.client_align and options.lambda_a > 0
+        return Traits(
+            personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
-        return Traits(personalised=self.options.personal != "none", unpaired="anchored" if trains else "ignored")
+
+    def traits(self) -> Traits:
+        """As the options say."""
+        return self.traits_of(self.options)
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's router weight at its last participation."""

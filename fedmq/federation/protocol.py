@@ -340,7 +340,7 @@ class FederatedProtocol(ABC):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options alone; ``pooled`` and ``personal_only`` are needed before the context.
+        """The traits known from the options alone: at least ``pooled``, ``personal_only`` and ``unpaired``.
 
         Args:
             options: an instance of ``Options``.
@@ -348,7 +348,7 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """All traits in this run, with the same ``pooled`` and ``personal_only`` as :meth:`traits_of`."""
+        """All traits in this run, with the same ``pooled``, ``personal_only`` and ``unpaired`` as :meth:`traits_of`."""
         return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -420,6 +420,7 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
     for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),
         ("personal_only", traits.personal_only, before.personal_only),
+        ("unpaired", traits.unpaired, before.unpaired),
     ):
         if at_run != from_options:
             raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")

@@ -12,13 +12,13 @@ from enum import StrEnum
 import psutil
 import torch
 
-import fedmq
 import protocols
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, RemoteWireError
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
 from fedmq.progress import Progress
+from fedmq.version import __version__
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS
@@ -70,7 +70,7 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
     yield Check(
         "versions",
         Verdict.OK,
-        f"fedmq {fedmq.__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"fedmq {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
         f"wire {', '.join(map(str, WIRE_VERSIONS))}; run {arguments.run.id}",
     )
     try:

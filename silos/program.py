@@ -305,8 +305,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
-        silo = start.silo
-        notes = None if silo is None else StateNotes(silo.store, log)
+        silo, notes = start.silo, start.silo and StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         link.start()
@@ -339,6 +338,7 @@ def run_silo(
     finally:
         link.close()
         slots.close()
+    logger.info("head of the message log", records=log.records, head=log.head)
 
 
 def _check_name(arguments: SiloArguments) -> None:

@@ -200,6 +200,7 @@ def run_evaluator(
             measured()
     finally:
         link.close()
+    logger.info("head of the message log", records=log.records, head=log.head)
 
 
 def _evaluated(evaluator: Evaluator, message: Message) -> Metrics | Error:

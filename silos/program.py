@@ -305,7 +305,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
-        silo, notes = start.silo, start.silo and StateNotes(start.silo.store, log)
+        silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         link.start()

@@ -78,7 +78,7 @@ def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
         with np.load(path, allow_pickle=False) as opened:
             array: Array | bytes = opened[key]
         if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is no array
-            raise ValueError("not an array")
+            raise TypeError("not an array")
         return array
 
     opened = np.load(path, allow_pickle=False)

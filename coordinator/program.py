@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,12 +56,15 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import Loss, Payload
+from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 LEAST_BODY = 1 << 26
+#: File descriptors of the coordinator other than its peers' connections: files, threads, connections not admitted yet.
+_SPARE_DESCRIPTORS = 96
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def run_coordinator(
     torch.set_num_threads(1)
     keep_buffers()
     if peers is None:
-        _allow_descriptors()
+        _allow_descriptors(arguments)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
     population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
@@ -159,9 +163,9 @@ def run_coordinator(
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
-        if peers is None:
+        if identity is not None and accepted is not None:
             # Before anything is written, so that an unusable address leaves no folder behind.
-            wire = closing.enter_context(contextlib.closing(_listener(arguments, max_body)))
+            wire = closing.enter_context(contextlib.closing(_listener(arguments, identity, accepted, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
@@ -211,9 +215,11 @@ def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
-def _listener(arguments: CoordinatorArguments, max_body: int) -> Listener:
+def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
-    return listen(arguments.bind, max_frame=2 * max_body, queue=QUEUE * arguments.silos_per_connection)
+    keys = ListenerKeys(identity.key, accepted, (*arguments.scenario.silo_names, EVALUATOR))
+    queue = QUEUE * arguments.silos_per_connection
+    return listen(arguments.bind, max_frame=2 * max_body, queue=queue, keys=keys)
 
 
 def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
@@ -245,10 +251,19 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _allow_descriptors() -> None:
-    """Raise the limit of open files to the system's maximum: each connection takes one."""
+def _allow_descriptors(arguments: CoordinatorArguments) -> None:
+    """Raise the limit of open files to the system's maximum: each connection takes one.
+
+    Raises:
+        InputError: the maximum is too low for the run's connections.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    connections = math.ceil((len(arguments.scenario.silo_names) + 1) / arguments.silos_per_connection)
+    needed = connections + _SPARE_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and most < needed:
+        allowed = f"at least {needed} for {connections} connections: raise `ulimit -Hn`, or LimitNOFILE= of systemd"
+        raise InputError("open files of this process (ulimit -Hn)", most, allowed)
 
 
 def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:

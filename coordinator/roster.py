@@ -133,6 +133,7 @@ class Roster:
         self.refusal = ""
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
+        self._expelled: list[bytes] = []
 
     @property
     def uri(self) -> str:
@@ -202,9 +203,13 @@ class Roster:
         if now - self._keys_at < _KEYS_SECONDS:
             return []
         self._keys_at, problem = now, self._accepted.problem
+        for address in self._expelled:  # a second ago: the last message is on its way
+            self._listener.cut(address)
+        self._expelled.clear()
         removed = self._accepted.refresh()
         for name in filter(self.online, removed):
             error = Error(EXPELLED, "this key is no longer accepted")
+            self._expelled.append(self._by_name[name].address)
             self.send(name, Message(self.header(name, Kind.ERROR), (error,)))
         if self._accepted.problem not in ("", problem):
             self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)

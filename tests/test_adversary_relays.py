@@ -222,7 +222,7 @@ def test_a_silo_reports_that_a_coordinator_with_another_key_answers(tmp_path: Pa
     init_keys(tmp_path / "rogue", (COORDINATOR,))
     accepted, rogue = load_accepted(tmp_path / "keys"), load_identity(tmp_path / "rogue", COORDINATOR)
     line = reported(tmp_path, tmp_path / "keys", lambda hello: respond(rogue, accepted, RUN, hello, 0.0)[0])
-    assert "answers with a key that is not the coordinator's key" in line
+    assert "does not have the coordinator's key" in line
     assert words(accepted[COORDINATOR]) in line
 
 

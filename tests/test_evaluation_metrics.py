@@ -104,7 +104,7 @@ def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_a
     report = (out / "report.html").read_text()
     assert "<td>mrr_i2t</td>" in report
     assert "mean reciprocal rank, image to text" in report
-    assert '"name":"mrr"' in report
+    assert '"name":"MRR"' in report
     assert "Retrieval on the held-out split: distance of the modalities" in report
 
     assert audit_run(out).findings == []
@@ -262,12 +262,14 @@ def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_nam
         return {"two": 2.0}
 
     with pytest.raises(RunError, match=r"metric two 2, allowed: 0 to 1; computed by .*two"):
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("two", "two"),), two)])
+        metrics.measure(metrics.Measured(ITEMS, Evaluation()), measures=[Measure((Metric("two", "two"),), two)])
     with pytest.raises(RunError, match=r"metric two: computed by .*two, which has no entry for it"):
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("one", "one"),), two)])
+        metrics.measure(metrics.Measured(ITEMS, Evaluation()), measures=[Measure((Metric("one", "one"),), two)])
     with pytest.raises(RunError, match=r"metric two nan"):
         entry = Metric("two", "two")
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((entry,), lambda _: {"two": float("nan")})])
+        metrics.measure(
+            metrics.Measured(ITEMS, Evaluation()), measures=[Measure((entry,), lambda _: {"two": float("nan")})]
+        )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import entries, finish, resolve, studied
+from tests.test_runs_html_figures import drawn
 
 
 def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over_time(
@@ -27,9 +28,11 @@ def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over
     for column in ("mean_r1", "fairness.worst_r1"):
         for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
             assert title in page
-    assert (
-        page.count("Plotly.newPlot(") == 2 + 2 + 2 + 4
-    )  # three columns as bars and against the key, two columns as two curves each
+    figures = drawn(page)
+    assert len(figures) == 2 + 2 + 2 + 4  # three columns as bars and against the key, two columns as two curves each
+    bands = [trace for figure in figures for trace in figure.data if trace.type == "scatter" and trace.fill == "toself"]
+    assert bands
+    assert {trace.mode for trace in bands} == {"lines"}, "a band has no points of its own"
 
 
 def test_the_spread_over_silos_has_a_curve_and_a_value_measured_once_has_none(tiny: Path, tmp_path: Path) -> None:

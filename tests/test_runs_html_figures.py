@@ -9,36 +9,47 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from fedmq.runs import html_figures
 from fedmq.runs.html_figures import Figure
 
 
 def drawn(page: str) -> list[go.Figure]:
     """The figures of a page, validated against plotly's schema."""
-    decoder, found = json.JSONDecoder(), []
-    for match in re.finditer(r'Plotly\.newPlot\(\s*"[^"]+",\s*', page):
-        data, end = decoder.raw_decode(page, match.end())
-        layout, _ = decoder.raw_decode(page, page.index("{", end))
-        found.append(go.Figure(data, layout))
-    return found
+    found = re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    return [go.Figure(**json.loads(each)) for each in found]
+
+
+def titles(page: str) -> list[str]:
+    """The titles of a page's figures."""
+    return re.findall(r'<figure class="plot"[^>]*>\s*<h3>(.*?)</h3>', page)
 
 
 def test_a_figure_is_valid_for_plotly_with_numbers_of_any_type() -> None:
-    figure = Figure("a <title>", "merges", "fraction", 380)
+    figure = Figure("a <title>", "merges", "fraction", 380, note="a & b")
     trace: dict[str, Any] = {"x": np.arange(3), "y": np.array([0.5, np.nan, 1.0]), "mode": "lines", "name": "one"}
     figure.draw("scatter", **trace)
-    figure.draw("bar", x=["a", "b"], y=[1, None])
+    figure.draw("bar", x=["a", "</script><b>"], y=[1, None])
     figure.x["type"] = "log"
-    first, second = figure.to_html(first=True), figure.to_html(first=False)
-    assert len(first) > 10**6 > len(second), "the library is there once"
-    (made,) = drawn(second)
-    assert drawn(first) == [made]
+    element = figure.__html__()
+    (made,) = drawn(element)
     assert (made.data[0].x, made.data[0].y) == ((0, 1, 2), (0.5, None, 1.0))
-    assert (made.data[1].type, made.data[1].y) == ("bar", (1, None))
-    assert (made.layout.title.text, made.layout.xaxis.title.text, made.layout.yaxis.title.text) == (
-        "a <title>",
-        "merges",
-        "fraction",
-    )
+    assert (made.data[1].type, made.data[1].x, made.data[1].y) == ("bar", ("a", "</script><b>"), (1, None))
+    assert (made.layout.xaxis.title.text, made.layout.yaxis.title.text) == ("merges", "fraction")
     assert (made.layout.height, made.layout.xaxis.type) == (380, "log")
-    assert made.layout.template.layout.plot_bgcolor == "white"
-    assert "<title>" not in second, "no text ends the script it stands in"
+    assert titles(element) == ["a &lt;title&gt;"]
+    assert "a &amp; b" in element
+    assert element.count("</script>") == 1, "no text ends the script it stands in"
+
+
+def test_a_page_holds_plotly_once_and_escapes_all_text() -> None:
+    figures = [Figure(f"figure {number}", "", "") for number in range(3)]
+    page = html_figures.document("<i>title", ["<b>note"], figures)
+    assert len(drawn(page)) == 3
+    assert page.count("plotly.js v") == 1
+    assert "<i>title" not in page.replace("&lt;i&gt;title", "")
+    assert "<b>note" not in page
+    assert "http://" not in page.split("<script>")[0], "nothing is loaded from elsewhere"
+
+
+def test_colours_repeat_after_the_palette() -> None:
+    assert html_figures.colour(0, 0.5) == html_figures.colour(len(html_figures.COLOURS), 0.5) == "rgba(0,114,178,0.5)"

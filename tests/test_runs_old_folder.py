@@ -55,7 +55,7 @@ def test_the_report_of_an_old_folder_can_be_rewritten(old: RunFolder) -> None:
     assert done.exit_code == 0
     page = old.report.read_text()
     assert DIGEST in page
-    for title in ("Retrieval on the held-out split", "Training loss of each silo", "router loss", "Seconds"):
+    for title in ("Retrieval on the held-out split", "Training loss of each silo", "Loss of the router", "Time"):
         assert title in page
 
 

@@ -195,7 +195,7 @@ def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, c
 
 
 def test_a_checkpoint_without_state_digests_is_read_and_its_states_are_carried_over(tmp_path: Path) -> None:
-    path = checkpoint_files.save(tmp_path, made(1)) / "checkpoint_files.json"
+    path = checkpoint_files.save(tmp_path, made(1)) / "checkpoint.json"
     content = json.loads(path.read_text())
     del content["digests"]
     path.write_text(json.dumps(content))
@@ -206,10 +206,14 @@ def test_a_checkpoint_without_state_digests_is_read_and_its_states_are_carried_o
     assert set(loaded.states) == {1, 2}
 
 
-@pytest.mark.parametrize("name", sorted(Counters().to_record().plain().keys() - {"events", "errors"}))
+#: Counters that checkpoints of earlier releases lack.
+LATER = {"events", "errors", "failures", "unusable"}
+
+
+@pytest.mark.parametrize("name", sorted(Counters().to_record().plain().keys() - LATER))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint_files.save(tmp_path, made(1))
-    path = tmp_path / "version-000001" / "checkpoint_files.json"
+    path = tmp_path / "version-000001" / "checkpoint.json"
     content = json.loads(path.read_text())
     del content["tally"][name]
     path.write_text(json.dumps(content))

@@ -28,6 +28,7 @@ from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
+from tests.test_runs_html_figures import drawn, titles
 from tests.threaded_run import resolved, run, run_of
 
 
@@ -54,7 +55,7 @@ def results(root: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": results,
     "metrics.jsonl": results,
-    "checkpoints/version-*/checkpoint_files.json": lambda root: checkpoint_files.load(RunFolder(root).checkpoints),
+    "checkpoints/version-*/checkpoint.json": lambda root: checkpoint_files.load(RunFolder(root).checkpoints),
     "model/config.json": lambda root: released_model.open_release(root).digest,
 }
 
@@ -87,13 +88,13 @@ def test_the_report_plots_what_the_method_reported_of_its_merges(finished: Path,
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in grown))
     html_report.write(folder)
     page = (folder.root / "report.html").read_text()
-    assert '"title":{"text":"router loss"}' in page
-    assert page.count('"title":{"text":"weight silo"}') == page.count('"title":{"text":"router loss"}'), "one figure"
-    assert '"name":"weight_silo-01"' in page
-    assert '"title":{"text":"Training loss of each silo"}' in page
-    assert {f'"name":"{silo}"' in page for line in grown for silo in line.get("losses", {})} == {True}
-    assert '"name":"weight_silo-03"' in page
-    assert '"text":"now"' not in page, "the clock is not what a method told"
+    figures = dict(zip(titles(page), drawn(page), strict=True))
+    assert figures["Loss of the router"].data[0].y == (0.25,) * sum(line["kind"] == "merge" for line in lines)
+    weights = [trace.name.split(" ")[0] for trace in figures["Aggregation weights"].data]
+    assert weights == ["silo-01", "silo-03"], "one figure of all silos"
+    names = {trace.name for trace in figures["Training loss of each silo"].data}
+    assert names == {silo for line in grown for silo in line.get("losses", {})}
+    assert "Now" not in figures, "the clock is not what a method reports"
 
 
 def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:

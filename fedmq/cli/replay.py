@@ -1,4 +1,4 @@
-"""``fedmq replay`` and ``fedmq report``: repeat a finished run, or write its report again."""
+"""``fedmq replay``: repeat a finished run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -46,6 +47,8 @@ def add_replay(app: typer.Typer) -> None:
 
         folder = open_run(run)
         resolved_run = resolved(source, adopt=False)
+        scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
+        resolved_run = replace(resolved_run, scenario=scenario)
         replay.require_repeatable(resolved_run.scenario, folder)
         before = replay.read_record(folder)
         after = _repeat(resolved_run, folder.root.name, before.resumed, quiet=quiet)
@@ -113,21 +116,3 @@ def _show(before: Record, difference: Difference | None, otherwise: Mapping[str,
     if otherwise:
         print("The environments differ, which alone can change the last bits of a model:")
         print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
-
-
-def add_report(app: typer.Typer) -> None:
-    """Add ``fedmq report`` to the command line."""
-
-    @app.command("report")
-    def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)]) -> None:
-        """Write report.html of finished runs again.
-
-        Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
-        """
-        from fedmq.runs import html_report  # noqa: PLC0415 - --help does without
-        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
-
-        for run in runs:
-            folder = open_run(run)
-            html_report.write(folder)
-            out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)

@@ -19,7 +19,8 @@ from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
-from fedmq.wire.messages import EVALUATOR
+from fedmq.wire.log_records import last_head
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _PLAIN_SECONDS = 10.0
 #: Time until the display names the processes that a run waits for, and until it names others [s].
@@ -197,6 +198,13 @@ def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Me
     return table
 
 
+def _head(folder: RunFolder) -> str:
+    """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
+    path = folder.messages(COORDINATOR)
+    head = last_head(path) if path.exists() else None
+    return "" if head is None else f"head of the coordinator's log {head[1]}\n"
+
+
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
     own = tuple(summary.own_metrics.values())
@@ -210,13 +218,14 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
         f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
-        f"gap {fairness['gap_r1']:.4f}\n"
+        f"gap {fairness['gap_r1']:.4f}{_heldout(summary)}\n"
         f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
         f"model digest {summary.model_digest}\n"
+        f"{_head(folder)}"
         f"run folder {folder.root}: open report.html"
         + (f", or check the message logs with fedmq audit {folder.root}" if summary.messages.logged else ""),
         highlight=False,
@@ -234,6 +243,15 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             soft_wrap=True,
         )
     print_warnings(summary, console)
+
+
+def _heldout(summary: RunSummary) -> str:
+    """How many items each silo's figures are from, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout is not None]
+    if not counts:
+        return ""
+    few, most = min(counts), max(counts)
+    return f" ({few if few == most else f'{few} to {most}'} held-out items each)"
 
 
 def print_warnings(summary: RunSummary, console: Console) -> None:

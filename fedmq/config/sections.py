@@ -47,6 +47,14 @@ class Robust(Part):
         description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
     )
 
+    @model_validator(mode="after")
+    def _trusts_not_every_reply(self) -> Robust:
+        useless = {"trimmed_mean": ("trim", self.trim), "krum": ("byzantine", self.byzantine)}
+        name, value = useless.get(self.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {self.rule} would trust every reply, like rule: none")
+        return self
+
 
 class Aggregation(Part):
     """When and how replies are merged. Keys of other modes have no effect."""
@@ -239,6 +247,27 @@ class Cost(Part):
         return self
 
 
+class Needs(Part):
+    """What the processes of silos and the evaluator need of a cluster's machines (launcher ray)."""
+
+    cpus: float = Field(1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction")
+    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one")
+    memory_gb: Positive | None = Field(None, description="memory of each process [GB]; null: not considered")
+
+
+class Silos(Part):
+    """The number of silos, and how many of them train in parallel on one machine."""
+
+    count: int = Field(30, ge=1, le=1024, description="number of silos")
+    slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
+    needs: Needs = Needs()
+
+
 #: A Python file that defines metrics, or the name of an installed metric.
 MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -259,6 +288,11 @@ class Evaluation(Part):
         "split",
         description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
         "public ones (for Wikipedia also except validation items)",
+    )
+    silo_gallery: Literal["whole", "own"] = Field(
+        "whole",
+        description="what a silo's held-out items retrieve from: the whole gallery, or the silo's part of it, which is "
+        "easier the smaller the part is",
     )
     fold_size: Count | None = Field(
         None, description="also report recall as the mean over consecutive folds of this number of items of the split"

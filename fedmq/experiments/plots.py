@@ -46,6 +46,7 @@ def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, st
             "scatter",
             x=[*x, *reversed(x)],
             y=band,
+            mode="lines",  # plotly adds markers to short lines, which would look like points of another row
             fill="toself",
             fillcolor=colour(place, 0.15),
             line={"width": 0},

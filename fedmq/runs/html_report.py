@@ -1,143 +1,28 @@
-"""The report of a run: curves, tables and the scenario on one self-contained HTML page."""
+"""The report of a run: its result in words, figures, examples and tables on one self-contained HTML page."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 
+from fedmq.config.loader import load
+from fedmq.config.scenario import Scenario
 from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of
-from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of, shown
-from fedmq.runs.html_figures import Figure
+from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
+from fedmq.runs import html_sections as sections
+from fedmq.runs.html_figures import Figure, render
+from fedmq.runs.html_timeline import LogFacts, read_facts, timeline
+from fedmq.runs.report_records import ReportData
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text
-
-_HEIGHT = 380  # of a figure [pixels]
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
-h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
-td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:right}
-td:first-child,th:first-child{text-align:left}
-code{background:#f2f5f8;padding:.1rem .3rem;border-radius:3px;word-break:break-all}
-"""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    def cells(tag: str, row: Iterable[object]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>"
-
-    return "<table>" + cells("th", head) + "".join(cells("td", row) for row in rows) + "</table>"
-
-
-def _retrieval(title: str, found: list[tuple[int, dict[str, float]]], own: Sequence[Metric]) -> list[Figure]:
-    """Metrics over merges: one figure for all that are fractions, and one for each other metric."""
-    figures: dict[str, Figure] = {}
-    for metric in shown(found[-1][1], own):
-        if metric.way not in ("", "mean"):
-            continue
-        fraction = (metric.low, metric.high) == (0.0, 1.0)
-        key = "fraction" if fraction else metric.title
-        head = title if fraction else f"{title}: {metric.title}"
-        figure = figures.setdefault(key, Figure(head, "merges", key, _HEIGHT))
-        known = [(version, values[metric.name]) for version, values in found if metric.name in values]
-        x, y = [version for version, _ in known], [value for _, value in known]
-        figure.draw("scatter", x=x, y=y, name=metric.name, mode="lines+markers")
-    return list(figures.values())
-
-
-def _curves(
-    evaluations: Sequence[EvaluationLine],
-    merges: Sequence[MergeLine],
-    personal: Sequence[PersonalLine],
-    own: Sequence[Metric],
-) -> str:
-    shared = [(line.version, line.metrics) for line in evaluations]
-    figures = _retrieval("Retrieval on the held-out split", shared, own)
-    if len(personal) > 1:
-        means = [(line.version, line.personal) for line in personal]
-        figures += _retrieval("Personal models on the held-out split, means over silos", means, own)
-    figures.append(_spread(evaluations, personal))
-    losses = {line.version: line.loss for line in merges if line.loss is not None}
-    if losses:
-        figure = Figure("Mean training loss of the silos merged", "merges", "loss", _HEIGHT)
-        figure.draw("scatter", x=list(losses), y=list(losses.values()), mode="lines")
-        figures.append(figure)
-        figures.append(_losses(merges))
-    for title, found in _reported(merges).items():
-        figure = Figure(title, "merges", title, _HEIGHT)
-        for name, values in found.items():
-            # Markers, because a line does not show a single value.
-            marker, x, y = {"size": 3}, list(values), list(values.values())
-            figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers", marker=marker)
-        figures.append(figure)
-    return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
-
-
-def _losses(merges: Sequence[MergeLine]) -> Figure:
-    """Training loss of each silo, at the merges with a reply from it."""
-    found: dict[str, dict[int, float]] = {}
-    for line in merges:
-        for silo, loss in line.losses.items():
-            found.setdefault(silo, {})[line.version] = loss
-    figure = Figure("Training loss of each silo", "merges", "loss", _HEIGHT)
-    for silo, losses in sorted(found.items()):
-        x, y = list(losses), list(losses.values())
-        figure.draw("scatter", x=x, y=y, name=silo, mode="lines+markers", marker={"size": 3})
-    return figure
-
-
-def _spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
-    """Standard deviation of R@1 over silos, of the shared model and, if evaluated, of the personal models."""
-    figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
-    shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
-    stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
-    known = {version: std for version, std in stds if std is not None}
-    for name, found in (("shared model", shared), ("personal models", known)):
-        if found:
-            figure.draw("scatter", x=list(found), y=list(found.values()), name=name, mode="lines+markers")
-    return figure
-
-
-def _reported(merges: Sequence[MergeLine]) -> dict[str, dict[str, dict[int, float]]]:
-    """Values that the method reported of its merges, such as ``router_loss``: figure -> curve -> value by version.
-
-    Values of single silos, such as ``weight_silo-03``, share a figure.
-    """
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for line in merges:
-        for key, value in line.reported.items():
-            title = key.partition("-")[0].replace("_", " ")
-            found.setdefault(title, {}).setdefault(key, {})[line.version] = value
-    return found
-
-
-def _silos(summary: RunSummary) -> str:
-    colours = {2: "#2a6fbb", 1: "#d98c2b"}
-    silos = summary.per_silo
-    figure = Figure("Mean R@1 on each silo's held-out items (orange: one modality)", "", "fraction", _HEIGHT)
-    figure.draw(
-        "bar",
-        x=list(silos),
-        y=[entry.figures[HEADLINE] for entry in silos.values()],
-        marker={"color": [colours[len(entry.modalities)] for entry in silos.values()]},
-        hovertext=[
-            f"{' + '.join(entry.modalities)}, {entry.samples} samples, {entry.participations} replies"
-            for entry in silos.values()
-        ],
-    )
-    return figure.to_html(first=False)
-
-
-def _title(name: str, own: Sequence[Metric] = ()) -> str:
-    """Title of a metric; empty for metrics that this version of fedmq does not know."""
-    return metric_of(name, own).title if is_known(name, own) else ""
+from fedmq.wire.messages import COORDINATOR
 
 
 def write(folder: RunFolder) -> None:
-    """Write ``report.html`` from ``summary.json`` and ``metrics.jsonl``.
+    """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message log.
 
     Raises:
         InputError: the run is not finished, or its files are invalid.
@@ -148,33 +33,186 @@ def write(folder: RunFolder) -> None:
     personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
-    first, own = evaluations[0].metrics, tuple(summary.own_metrics.values())
-    rows = [
-        (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}", _title(name, own))
+    facts, data = read_facts(folder.messages(COORDINATOR)), _data_of(folder, summary)
+    scenario, own = load(folder.scenario), tuple(summary.own_metrics.values())
+    modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
+    page = render(
+        "report.html.jinja",
+        title=f"{summary.scenario}: {summary.protocol}",
+        headline=headline(summary, evaluations[0].metrics),
+        facts=_facts(summary),
+        about=_about(summary, scenario, facts),
+        curves=_curves(evaluations, merges, personal, own, facts),
+        examples=[] if data is None else data.examples,
+        gallery_items=0 if data is None else data.items,
+        silos=_silo_figures(summary, data, modalities),
+        silo_table=_silo_table(summary),
+        timeline=timeline(facts, list(summary.per_silo)),
+        weights=sections.reported(merges, modalities),
+        staleness=sections.staleness(merges),
+        traffic=sections.traffic(facts, summary),
+        spaces=_spaces(data),
+        privacy=_privacy(summary, scenario, facts),
+        metrics=_metric_table(summary, evaluations[0].metrics, own),
+        fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
+        seconds=list(summary.seconds.plain().items()),
+        digests=_digests(summary),
+        scenario_text=read_text(folder.scenario),
+    )
+    write_text(folder.report, page)
+
+
+def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
+    path = folder.root / "report_data.json"
+    if not path.is_file():
+        return None
+    data = read_json(path, ReportData, "the pictures and projections of a report; delete it to do without")
+    return data if data.model_digest == summary.model_digest else None
+
+
+def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
+    """The result in one sentence: the headline metric before and after training.
+
+    Args:
+        summary: of the run.
+        first: metrics of the untrained model.
+    """
+    before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
+    rounds = f"{summary.versions} round{'' if summary.versions == 1 else 's'}"
+    if before is None or after is None:
+        return f"{summary.protocol} trained for {rounds}"
+    if summary.unchanged:
+        return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
+    word = "improved" if after > before else "fell" if after < before else "stayed"
+    return f"{summary.protocol} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}"
+
+
+def _facts(summary: RunSummary) -> list[tuple[str, str]]:
+    """Figures in large print: value and what it is."""
+    single = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
+    megabytes = (sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())) / 1e6
+    size = f"{megabytes / 1000:.1f} GB" if megabytes >= 1000 else f"{megabytes:.1f} MB"
+    found = [
+        (f"{summary.metrics[name]:.3f}", metric_of(name).title)
+        for name in ("mean_r1", "map")
+        if name in summary.metrics
+    ]
+    found += [
+        (str(len(summary.per_silo)), f"silos, {single} of them with one modality"),
+        (str(summary.versions), "rounds"),
+        (size, "exchanged in both directions"),
+        (f"{summary.seconds.total:.0f} s", "real time"),
+    ]
+    if "worst_r1" in summary.fairness:
+        found.append((f"{summary.fairness['worst_r1']:.3f}", "R@1 of the silo served worst"))
+    return found
+
+
+def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
+    """What was run, when, and on what, in one paragraph."""
+    when = ""
+    if facts.began:
+        when = f"Run on {datetime.fromisoformat(facts.began):%d %B %Y, %H:%M UTC}. "
+    made = ", ".join(f"{name} {version}" for name, version in summary.versions_of.items())
+    part = scenario.partition
+    missing = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
+    lacking = f", {missing} of which lack a modality" if missing else ""
+    rate = scenario.participation.rate
+    who = "all silos" if rate == 1 else f"{rate:.0%} of the silos"
+    noise = scenario.privacy.noise_multiplier
+    private = f" Updates are clipped and noised (multiplier {noise})." if noise else ""
+    faults = f" {len(scenario.faults)} faults are scripted." if scenario.faults else ""
+    return (
+        f"{when}Method {summary.protocol}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
+        f"Data: {scenario.data.name}, partition {part.kind}; backbone {scenario.backbone.name}; "
+        f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
+    )
+
+
+def _curves(
+    evaluations: list[EvaluationLine],
+    merges: list[MergeLine],
+    personal: list[PersonalLine],
+    own: tuple[Metric, ...],
+    facts: LogFacts,
+) -> list[Figure]:
+    versions = {line.version for line in evaluations}
+    axes: dict[str, dict[int, float]] = {"rounds": {version: float(version) for version in versions}}
+    if len(facts.bytes_at) > 1:
+        axes["traffic"] = {version: facts.bytes_at[version] / 1e6 for version in versions if version in facts.bytes_at}
+    axes["time"] = {0: 0.0, **{line.version: line.now for line in merges if line.version in versions}}
+    shared = [(line.version, line.metrics) for line in evaluations]
+    note = (
+        "The shared model on the whole held-out split, mean of image to text and text to image. Round 0 is untrained."
+    )
+    figures = sections.retrieval("Retrieval on the held-out split", shared, own, axes, note)
+    if len(personal) > 1:
+        means = [(line.version, line.personal) for line in personal]
+        note = "Each silo's personal model on the whole held-out split; means over silos."
+        figures += sections.retrieval("Retrieval of the personal models", means, own, axes, note)
+    return [*figures, *sections.losses(merges)]
+
+
+def _silo_figures(
+    summary: RunSummary, data: ReportData | None, modalities: Mapping[str, Sequence[str]]
+) -> list[Figure]:
+    held = None if data is None else sections.holdings(data, modalities)
+    return [*([held] if held else []), *sections.silos(summary)]
+
+
+def _silo_table(summary: RunSummary) -> list[tuple[str, str, str, int, str]]:
+    return [
+        (name, " + ".join(silo.modalities), f"{silo.samples:,}", silo.participations, f"{silo.figures[HEADLINE]:.4f}")
+        for name, silo in summary.per_silo.items()
+    ]
+
+
+def _spaces(data: ReportData | None) -> list[Figure]:
+    if data is None:
+        return []
+    titled = (("The shared space before training", data.before), ("The shared space after training", data.after))
+    return [sections.space(title, found) for title, found in titled if found is not None]
+
+
+def _privacy(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> dict[str, object]:
+    """What left the silos, and what protects it."""
+    sent = [
+        (kind.replace("_", " "), sum(table[kind] > 0 for table in facts.up.values()), f"{size / 1e6:,.2f} MB")
+        for kind, size in sorted(summary.bytes.up.items())
+    ]
+    privacy = scenario.privacy
+    if privacy.clip_norm is None:
+        protection = "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
+    elif not privacy.noise_multiplier:
+        protection = f"Updates were clipped to norm {privacy.clip_norm}, without noise: there is no formal guarantee."
+    else:
+        source = (
+            "each silo's private key" if privacy.noise_from == "key" else "the scenario's seed, which anyone may know"
+        )
+        protection = (
+            f"Updates were clipped to norm {privacy.clip_norm} and noised (multiplier {privacy.noise_multiplier}); "
+            f"the noise comes from {source}. fedmq audit computes epsilon."
+        )
+    return {"sent": sent, "protection": protection, "logged": summary.messages.logged, "silos": len(facts.up)}
+
+
+def _metric_table(
+    summary: RunSummary, first: Mapping[str, float], own: tuple[Metric, ...]
+) -> list[tuple[str, str, str, str]]:
+    nan = float("nan")
+    return [
+        (name, f"{first.get(name, nan):.4f}", f"{value:.4f}", _title(name, own))
         for name, value in summary.metrics.items()
     ]
-    up, down = summary.bytes.up, summary.bytes.down
-    traffic = [(kind, f"{up.get(kind, 0):,}", f"{down.get(kind, 0):,}") for kind in sorted({*up, *down})]
-    body = [
-        f"<h1>{html.escape(summary.scenario)}: {html.escape(summary.protocol)}, seed {summary.seed}</h1>",
-        f"<p>{summary.versions} merges, {len(summary.per_silo)} silos, "
-        f"model digest <code>{html.escape(summary.model_digest)}</code></p>",
-        _curves(evaluations, merges, personal, own),
-        "<h2>Retrieval</h2>",
-        _table(("metric", "before training", "after", "what it is"), rows),
-        _silos(summary),
-        _table(
-            ("fairness over silos", "value", "what it is"),
-            [(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
-        ),
-        "<h2>Traffic [bytes of payload tensors]</h2>",
-        _table(("payload", "from the silos", "to the silos"), traffic),
-        "<h2>Seconds</h2>",
-        _table(("phase", "seconds"), summary.seconds.plain().items()),
-        "<h2>Scenario</h2>",
-        f"<pre>{html.escape(read_text(folder.scenario))}</pre>",
-    ]
-    title = html.escape(f"{summary.scenario} - fedmq")
-    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
-    page = head + "".join(body) + "</html>"
-    write_text(folder.report, page)
+
+
+def _digests(summary: RunSummary) -> list[tuple[str, str]]:
+    found = [("model", summary.model_digest)]
+    if summary.data_digest is not None:
+        found.append(("data", summary.data_digest))
+    return [*found, *summary.released_with.items()]
+
+
+def _title(name: str, own: tuple[Metric, ...] = ()) -> str:
+    """Title of a metric; empty for metrics that this version of fedmq does not know."""
+    return metric_of(name, own).title if is_known(name, own) else ""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedmq.clock import Clock
-from fedmq.errors import RemoteWireError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
@@ -24,7 +24,8 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
 from fedmq.wire.refusals import RefusalLog
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message, sealed_size
-from fedmq.wire.transports.base import Connection
+from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.registry import connect
 
 BEAT_SECONDS = 2.0
@@ -159,7 +160,7 @@ class Channel:
     # ------------------------------------------------------------------------------------------- the channel's thread
     def _run_thread(self) -> None:
         try:
-            connection = self.attach(connect(self._uri))
+            connection = self.attach(connect(self._uri, keys=self._connection_keys))
             try:
                 while not self.finished:
                     self.step(connection, STEP_SECONDS)
@@ -168,6 +169,14 @@ class Channel:
                 connection.close()
         except BaseException as error:
             self._inbox.put(error)
+
+    @property
+    def _connection_keys(self) -> ConnectionKeys:
+        coordinator = self._accepted.get(COORDINATOR)
+        if coordinator is None:
+            allowed = "the coordinator's, accepted with `fedmq keys accept`"
+            raise InputError(f"keys of {self._identity.name}: accepted", "no key of the coordinator", allowed)
+        return ConnectionKeys(self._identity.key, coordinator, self._identity.name)
 
     def attach(self, connection: Connection) -> Connection:
         """Use a connection that the calling thread has made; returns it."""
@@ -212,6 +221,7 @@ class Channel:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
+            self._on_trouble(connection.trouble())
             again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
             if self._initiated is None or again:
                 self._say_hello(connection, now)
@@ -364,10 +374,7 @@ class Channel:
             if any(_answers(each, self._accepted, frames) for each in self._earlier):
                 return  # the coordinator answered an earlier hello late
             if error.reason in (Reason.BAD_SIGNATURE, Reason.UNKNOWN_SENDER):
-                self._report_once(
-                    f"{self._uri} answers with a key that is not the coordinator's key in the folder accepted/ here "
-                    f"({_words(self._accepted)}): another process listens there, or the coordinator has a new key"
-                )
+                self._report_foreign()
             raise
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
@@ -376,6 +383,21 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = now
+
+    def _on_trouble(self, trouble: Trouble | None) -> None:
+        """Report that the connection is not admitted."""
+        match trouble:
+            case Trouble.REFUSED:
+                self._on_refusal(HelloRefusedError(Reason.UNKNOWN_SENDER, "this key is not accepted"))
+            case Trouble.FOREIGN:
+                self._unanswered_since = math.inf
+                self._report_foreign()
+
+    def _report_foreign(self) -> None:
+        self._report_once(
+            f"what listens at {self._uri} does not have the coordinator's key in the folder accepted/ here "
+            f"({_words(self._accepted)}): it is another process, or the coordinator has a new key"
+        )
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""

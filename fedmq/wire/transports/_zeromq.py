@@ -17,15 +17,23 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
-from fedmq.wire.transports.base import Connection, Listener, check_received, check_sendable
+from fedmq.wire.messages import Reason
+from fedmq.wire.transports._doorkeeper import Doorkeeper
+from fedmq.wire.transports.admission import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
+from fedmq.wire.transports.base import Connection, Listener, Trouble, check_received, check_sendable
 
 #: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
 #: Silence after which TCP and ZeroMQ probe the peer [s].
 _KEEPALIVE_S = 20
 _RECONNECT_MS = (50, 5000)
+#: Time for a connection's handshake before it is closed [ms].
+_HANDSHAKE_MS = 10_000
+#: Peers whose connections are remembered, to end them.
+_MAX_DESCRIPTORS = 1 << 14
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(frozen=True)
@@ -44,19 +52,42 @@ class Endpoint:
 class ZeroMQListener(Listener):
     """A ROUTER socket; made by :func:`bind`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None, uri: str) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        uri: str,
+        door: Doorkeeper | None,
+    ) -> None:
         self.uri = uri
-        self._socket, self._context = socket, context
+        self._socket, self._context, self._door = socket, context, door
+        self._descriptors: dict[bytes, int] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """See the interface."""
+        if self._door is not None and self._door.refused:
+            raise RemoteWireError(Reason.UNKNOWN_SENDER, self._door.refused.popleft())
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
             return None
-        frames = _received(self._socket)
-        if frames is None:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return None
-        peer, *rest = frames
+        peer, *rest = (frame.buffer for frame in frames)
+        if self._door is not None:
+            self._note_descriptor(self._door, bytes(peer), int(frames[0].get(zmq.SRCFD)))
         return bytes(peer), check_received(rest)
+
+    def _note_descriptor(self, door: Doorkeeper, peer: bytes, descriptor: int) -> None:
+        door.heard(descriptor)
+        self._descriptors[peer] = descriptor
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            del self._descriptors[next(iter(self._descriptors))]
+
+    def cut(self, peer: bytes) -> None:
+        """See the interface."""
+        if self._door is not None and peer in self._descriptors:
+            self._door.shut(self._descriptors.pop(peer))
 
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
         """See the interface."""
@@ -64,6 +95,9 @@ class ZeroMQListener(Listener):
 
     def close(self) -> None:
         """See the interface."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         _close(self._socket, self._context)
 
 
@@ -75,6 +109,7 @@ class ZeroMQConnection(Connection):
         context: closed with the socket; None if other sockets share it.
         uri: of the listener.
         watched: whether to count connections, for a transport whose connections can break.
+        keys: with which the connection is admitted; None for a listener without keys.
     """
 
     def __init__(
@@ -84,13 +119,17 @@ class ZeroMQConnection(Connection):
         uri: str,
         *,
         watched: bool,
+        keys: ConnectionKeys | None = None,
     ) -> None:
         self.uri = uri
+        self._keys, self._redial = keys, False
+        self._trouble: Trouble | None = None
+        self._claim: zmq.Socket[bytes] | None = None
         self._socket, self._context = socket, context
         self._monitor: zmq.Socket[bytes] | None = None
         self._established = 0
         if watched:
-            self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES)
         # ZeroMQ sockets are not thread-safe: other threads write to this pipe to wake the socket's thread.
         self._lock = threading.Lock()
         self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -115,17 +154,49 @@ class ZeroMQConnection(Connection):
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
         """See the interface."""
         sendable = check_sendable(frames)
+        if self._redial:
+            # After a refusal ZeroMQ does not connect again by itself.
+            self._redial = False
+            self._socket.disconnect(self.uri)
+            self._socket.connect(self.uri)
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
         return put(self._socket, sendable)
 
     def established(self) -> int:
         """See the interface. ZeroMQ reconnects automatically."""
-        if self._monitor is not None:
-            while self._monitor.poll(0):
-                parse_monitor_message(self._monitor.recv_multipart())
-                self._established += 1
+        self._read_monitor()
         return self._established
+
+    def trouble(self) -> Trouble | None:
+        """See the interface."""
+        self._read_monitor()
+        found, self._trouble = self._trouble, None
+        return found
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._established += 1
+                self._trouble = None
+            elif self._keys is None:
+                continue
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._trouble, self._redial = Trouble.REFUSED, True
+                self._say_name(self._keys)
+            else:
+                self._trouble = Trouble.FOREIGN
+
+    def _say_name(self, keys: ConnectionKeys) -> None:
+        """Present the claim key, so that the coordinator's log names the process whose key it refused."""
+        if self._claim is not None:
+            self._claim.close(0)
+        assert self._context is not None  # noqa: S101 - only memory:// shares contexts, and it takes no keys
+        self._claim = self._context.socket(zmq.DEALER)
+        self._claim.setsockopt(zmq.IPV6, self._socket.getsockopt(zmq.IPV6))
+        _present(self._claim, keys.claim, keys)
+        self._claim.connect(self.uri)
 
     def close(self) -> None:
         """See the interface."""
@@ -133,6 +204,9 @@ class ZeroMQConnection(Connection):
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
+        if self._claim is not None:
+            self._claim.close(0)
+            self._claim = None
         with self._lock:
             if self._open:
                 os.close(self._wakes)
@@ -142,7 +216,13 @@ class ZeroMQConnection(Connection):
 
 
 def bind(
-    uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None, *, ipv6: bool = False
+    uri: str,
+    max_frame: int,
+    queue: int,
+    endpoint: Endpoint | None = None,
+    *,
+    keys: ListenerKeys | None = None,
+    ipv6: bool = False,
 ) -> ZeroMQListener:
     """Open a listener.
 
@@ -151,24 +231,38 @@ def bind(
         max_frame: largest accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
+        keys: admit only peers with these keys; None admits everyone who reaches the address.
         ipv6: whether the address is, or also is, an IPv6 address.
 
     Raises:
         InputError: the address cannot be bound.
     """
     socket, context = _socket(zmq.ROUTER, max_frame, queue, endpoint, ipv6=ipv6)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret(keys.key))
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"fedmq")
+    door = None if context is None else Doorkeeper(socket, context, keys)
     # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         socket.bind(endpoint.name if endpoint else uri)
     except zmq.ZMQError as error:
+        if door is not None:
+            door.close()
         _close(socket, context)
         raise InputError(uri, str(error), "an address that is free and belongs to this machine") from error
-    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT), door)
 
 
 def dial(
-    uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None, *, ipv6: bool = False
+    uri: str,
+    max_frame: int,
+    queue: int,
+    endpoint: Endpoint | None = None,
+    *,
+    keys: ConnectionKeys | None = None,
+    ipv6: bool = False,
 ) -> ZeroMQConnection:
     """Open a connection; arguments as for :func:`bind`.
 
@@ -176,13 +270,22 @@ def dial(
         InputError: ZeroMQ refuses the address.
     """
     socket, context = _socket(zmq.DEALER, max_frame, queue, endpoint, ipv6=ipv6)
-    connection = ZeroMQConnection(socket, context, uri, watched=endpoint is None)
+    if keys is not None:
+        _present(socket, curve_secret(keys.key), keys)
+    connection = ZeroMQConnection(socket, context, uri, watched=endpoint is None, keys=keys)
     try:
         socket.connect(endpoint.name if endpoint else uri)
     except zmq.ZMQError as error:
         connection.close()
         raise InputError(uri, str(error), "an address that can be connected to") from error
     return connection
+
+
+def _present(socket: zmq.Socket[bytes], secret: bytes, keys: ConnectionKeys) -> None:
+    """Set the CURVE keys of a connecting socket."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, curve_public(keys.listener))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public_of(secret))
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
@@ -219,6 +322,7 @@ def _socket(
         zmq.RECONNECT_IVL: _RECONNECT_MS[0],
         zmq.RECONNECT_IVL_MAX: _RECONNECT_MS[1],
         zmq.IPV6: int(ipv6),
+        zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
     }
     for option, value in options.items():
         socket.setsockopt(option, value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 from fedmq.errors import LocalWireError, RemoteWireError
@@ -26,6 +27,13 @@ QUEUE = 64
 MAX_FRAME = MAX_BODY + 16
 
 FramesT = TypeVar("FramesT", bound=Sequence[BytesLike])
+
+
+class Trouble(Enum):
+    """Why a connection is not admitted."""
+
+    REFUSED = "the listener does not accept this key"
+    FOREIGN = "the listener does not have the expected key, or speaks another protocol"
 
 
 class Listener(ABC):
@@ -49,8 +57,12 @@ class Listener(ABC):
             message within ``timeout_s``.
 
         Raises:
-            RemoteWireError: reason ``malformed``: a message without exactly two frames, which is discarded.
+            RemoteWireError: reason ``malformed``: a message without exactly two frames, which is discarded; or
+                ``unknown_sender``: a peer was not admitted.
         """
+
+    def cut(self, peer: bytes) -> None:  # noqa: B027 - a transport without connections has nothing to do
+        """End the connection of a peer, which may then connect again."""
 
     @abstractmethod
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
@@ -128,6 +140,10 @@ class Connection(ABC):
         has to start with a hello.
         """
 
+    def trouble(self) -> Trouble | None:
+        """Why the connection was not admitted since the last call; None if it was, or is not decided yet."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Close; what is queued is still sent for up to two seconds. Closing twice is allowed."""
@@ -143,6 +159,7 @@ class Transport:
             form, or one cannot listen at it (``listening``) or connect to it.
         listen: ``(uri, max_frame, queue)``: opens a listener; raises InputError if the address cannot be bound.
         connect: ``(uri, max_frame, queue)``: opens a connection.
+        admits: whether ``listen`` and ``connect`` take keys as a fourth argument, to admit only peers with them.
 
     ``max_frame`` is the largest frame accepted from a peer [bytes], ``queue`` the number of messages queued per peer
     and direction. ``listen`` and ``connect`` receive only URIs that ``check`` has accepted.
@@ -150,8 +167,9 @@ class Transport:
 
     form: str
     check: Callable[[str, str, bool], None]
-    listen: Callable[[str, int, int], Listener]
-    connect: Callable[[str, int, int], Connection]
+    listen: Callable[..., Listener]
+    connect: Callable[..., Connection]
+    admits: bool = False
 
 
 def check_received(frames: FramesT) -> FramesT:

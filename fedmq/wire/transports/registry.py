@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 
 from fedmq.errors import InputError
 from fedmq.wire.transports import ipc, memory, tcp
+from fedmq.wire.transports.admission import ConnectionKeys, ListenerKeys
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 from fedmq.wire.transports.shared import SHARED, SharedConnection, SharedListener
 
@@ -40,7 +41,7 @@ def schemes() -> tuple[str, ...]:
     return tuple(TRANSPORTS)
 
 
-def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Listener:
+def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: ListenerKeys | None = None) -> Listener:
     """Open a listener.
 
     Args:
@@ -49,29 +50,36 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Liste
             many peers share a connection.
         max_frame: largest accepted frame [bytes]; a peer that announces a larger one is disconnected before it is read.
         queue: messages queued per peer and direction.
+        keys: admit only peers with these keys, on a transport that can; None admits everyone.
 
     Raises:
         InputError: an unknown scheme, a malformed URI, or an address that cannot be bound.
     """
     inner = uri.removeprefix(SHARED)
-    listener = _checked(inner, "uri", listening=True).listen(inner, max_frame, queue)
-    return listener if inner == uri else SharedListener(listener)
+    transport = _checked(inner, "uri", listening=True)
+    if inner != uri:
+        return SharedListener(transport.listen(inner, max_frame, queue))
+    return transport.listen(uri, max_frame, queue, *([keys] if transport.admits else []))
 
 
-def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Connection:
+def connect(
+    uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: ConnectionKeys | None = None
+) -> Connection:
     """Open a connection; the listener may be started later.
 
     Args:
         uri: as for :func:`listen`, without ``*``.
         max_frame: largest accepted frame [bytes].
         queue: messages queued per direction.
+        keys: with which the connection is admitted, on a transport that asks for them.
 
     Raises:
         InputError: an unknown scheme or a malformed URI.
     """
     if uri.startswith(SHARED):
         return connect_shared(uri, max_frame=max_frame, queue=queue).branch(0)
-    return _checked(uri, "uri", listening=False).connect(uri, max_frame, queue)
+    transport = _checked(uri, "uri", listening=False)
+    return transport.connect(uri, max_frame, queue, *([keys] if transport.admits else []))
 
 
 def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> SharedConnection:

@@ -7,6 +7,7 @@ import socket
 
 from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
+from fedmq.wire.transports.admission import ConnectionKeys, ListenerKeys
 from fedmq.wire.transports.base import Connection, Listener, Transport
 
 _FORM = "tcp://HOST:PORT"
@@ -24,12 +25,12 @@ def _check(uri: str, place: str, listening: bool) -> None:
         raise InputError(place, uri, "a port from 1 to 65535")
 
 
-def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    return _zeromq.bind(uri, max_frame, queue, ipv6=_needs_ipv6(uri))
+def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = None) -> Listener:
+    return _zeromq.bind(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
 
 
-def _connect(uri: str, max_frame: int, queue: int) -> Connection:
-    return _zeromq.dial(uri, max_frame, queue, ipv6=_needs_ipv6(uri))
+def _connect(uri: str, max_frame: int, queue: int, keys: ConnectionKeys | None = None) -> Connection:
+    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
 
 
 def _needs_ipv6(uri: str) -> bool:
@@ -48,4 +49,4 @@ def _needs_ipv6(uri: str) -> bool:
     return families == {socket.AF_INET6}
 
 
-TRANSPORT = Transport(_FORM, _check, _listen, _connect)
+TRANSPORT = Transport(_FORM, _check, _listen, _connect, admits=True)

@@ -1,0 +1,197 @@
+"""Attacks on a coordinator's address, each bounded in time and bytes; for ``make hostile`` and the tests.
+
+Each attack takes the address of a coordinator on this machine and a folder with keys. All but ``flood_with_key`` need
+nothing but the address: they use no key, or one that is not accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedmq.wire.handshake import initiate
+from fedmq.wire.keys import Identity, load_accepted, load_identity
+from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.registry import connect
+
+#: Of what a peer sends in one connection, at most [bytes].
+_MULTIPART_BYTES = 20 << 20
+_IDLE = 1500
+_HALF_SENT = 40
+_HALF_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked.
+
+    Args:
+        port: of the coordinator, on 127.0.0.1.
+        run: the run's name.
+        keys: a folder with the accepted keys and the private key of ``silo-00``.
+        over: set when the attack has to end.
+    """
+
+    port: int
+    run: str
+    keys: Path
+    over: threading.Event
+
+    @property
+    def uri(self) -> str:
+        """The coordinator's URI."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def open(self) -> socket.socket:
+        """A connection, which the coordinator may close at any time."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=5.0)
+
+
+def _greeting(mechanism: bytes) -> bytes:
+    """ZMTP 3.1's greeting, as a client."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+_READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+
+
+def idle_connections(target: Target) -> None:
+    """Hold connections open without a byte."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(_IDLE):
+            with contextlib.suppress(OSError):
+                opened.enter_context(target.open())
+            if target.over.is_set():
+                return
+        target.over.wait()
+
+
+def endless_multipart(target: Target) -> None:
+    """Send one message of endless one-byte frames, after a greeting without security and one with it."""
+    frames = b"\x01\x01x" * 4096
+    for mechanism in itertools.cycle((b"NULL", b"CURVE")):
+        with contextlib.suppress(OSError), target.open() as connection:
+            connection.sendall(_greeting(mechanism) + (_READY if mechanism == b"NULL" else b""))
+            for _ in range(_MULTIPART_BYTES // len(frames)):
+                connection.sendall(frames)
+        if target.over.wait(0.2):
+            return
+
+
+def half_sent_frames(target: Target) -> None:
+    """Announce frames of 100 MB on many connections, and send a part of each."""
+    with contextlib.ExitStack() as opened:
+        while not target.over.wait(0.2):
+            for _ in range(_HALF_SENT):
+                with contextlib.suppress(OSError):
+                    connection = opened.enter_context(target.open())
+                    connection.sendall(_greeting(b"CURVE") + b"\x06" + (100 << 20).to_bytes(8, "big"))
+                    connection.sendall(bytes(_HALF_BYTES))
+            opened.close()
+
+
+def garbage(target: Target) -> None:
+    """Send what is no ZMTP."""
+    while not target.over.wait(0.005):
+        with contextlib.suppress(OSError), target.open() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 40)
+
+
+def unknown_keys(target: Target) -> None:
+    """Connect with new keys again and again, each claiming to be silo-00."""
+    coordinator = load_accepted(target.keys)[COORDINATOR]
+    while not target.over.wait(0.02):
+        key = Ed25519PrivateKey.generate()
+        connection = connect(target.uri, keys=ConnectionKeys(key, coordinator, "silo-00"))
+        hello, _ = initiate(Identity("silo-00", key), COORDINATOR, target.run, 0.0)
+        connection.send(hello)
+        until = time.monotonic() + 1.0
+        while connection.trouble() is None and time.monotonic() < until:
+            connection.receive(0.05)
+        connection.close()
+
+
+def flood_with_key(target: Target) -> None:
+    """Send noise and hellos on the connection of an accepted key, as fast as the queue takes them."""
+    identity, accepted = load_identity(target.keys, "silo-00"), load_accepted(target.keys)
+    connection = connect(target.uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
+    hello, _ = initiate(identity, COORDINATOR, target.run, 0.0)
+    noise = (b"x" * 200, b"y" * 200)
+    for number in itertools.count():
+        connection.send(hello if number % 10 == 0 else noise, 0.05)
+        if number % 50 == 0 and target.over.wait(0.02):
+            break
+    connection.close()
+
+
+ATTACKS: Mapping[str, Callable[[Target], None]] = {
+    "idle connections": idle_connections,
+    "endless multipart": endless_multipart,
+    "half-sent frames": half_sent_frames,
+    "garbage": garbage,
+    "unknown keys": unknown_keys,
+    "flood with a key": flood_with_key,
+}
+
+
+class Relay:
+    """A relay before the coordinator that sends copies of what silos send first, 30 ms ahead, on other connections.
+
+    Args:
+        port: of the coordinator, on 127.0.0.1.
+
+    Attributes:
+        port: where silos connect.
+        copies: connections on which copies were sent.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target, self.copies = port, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no further connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._target)) as server:
+            threading.Thread(target=_copy, args=(server, client), daemon=True).start()
+            first = client.recv(1 << 16)
+            seen = bytearray()
+            while first:
+                if len(seen) < 1 << 16:
+                    seen += first
+                    self._send_copy(bytes(seen))
+                    time.sleep(0.03)
+                server.sendall(first)
+                first = client.recv(1 << 16)
+
+    def _send_copy(self, seen: bytes) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as other:
+            other.sendall(seen)
+            self.copies += 1
+            time.sleep(0.01)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,74 @@
+"""``fedmq report``: write the report of a finished run again, or several runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedmq.cli.console import bar, err, out
+from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.progress import Progress
+    from fedmq.storage.run_folder import RunFolder
+
+_Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="The page of several runs; side_by_side.html beside the first run."),
+]
+
+
+def add_report(app: typer.Typer) -> None:
+    """Add ``fedmq report`` to the command line."""
+
+    @app.command("report")
+    def report_command(
+        runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)], page: _Out = None
+    ) -> None:
+        """Write report.html of a finished run again; of several runs also a page that puts them side by side.
+
+        Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
+
+        Example: [bold]fedmq report runs/fedavg runs/rcsr --out both.html[/bold]
+        """
+        from fedmq.runs import html_side_by_side  # noqa: PLC0415 - --help does without
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+        if page is not None and len(runs) == 1:
+            raise InputError("--out", str(page), "--out only with several runs; report.html is written into the run")
+        folders = [open_run(run) for run in runs]
+        for folder in folders:
+            reason = complete_report(folder, bar())
+            if reason is not None:
+                err.print(f"{folder.root}: no examples in the report: {reason}", highlight=False, markup=False)
+            out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)
+        if len(folders) > 1:
+            path = page or folders[0].root.parent / "side_by_side.html"
+            html_side_by_side.write(folders, path)
+            out.print(str(path), highlight=False, markup=False, soft_wrap=True)
+
+
+def complete_report(folder: RunFolder, progress: Progress | None) -> str | None:
+    """Write a run's report with examples, the shared space and the silos' holdings where the data are at hand.
+
+    Args:
+        folder: of a finished run.
+        progress: called during long steps; None shows nothing.
+
+    Returns:
+        Why the report does without them; None if it has them.
+    """
+    import protocols  # noqa: F401, PLC0415 - registers the objectives
+    from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
+    from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
+    from fedmq.runs import html_report  # noqa: PLC0415
+
+    reason = None
+    try:
+        report_data.write(open_release(folder.root, "auto"), progress)
+    except InputError as error:
+        reason = str(error)
+    html_report.write(folder)
+    return reason

@@ -1,0 +1,223 @@
+"""Compute what a report shows of the data and the model: examples of retrieval, the shared space, who holds what."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.decomposition import PCA
+
+from fedmq import seeds
+from fedmq.config.sections import Modality
+from fedmq.data import catalogue
+from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.encoders.images import Pictures, fit
+from fedmq.errors import InputError
+from fedmq.evaluation import hamming
+from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.gallery_ranking import Embedded, comparable
+from fedmq.extras import package
+from fedmq.federation.population import Population, build_population
+from fedmq.federation.protocol import encoders_of
+from fedmq.progress import Progress
+from fedmq.retrieval.gallery import caption_texts
+from fedmq.retrieval.released_model import Release
+from fedmq.runs.report_records import Example, ReportData, ReportHit, ReportItem, Space
+from fedmq.storage.run_folder import write_json
+
+#: Most held-out items among which examples are ranked; the first ones after shuffling by the seed.
+_MOST_ITEMS = 1000
+#: Most pairs in the plane of the shared space.
+_MOST_PAIRS = 200
+#: Best and worst cases in each direction.
+_EXAMPLES = 3
+_HITS = 5
+#: Edge length [pixels] and JPEG quality of a thumbnail, which then has three to five kilobytes.
+_EDGE, _QUALITY = 112, 80
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+
+def write(release: Release, progress: Progress | None = None) -> None:
+    """Write ``report_data.json`` into the run folder.
+
+    Args:
+        release: a finished run with a shared model.
+        progress: called while data are prepared.
+
+    Raises:
+        InputError: the data are not here, or have changed since the run.
+    """
+    write_json(release.run.root / "report_data.json", collect(release, progress).plain())
+
+
+def collect(release: Release, progress: Progress | None = None) -> ReportData:
+    """Compute a report's pictures, projections and holdings; arguments and errors as of :func:`write`."""
+    scenario = release.scenario
+    population = build_population(scenario, progress, release.cache)
+    release.check_data(population.prepared)
+    classes, holdings = _holdings(population)
+    data = ReportData(model_digest=release.digest, classes=classes, holdings=holdings)
+    if release.config.personal_only:
+        return data
+    shuffled = seeds.numpy_generator(scenario.seed, "report").permutation(population.evaluated)
+    rows = np.sort(shuffled[:_MOST_ITEMS])
+    model = release.model(population.prepared)
+    items = load_silo_dataset(population.prepared, rows, image=True, text=True)
+    after = embed(encoders_of(model), items, binary=model.binary)
+    model.load(model.initial())
+    before = embed(encoders_of(model), items, binary=model.binary)
+    return data.model_copy(
+        update={
+            "items": len(rows),
+            "examples": _examples(release, population, rows, after),
+            "before": _space(before, scenario.seed),
+            "after": _space(after, scenario.seed),
+        }
+    )
+
+
+def _holdings(population: Population) -> tuple[list[str], dict[str, list[int]]]:
+    labels = population.prepared.labels
+    if labels is None:
+        return [], {}
+    counts = {
+        silo.name: [int(each) for each in labels[rows].sum(axis=0, dtype=np.int64)]
+        for silo, rows in zip(population.silos, population.train, strict=True)
+    }
+    return list(population.prepared.label_names), counts
+
+
+def _space(items: Embedded, seed: int) -> Space:
+    """Images and first captions in the plane of their two largest principal components."""
+    chosen = seeds.numpy_generator(seed, "report", "space").permutation(len(items.image))[:_MOST_PAIRS]
+    some = items.subset(np.sort(chosen))
+    both = np.concatenate([some.image, some.first_captions]).astype(np.float64)
+    plane = PCA(2, svd_solver="full").fit_transform(both) if min(both.shape) >= 2 else np.zeros((len(both), 2))
+    points = [[round(float(x), 5), round(float(y), 5)] for x, y in plane]
+    return Space(image=points[: len(some.image)], text=points[len(some.image) :])
+
+
+def _examples(release: Release, population: Population, rows: I64, items: Embedded) -> list[Example]:
+    """The best and the worst queries in both directions."""
+    describe = _described(release, population, rows)
+    owner = items.owner
+    if items.binary:  # the share of equal bits
+        image, text = (hamming.sign(each).astype(np.float32) for each in (items.image, items.text))
+        similar = (1 + text @ image.T / image.shape[1]) / 2
+    else:
+        image, text, _ = comparable(items, release.scenario.seed)
+        similar = text @ image.T
+    examples = []
+    for best in (True, False):
+        for caption in _chosen(_ranks(similar, owner), _margins(similar, owner), best=best, groups=owner):
+            order = np.argsort(-similar[caption], kind="stable")
+            number = int(caption - np.searchsorted(owner, owner[caption]))
+            found = [
+                _hit(describe(int(each), 0, "image"), similar[caption, each], right=bool(each == owner[caption]))
+                for each in order[:_HITS]
+            ]
+            rank = int(np.flatnonzero(order == owner[caption])[0]) + 1
+            query = describe(int(owner[caption]), number, "text")
+            examples.append(Example(way="t2i", best=best, query=query, rank=rank, hits=found))
+        per_image = _first_right(similar.T, owner)
+        for item in _chosen(per_image, -per_image.astype(float), best=best, groups=np.arange(len(image))):
+            order = np.argsort(-similar[:, item], kind="stable")
+            rank = int(np.flatnonzero(owner[order] == item)[0]) + 1
+            found = [
+                _hit(
+                    describe(int(owner[each]), int(each - np.searchsorted(owner, owner[each])), "text"),
+                    similar[each, item],
+                    right=bool(owner[each] == item),
+                )
+                for each in order[:_HITS]
+            ]
+            query = describe(int(item), 0, "image")
+            examples.append(Example(way="i2t", best=best, query=query, rank=rank, hits=found))
+    return examples
+
+
+def _ranks(similar: F32, owner: I64) -> I64:
+    """Rank of each caption's own image, from 1: [m, n] to int64 [m]."""
+    own = similar[np.arange(len(owner)), owner]
+    ranks: I64 = 1 + (similar > own[:, None]).sum(axis=1)
+    return ranks
+
+
+def _margins(similar: F32, owner: I64) -> F32:
+    """How much more similar each caption's own image is than the most similar other one: float32 [m]."""
+    own = similar[np.arange(len(owner)), owner]
+    others = similar.copy()
+    others[np.arange(len(owner)), owner] = -np.inf
+    margins: F32 = own - others.max(axis=1)
+    return margins
+
+
+def _first_right(similar: F32, owner: I64) -> I64:
+    """Rank of the first of each image's own captions, from 1: [n, m] to int64 [n]."""
+    order = np.argsort(-similar, axis=1, kind="stable")
+    ranks: I64 = 1 + np.argmax(owner[order] == np.arange(len(similar))[:, None], axis=1)
+    return ranks
+
+
+def _chosen(ranks: I64, margins: npt.NDArray[np.floating], *, best: bool, groups: I64) -> list[int]:
+    """The queries with the best or the worst ranks, at most one of each item; ties by margin, then by index."""
+    sign = 1 if best else -1
+    order = np.lexsort((-sign * margins, sign * ranks))
+    found: dict[int, int] = {}
+    for each in order:
+        found.setdefault(int(groups[each]), int(each))
+        if len(found) == _EXAMPLES:
+            break
+    return list(found.values())
+
+
+def _hit(item: ReportItem, score: float, *, right: bool) -> ReportHit:
+    return ReportHit(key=item.key, caption=item.caption, image=item.image, right=right, score=round(float(score), 4))
+
+
+Describe = Callable[[int, int, Modality], ReportItem]
+
+
+def _described(release: Release, population: Population, rows: I64) -> Describe:
+    """A function that describes an item by its index, the number of a caption, and the modality to show."""
+    data, backbone, keys = release.scenario.data, release.scenario.backbone, population.prepared.keys
+    known = [keys[row] for row in rows]
+    captions = caption_texts(data, backbone, known)
+    if backbone.name == "features":
+        return partial(_as_item, known, captions, None, ())
+    raw = catalogue.find(data.name).read(data)
+    places = {key: place for place, key in enumerate(raw.keys)}
+    return partial(_as_item, known, captions, raw.pictures, [places[key] for key in known])
+
+
+def _as_item(
+    keys: Sequence[str],
+    captions: Sequence[Sequence[str]],
+    pictures: Pictures | None,
+    places: Sequence[int],
+    item: int,
+    number: int,
+    side: Modality,
+) -> ReportItem:
+    key, texts = keys[item], captions[item]
+    if side == "image" and pictures is not None:
+        return ReportItem(key=key, image=thumbnail(pictures, places[item]))
+    return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
+
+
+def thumbnail(pictures: Pictures, row: int) -> str:
+    """A small JPEG of a picture, or of a video's middle frame, as a data URI; empty if it cannot be read."""
+    try:
+        frames = pictures.frames(row)
+        small = fit(frames[len(frames) // 2], _EDGE)
+    except InputError:
+        return ""
+    file = io.BytesIO()
+    package("PIL.Image", "embedded", "report").fromarray(small).save(file, "JPEG", quality=_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

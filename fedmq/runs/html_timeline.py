@@ -1,0 +1,230 @@
+"""What the coordinator's message log shows of a run: each silo's tasks over time, incidents, and traffic."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedmq.runs.html_figures import Figure
+from fedmq.wire.log_records import (
+    EventKind,
+    EventRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    read_log,
+    record_of,
+)
+from fedmq.wire.messages import EVALUATOR, Kind
+
+#: Height of a silo's row in the timeline [pixels].
+_ROW = 18
+#: Most tasks that are drawn; of longer runs the first and the last ones are shown.
+_MOST_TASKS = 6000
+#: What became of a task, with its colour.
+_OUTCOMES: Mapping[str, str] = {
+    "reply arrived": "#0072B2",
+    "reply discarded": "#B2762A",
+    "failed": "#D55E00",
+    "not answered": "#9aa7b4",
+}
+#: Incidents, with the plotly symbol that marks them.
+_INCIDENTS: Mapping[NoteKind, tuple[str, str]] = {
+    NoteKind.PEER_LOST: ("connection lost", "x"),
+    NoteKind.EXPELLED: ("excluded", "octagon"),
+    NoteKind.FAULT: ("scripted fault", "triangle-down"),
+    NoteKind.ERROR_REPORTED: ("error reported", "diamond"),
+    NoteKind.NOT_DELIVERED: ("message not delivered", "cross"),
+}
+
+
+@dataclass
+class TaskSpan:
+    """A task of one silo.
+
+    Args:
+        silo: its name.
+        sequence: number of the task.
+        start: the run's time when it was sent [s].
+        end: the run's time of its outcome [s]; None if there was none.
+        outcome: a key of the figure's legend.
+    """
+
+    silo: str
+    sequence: int
+    start: float
+    end: float | None = None
+    outcome: str = "not answered"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that befell a silo.
+
+    Args:
+        silo: its name.
+        now: the run's time [s].
+        kind: of the note.
+        detail: a fault's kind, or a reason; may be empty.
+    """
+
+    silo: str
+    now: float
+    kind: NoteKind
+    detail: str
+
+
+@dataclass
+class LogFacts:
+    """What a coordinator's log shows.
+
+    Args:
+        tasks: by silo and number.
+        incidents: in order.
+        up: payload bytes by silo and payload kind, sent by the silos.
+        down: the same, sent to them.
+        messages_up: number of messages by silo.
+        bytes_at: payload bytes in both directions until the first message about each version.
+        bytes: payload bytes in both directions.
+        end: the run's last recorded time [s].
+        began: date and time of the first record (UTC); empty without records.
+    """
+
+    tasks: dict[tuple[str, int], TaskSpan] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    up: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    down: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    messages_up: Counter[str] = field(default_factory=Counter)
+    bytes_at: dict[int, int] = field(default_factory=dict)
+    bytes: int = 0
+    end: float = 0.0
+    began: str = ""
+
+
+def read_facts(path: Path) -> LogFacts:
+    """Read a coordinator's message log; lines that are not records are skipped (``fedmq audit`` names them).
+
+    Args:
+        path: the log; without the file, there are no facts.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    facts = LogFacts()
+    if path.is_file():
+        for _, record in read_log(path):
+            _add(facts, record)
+    return facts
+
+
+def add_records(facts: LogFacts, lines: Iterable[bytes]) -> None:
+    """Add further lines of the log to the facts."""
+    for line in lines:
+        _add(facts, record_of(line + b"\n"))
+
+
+def _add(facts: LogFacts, record: LogRecord | None) -> None:
+    if record is None:
+        return
+    facts.began = facts.began or record.wall
+    match record:
+        case MessageRecord():
+            if EVALUATOR not in (record.header.sender, record.header.receiver):
+                _count(facts, record)
+            facts.bytes += sum(size for _, size in record.payloads)
+            facts.bytes_at.setdefault(record.header.base_version, facts.bytes)
+        case EventRecord():
+            facts.end = max(facts.end, float(record.now))
+            _settle(facts, record)
+        case NoteRecord(text=NoteKind() as kind):
+            _note(facts, record, kind)
+
+
+def _count(facts: LogFacts, record: MessageRecord) -> None:
+    header = record.header
+    sent = record.action == "sent"
+    silo = header.receiver if sent else header.sender
+    table = facts.down if sent else facts.up
+    for kind, size in record.payloads:
+        table[silo][kind] += size
+    if not sent:
+        facts.messages_up[silo] += 1
+    elif header.kind is Kind.TASK:
+        facts.tasks[silo, header.sequence] = TaskSpan(silo, header.sequence, header.sent_at)
+
+
+def _settle(facts: LogFacts, record: EventRecord) -> None:
+    task = facts.tasks.get((record.silo, record.sequence))
+    if task is None:
+        return
+    if record.event == EventKind.ARRIVED:
+        task.end, task.outcome = float(record.now), "reply arrived"
+    elif record.event == EventKind.FAILED:
+        task.end, task.outcome = float(record.now), "failed"
+
+
+def _note(facts: LogFacts, record: NoteRecord, kind: NoteKind) -> None:
+    silo = str(record.facts.get("silo") or record.facts.get("peer") or "")
+    if kind is NoteKind.REPLY_DISCARDED and (task := facts.tasks.get((silo, _sequence(record)))) is not None:
+        task.outcome = "reply discarded"
+    elif kind in _INCIDENTS and silo and silo != EVALUATOR:
+        detail = record.facts.get("kind") or record.facts.get("reason") or ""
+        facts.incidents.append(Incident(silo, facts.end, kind, str(detail)))
+
+
+def _sequence(record: NoteRecord) -> int:
+    found = record.facts.get("sequence")
+    return found if isinstance(found, int) else -1
+
+
+def timeline(facts: LogFacts, silos: list[str]) -> Figure | None:
+    """Every silo's tasks and incidents over the run's time; None if the log has neither.
+
+    Args:
+        facts: of the coordinator's log.
+        silos: names, in order from the top.
+    """
+    tasks = list(facts.tasks.values())
+    if not tasks and not facts.incidents:
+        return None
+    note = "A bar is a task: from the time it was sent until its reply arrived. Gaps are waiting. Drag to zoom in."
+    if len(tasks) > _MOST_TASKS:
+        half = _MOST_TASKS // 2
+        tasks = [*tasks[:half], *tasks[-half:]]
+        note += f" Only the first and the last {half:,} tasks are drawn."
+    figure = Figure("Timeline of the silos", "the run's time [s]", "", max(240, _ROW * len(silos) + 120), note)
+    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": silos[::-1]}
+    figure.layout["barmode"] = "overlay"
+    for outcome, colour in _OUTCOMES.items():
+        some = [task for task in tasks if task.outcome == outcome]
+        if some:
+            ends = [facts.end if task.end is None else task.end for task in some]
+            figure.draw(
+                "bar",
+                orientation="h",
+                name=outcome,
+                y=[task.silo for task in some],
+                base=[task.start for task in some],
+                x=[max(0.0, end - task.start) for end, task in zip(ends, some, strict=True)],
+                marker={"color": colour, "line": {"width": 0}},
+                customdata=[[task.sequence, task.start] for task in some],
+                hovertemplate="%{y}, task %{customdata[0]}<br>"
+                "sent at %{customdata[1]:.1f} s, took %{x:.1f} s<extra></extra>",
+            )
+    for kind, (name, symbol) in _INCIDENTS.items():
+        found = [incident for incident in facts.incidents if incident.kind is kind]
+        if found:
+            figure.draw(
+                "scatter",
+                mode="markers",
+                name=name,
+                x=[incident.now for incident in found],
+                y=[incident.silo for incident in found],
+                text=[incident.detail for incident in found],
+                marker={"symbol": symbol, "size": 9, "color": "#CC79A7", "line": {"width": 1, "color": "#1c2733"}},
+                hovertemplate=f"%{{y}}, {name} %{{text}}<br>at %{{x:.1f}} s<extra></extra>",
+            )
+    return figure

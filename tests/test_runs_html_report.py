@@ -1,0 +1,171 @@
+"""Reports of runs: what they show, and that nothing in a run's files becomes part of the page's code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from plotly.offline import get_plotlyjs
+
+import protocols  # noqa: F401 - registers the objectives
+from fedmq.cli.report import complete_report
+from fedmq.errors import InputError
+from fedmq.runs import html_report, html_side_by_side
+from fedmq.runs.html_timeline import read_facts, timeline
+from fedmq.runs.results import read_summary
+from fedmq.storage.run_folder import RunFolder
+from tests import in_process_run
+from tests.test_runs_html_figures import drawn, titles
+from tests.threaded_run import resolved, run
+
+COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 200)}
+
+
+@pytest.fixture(scope="module")
+def photo_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run over 24 coloured pictures with labels, and faults."""
+    root = tmp_path_factory.mktemp("photos")
+    lines = []
+    for index in range(24):
+        colour = list(COLOURS)[index % 3]
+        Image.new("RGB", (40, 40 + index), COLOURS[colour]).save(root / f"{index:02}.png")
+        facts = {"image": f"{index:02}.png", "captions": [f"a {colour} <b>wall</b> {index}"], "labels": [colour]}
+        lines.append(json.dumps({**facts, "split": "test" if index % 4 == 3 else "train"}))
+    (root / "items.jsonl").write_text("\n".join(lines))
+    scenario = {
+        "name": "walls",
+        "rounds": 3,
+        "protocol": "fedavg",
+        "data": {"name": "manifest", "path": str(root / "items.jsonl")},
+        "silos": {"count": 2},
+        "partition": {"kind": "iid"},
+        "backbone": {"name": "lite", "bottleneck": 8},
+        "faults": [{"kind": "drop", "silos": ["silo-01"], "rounds": [1]}],
+    }
+    (root / "walls.yaml").write_text(yaml.safe_dump(scenario))
+    run(resolved(root / "walls.yaml"), root / "run")
+    return RunFolder(root / "run")
+
+
+def test_a_report_has_examples_with_pictures_holdings_a_timeline_and_the_space(photo_run: RunFolder) -> None:
+    assert complete_report(photo_run, None) is None
+    page = photo_run.report.read_text(encoding="utf-8")
+    found = titles(page)
+    for title in (
+        "Retrieval on the held-out split",
+        "Training loss",
+        "Who holds what",
+        "Retrieval for each silo",
+        "Participation",
+        "Timeline of the silos",
+        "The shared space before training",
+        "The shared space after training",
+        "Traffic from the silos",
+    ):
+        assert title in found
+    figures = dict(zip(found, drawn(page), strict=True))
+    assert all(len(figure.data) > 0 for figure in figures.values())
+    assert figures["Who holds what"].data[0].x == ("blue", "green", "red")
+    assert sum(map(sum, figures["Who holds what"].data[0].z)) == 18
+    names = {trace.name for trace in figures["Timeline of the silos"].data}
+    assert {"reply arrived", "scripted fault"} <= names
+    assert len(re.findall(r'<div class="query">', page)) == 12
+    assert page.count('src="data:image/jpeg;base64,') > 12
+    assert page.count('class="hit right"') >= 6
+    assert "&lt;b&gt;wall&lt;/b&gt;" in page
+    assert "<b>wall</b>" not in page
+    assert re.search(r"<h1>fedavg (improved|stayed|fell) .*R@1", page)
+    assert len(page) - len(get_plotlyjs()) < 2_000_000
+
+
+def test_an_example_names_the_rank_of_the_right_item_among_the_held_out_ones(photo_run: RunFolder) -> None:
+    complete_report(photo_run, None)
+    data = json.loads((photo_run.root / "report_data.json").read_text())
+    assert data["items"] == 6
+    for example in data["examples"]:
+        assert 1 <= example["rank"] <= 6
+        right = [place for place, hit in enumerate(example["hits"], 1) if hit["right"]]
+        assert right == ([example["rank"]] if example["rank"] <= 5 else [])
+        scores = [hit["score"] for hit in example["hits"]]
+        assert scores == sorted(scores, reverse=True)
+        assert len(scores) == 5
+    for way in ("t2i", "i2t"):
+        some = [example for example in data["examples"] if example["way"] == way]
+        best = [example["rank"] for example in some if example["best"]]
+        worst = [example["rank"] for example in some if not example["best"]]
+        assert max(best) <= min(worst)
+
+
+@pytest.mark.parametrize("image", ["javascript:alert(1)", "data:image/svg+xml;base64,AAAA", "x" * 50_000])
+def test_a_picture_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp_path: Path, image: str) -> None:
+    complete_report(photo_run, None)
+    folder = _copy(photo_run, tmp_path)
+    path = folder.root / "report_data.json"
+    data = json.loads(path.read_text())
+    data["examples"][0]["query"]["image"] = image
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"report_data\.json"):
+        html_report.write(folder)
+
+
+def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path) -> None:
+    complete_report(photo_run, None)
+    folder = _copy(photo_run, tmp_path)
+    path = folder.root / "report_data.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_digest": "0" * 64}))
+    html_report.write(folder)
+    assert "What is retrieved" not in folder.report.read_text()
+
+
+def test_a_report_without_the_data_says_why_and_is_written(photo_run: RunFolder, tmp_path: Path) -> None:
+    folder = _copy(photo_run, tmp_path)
+    (folder.root / "report_data.json").unlink(missing_ok=True)
+    text = folder.scenario.read_text()
+    folder.scenario.write_text(text.replace("items.jsonl", "elsewhere.jsonl"))
+    assert "elsewhere.jsonl" in str(complete_report(folder, None))
+    assert "Retrieval on the held-out split" in folder.report.read_text()
+
+
+def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Path) -> None:
+    in_process_run.run(resolved(tiny), tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert complete_report(folder, None) is None
+    page = folder.report.read_text()
+    assert "Timeline of the silos" not in titles(page)
+    assert "there is nothing to audit" in page
+
+
+def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
+    facts = read_facts(photo_run.messages("coordinator"))
+    outcomes: dict[str, int] = {}
+    for task in facts.tasks.values():
+        outcomes[task.outcome] = outcomes.get(task.outcome, 0) + 1
+        assert task.end is None or task.end >= task.start
+    assert outcomes["reply arrived"] == 5
+    assert sum(outcomes.values()) == 6
+    summary = read_summary(photo_run)
+    assert facts.up["silo-00"]["delta"] + facts.up["silo-01"]["delta"] == summary.bytes.up["delta"]
+    assert timeline(facts, ["silo-00", "silo-01"]) is not None
+
+
+def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -> None:
+    other = _copy(photo_run, tmp_path)
+    html_side_by_side.write([photo_run, other], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "2 runs side by side" in page
+    assert titles(page)[0] == "recall@1, mean"
+    assert [trace.name for trace in drawn(page)[0].data] == ["run", "copy"]
+    assert "cannot be compared" not in page
+    summary = json.loads(other.summary.read_text())
+    other.summary.write_text(json.dumps({**summary, "data_digest": "0" * 64}))
+    html_side_by_side.write([photo_run, other], tmp_path / "page.html")
+    assert "cannot be compared" in (tmp_path / "page.html").read_text()
+
+
+def _copy(folder: RunFolder, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(folder.root, tmp_path / "copy")))

@@ -1,0 +1,110 @@
+"""The report in a browser: no error, every figure drawn, no sideways scrolling, zoom, light and dark, and print."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedmq.cli.report import complete_report
+from fedmq.storage.run_folder import RunFolder
+from tests.threaded_run import resolved, run
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.slow
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def report(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a finished run."""
+    root = tmp_path_factory.mktemp("browser") / "run"
+    run(resolved(tiny), root)
+    complete_report(RunFolder(root), None)
+    return RunFolder(root).report
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+def opened(browser: Any, report: Path, width: int, scheme: str = "light") -> tuple[Any, list[str]]:
+    """The report's page at a width, and the errors that it reports."""
+    page, errors = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme), list[str]()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "request", lambda request: None if request.url.startswith(("file:", "data:")) else errors.append(request.url)
+    )
+    page.goto(report.as_uri())
+    page.wait_for_function("[...document.querySelectorAll('.canvas')].every(each => each.querySelector('.main-svg'))")
+    return page, errors
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280, 1600])
+def test_every_figure_is_drawn_at_every_width_without_scrolling_sideways(
+    browser: Any, report: Path, width: int
+) -> None:
+    page, errors = opened(browser, report, width)
+    assert errors == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    drawn = page.evaluate("[...document.querySelectorAll('.canvas')].map(each => each.data.length)")
+    assert len(drawn) >= 8
+    assert min(drawn) >= 1
+    # The toolbar never covers a title: titles stand outside the drawing.
+    overlaps = """[...document.querySelectorAll('figure.plot')].filter(figure => {
+        const bar = figure.querySelector('.modebar'), head = figure.querySelector('h3').getBoundingClientRect();
+        return bar && bar.getBoundingClientRect().top < head.bottom - 1;}).length"""
+    assert page.evaluate(overlaps) == 0
+    page.close()
+
+
+def test_the_page_follows_the_dark_theme_and_prints_in_the_light_one(browser: Any, report: Path) -> None:
+    page, errors = opened(browser, report, 1280, "dark")
+    ink = "getComputedStyle(document.querySelector('.canvas .xtick text')).fill"
+    assert page.evaluate(ink) == "rgb(228, 233, 238)"
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.wait_for_function(f"{ink} === 'rgb(28, 39, 51)'")
+    page.emulate_media(media="print")
+    assert len(page.pdf()) > 20_000
+    assert errors == []
+    page.close()
+
+
+def test_dragging_zooms_and_a_double_click_returns(browser: Any, report: Path) -> None:
+    page, errors = opened(browser, report, 1280)
+    reach = "document.querySelector('.canvas').layout.xaxis.range[1]"
+    before = page.evaluate(reach)
+    box = page.locator(".canvas .nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"], steps=5)
+    page.mouse.up()
+    page.wait_for_function(f"{reach} < {0.7 * before}")
+    page.mouse.dblclick(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    page.wait_for_function(f"Math.abs({reach} - {before}) < 0.01")
+    assert errors == []
+    page.close()
+
+
+def test_the_axis_can_be_traffic_or_time(browser: Any, report: Path) -> None:
+    page, errors = opened(browser, report, 1280)
+    for button, title in (
+        ("over traffic", "traffic [MB]"),
+        ("over time", "the run's time [s]"),
+        ("over rounds", "round"),
+    ):
+        page.locator(".updatemenu-button", has_text=button).first.click()
+        page.wait_for_function(f'document.querySelector(".canvas").layout.xaxis.title.text === "{title}"')
+    assert errors == []
+    page.close()

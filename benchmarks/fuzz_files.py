@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
-import h5py
+import h5py  # type: ignore[import-untyped]
 import numpy as np
 import safetensors.numpy
 import scipy.io
@@ -75,7 +75,8 @@ def _compressed() -> bytes:
 
 
 def _safetensors() -> bytes:
-    return safetensors.numpy.save(_arrays(), {"label_names": json.dumps(["a", "b", "c"])})
+    saved: bytes = safetensors.numpy.save(_arrays(), {"label_names": json.dumps(["a", "b", "c"])})
+    return saved
 
 
 def _parts() -> dict[str, np.ndarray]:

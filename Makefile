@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
 
-.PHONY: run test check bench chaos clean
+.PHONY: run test check bench chaos docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -28,6 +28,10 @@ check: .venv/installed
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py
 
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+	@echo "the site is in site/; .venv/bin/mkdocs serve shows it on 127.0.0.1:8000, with search"
+
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
@@ -39,4 +43,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
 
-.PHONY: run test check bench hostile chaos clean
+.PHONY: run test check bench hostile chaos docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -31,6 +31,10 @@ chaos: .venv/installed
 hostile: .venv/installed
 	$(BIN)/python -m benchmarks.hostile
 
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+	@echo "the site is in site/; .venv/bin/mkdocs serve shows it on 127.0.0.1:8000, with search"
+
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
@@ -42,4 +46,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -83,6 +83,7 @@ def _per_silo(loop: Loop, population: Population, last: EvaluationLine) -> dict[
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
             "samples": len(population.train[silo.index]),
+            "heldout": len(population.heldout[silo.index]),
             "participations": loop.counters.participations[silo.name],
             **_without_pair(loop, population, silo),
             **last.per_silo[silo.name],

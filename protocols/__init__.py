@@ -77,6 +77,12 @@ def summary(name: str) -> str:
     return _first_line(METHODS.module(name))
 
 
+def unpaired(name: str) -> str:
+    """What a method, with its default options, does with a paired silo's items that lack a modality."""
+    kind = load(name)
+    return str(kind.traits_of(options_of(kind, {})).unpaired)
+
+
 def losses() -> tuple[str, ...]:
     """Names of the base losses, except those whose loss the method defines."""
     return tuple(name for name in OBJECTIVES.names() if OBJECTIVES.find(name).begin is not None)

@@ -21,11 +21,12 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import Tower
-from fedmq.models.optimiser import optimiser
+from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.wire.payloads import Delta
 from protocols import _aggregation
+from protocols._epochs import Snapshots
 from protocols._losses import local_prototype, proximal, proximal_gradient
 
 I64 = npt.NDArray[np.int64]
@@ -300,6 +301,7 @@ def train_epochs(
     *,
     extra: Extra | None = None,
     lambda_s: float = 0.0,
+    resumable: bool = False,
 ) -> TrainingResult:
     """Train for the local epochs from ``base``, which the model already holds.
 
@@ -312,6 +314,8 @@ def train_epochs(
             weight decay).
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
+        resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
+            and effective only for work without a state of its own.
 
     Raises:
         RunError: the loss or the update is not finite.
@@ -327,21 +331,18 @@ def train_epochs(
     change = torch.empty_like(base)  # reused for all differences: allocating costs more than subtracting
     before, seen_before = total, seen
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
-    with _dropout(model, torch_generator(context.seed, *path)):
-        for epoch in range(training.local_epochs):
+    dropout, snapshots, start = torch_generator(context.seed, *path), None, 0
+    if resumable and extra is None and isinstance(work, EveryBatch) and training.local_epochs > 1:
+        snapshots = Snapshots(local, task, base, optimisers, generator, dropout)
+        start, total, seen = snapshots.resume(total)
+        moved = start > 0
+    with _dropout(model, dropout):
+        for epoch in range(start, training.local_epochs):
             before, seen_before = total.clone(), seen
-            for step in work.steps(epoch, generator):
-                value = _backward(local, step, extra)
-                if lambda_s and moved:  # before the first step theta is the base: the term and its gradient are zero
-                    drift = torch.sub(model.flat.detach(), base, out=change)
-                    value = value + proximal(drift, lambda_s)
-                    model.add_gradient(proximal_gradient(drift, lambda_s))
-                for name in step.trains:
-                    if name in optimisers:
-                        optimisers[name].step()
-                moved = True
-                total += value.double() * len(step.rows)
-                seen += len(step.rows)
+            steps = work.steps(epoch, generator)
+            seen, moved = _train_epoch(local, steps, optimisers, base, change, (total, seen, moved), extra, lambda_s)
+            if snapshots is not None and epoch + 1 < training.local_epochs:
+                snapshots.keep(epoch + 1, total, seen)
     model.zero_grad()  # gradients may be views of `change`, which is overwritten next
     delta = torch.sub(model.flat.detach(), base, out=change).cpu()
     mean, last = float(total) / max(1, seen), float(total - before) / max(1, seen - seen_before)
@@ -350,6 +351,47 @@ def train_epochs(
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
     return TrainingResult(delta, mean, last)
+
+
+def _train_epoch(
+    local: Local,
+    steps: Iterator[Step],
+    optimisers: Mapping[str, FusedOptimiser],
+    base: Tensor,
+    change: Tensor,
+    sums: tuple[Tensor, int, bool],
+    extra: Extra | None,
+    lambda_s: float,
+) -> tuple[int, bool]:
+    """Take the steps of one epoch.
+
+    Args:
+        local: the silo.
+        steps: of the epoch.
+        optimisers: by branch.
+        base: float32 [P] parameters before training.
+        change: float32 [P], overwritten.
+        sums: float64 [] sum of losses so far, updated in place; number of samples; whether any step was taken.
+        extra: as for :func:`train_epochs`.
+        lambda_s: likewise.
+
+    Returns:
+        The number of samples so far, and whether any step was taken.
+    """
+    model, (total, seen, moved) = local.model, sums
+    for step in steps:
+        value = _backward(local, step, extra)
+        if lambda_s and moved:  # before the first step theta is the base: the term and its gradient are zero
+            drift = torch.sub(model.flat.detach(), base, out=change)
+            value = value + proximal(drift, lambda_s)
+            model.add_gradient(proximal_gradient(drift, lambda_s))
+        for name in step.trains:
+            if name in optimisers:
+                optimisers[name].step()
+        moved = True
+        total += value.double() * len(step.rows)
+        seen += len(step.rows)
+    return seen, moved
 
 
 def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:

@@ -97,7 +97,9 @@ class FedAvg(FederatedProtocol):
         """
         base = _training.load_model(local, take(task.payloads, Model).buffer)
         work = self.work(local, task)
-        outcome = _training.train_epochs(local, self.context, task, base, work, extra=extra, lambda_s=lambda_s)
+        outcome = _training.train_epochs(
+            local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, resumable=True
+        )
         update = _training.delta_payload(self.context, outcome, len(local.dataset))
         up = (update, Loss(outcome.loss), *self.anchoring.report(local, task))
         return Trained(up, {} if work is None else work.kept(), outcome.loss)

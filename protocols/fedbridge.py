@@ -240,9 +240,14 @@ class FedBridge(FederatedProtocol):
         state = {**self._adapter(local, task), **members}
         return Trained((update, loss, centroids), state, loss.value)
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: FedBridgeOptions) -> Traits:
         """FedBridge-p gives paired silos personal adapters."""
-        return Traits(personalised=self.options.personal, unpaired="anchored")
+        return Traits(personalised=options.personal, unpaired="anchored")
+
+    def traits(self) -> Traits:
+        """As the options say."""
+        return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers."""

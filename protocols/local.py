@@ -79,7 +79,7 @@ class Alone(FederatedProtocol):
         local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _training.train_epochs(local, self.context, task, base, work)
+        outcome = _training.train_epochs(local, self.context, task, base, work, resumable=True)
         state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 

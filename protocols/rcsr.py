@@ -140,7 +140,9 @@ class Rcsr(FederatedProtocol):
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
         work = _unpaired.beside(begin(local), local, self.context, task, begin)
-        outcome = _training.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
+        outcome = _training.train_epochs(
+            local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
+        )
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = local.samples
         image, text = self.branches["image"], self.branches["text"]
@@ -160,12 +162,17 @@ class Rcsr(FederatedProtocol):
             payloads, kept = (*payloads, centroids), {**kept, **members}
         return Trained(payloads, kept, outcome.loss)
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: RcsrOptions) -> Traits:
         """RCSR-p gives silos personal adapters; without anchors and regulariser, nothing trains on unpaired items."""
-        trains = (self.options.anchor and self.options.lambda_anc > 0) or (
-            self.options.client_align and self.options.lambda_a > 0
+        anchored, aligned = options.anchor and options.lambda_anc > 0, options.client_align and options.lambda_a > 0
+        return Traits(
+            personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
-        return Traits(personalised=self.options.personal != "none", unpaired="anchored" if trains else "ignored")
+
+    def traits(self) -> Traits:
+        """As the options say."""
+        return self.traits_of(self.options)
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's router weight at its last participation."""

@@ -6,14 +6,21 @@ repeated task gives the same reply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from fedmq.errors import DiskError, InputError
+from fedmq.clock import Clock
+from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+
+#: Least time between two snapshots of a task, and from its start to the first one [s].
+SNAPSHOT_SECONDS = 10.0
+#: File of the snapshot.
+_EPOCHS = "epochs.safetensors"
 
 
 class StateStore:
@@ -38,6 +45,14 @@ class StateStore:
     def newest(self, sequence: int) -> int | None:
         """Number of the newest task up to ``sequence`` whose state is stored; None if there is none."""
         return max((number for number in self._stored() if number <= sequence), default=None)
+
+    def epochs(self, clock: Clock) -> TaskEpochs:
+        """Snapshots of the task that starts now.
+
+        Args:
+            clock: for the interval between snapshots.
+        """
+        return TaskEpochs(self._folder / _EPOCHS, clock)
 
     @property
     def empty(self) -> bool:
@@ -85,3 +100,35 @@ class StateStore:
             self._newest = sequence, contiguous
         for number in [number for number in stored if number <= settled][:-1]:
             self._path(number).unlink(missing_ok=True)
+        (self._folder / _EPOCHS).unlink(missing_ok=True)  # the task is done
+
+
+class TaskEpochs:
+    """Snapshots of a task between two epochs; only tasks that take long are interrupted often enough to need them.
+
+    Args:
+        path: of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
+        clock: for the interval between snapshots.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path, self._clock, self._last = path, clock, clock.stopwatch()
+
+    def load(self) -> Mapping[str, torch.Tensor]:
+        """The snapshot that an earlier process kept; empty if there is none, or it is damaged."""
+        if not self._path.exists():
+            return {}
+        try:
+            return load_aligned(self._path)
+        except (OSError, SafetensorError):
+            return {}
+
+    def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep a snapshot, if the last one or the start of the task was long ago."""
+        now = self._clock.stopwatch()
+        if now - self._last < SNAPSHOT_SECONDS:
+            return
+        # A task does not depend on its snapshot: a full disk only means that an interrupted task starts over.
+        with contextlib.suppress(FedmqError):
+            write_atomically(self._path, lambda path: write_tensors(path, snapshot()))
+        self._last = self._clock.stopwatch()

@@ -107,7 +107,7 @@ class Silo:
         self.population = population
         self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
-        self._shared, self._noise = model, noise
+        self._shared, self._noise, self._clock = model, noise, WallClock()
         self._standing: tuple[FaultHit, ...] | None = None
         # Before the method is made, which needs the model's layout; it may train on items beside the dataset or not.
         self._equip(arguments.name, 0)
@@ -137,7 +137,7 @@ class Silo:
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
         found = population.rows_of(self.facts, rows)
         self.dataset = self._loaded(found.dataset, image=self.facts.image, text=self.facts.text)
-        if not len(self.dataset):
+        if len(rows) and not len(self.dataset):  # pooled training leaves other silos without rows
             raise RunError(f"{name}: no item has all modalities of the silo any more, after a fault of kind drift")
         self.unpaired = tuple(
             self._loaded(rows, image=image, text=not image)
@@ -185,7 +185,8 @@ class Silo:
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         try:
-            trained = self.protocol.train(self.local(self.store.before(header.sequence)), task)
+            local = replace(self.local(self.store.before(header.sequence)), epochs=self.store.epochs(self._clock))
+            trained = self.protocol.train(local, task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
         layout, facts = self.context.layout, self.facts

@@ -44,6 +44,27 @@ def share(silo: SiloFacts, size: int, captions: int = 3) -> SiloDataset:
     )
 
 
+def part(items: SiloDataset, rows: slice, *, image: bool, text: bool) -> SiloDataset:
+    """Some of a silo's items in some of its modalities."""
+    return SiloDataset(
+        items.image[rows] if image and items.image is not None else None,
+        items.text.of(rows) if text and items.text is not None else None,
+        items.captions[rows] if text else torch.ones(len(items.rows[rows]), dtype=torch.int64),
+        None if items.labels is None else items.labels[rows],
+        items.rows[rows],
+    )
+
+
+def mixed(silo: SiloFacts, pairs: int, image_only: int, text_only: int) -> tuple[SiloDataset, tuple[SiloDataset, ...]]:
+    """A silo's pairs, and its items of each kind without a pair."""
+    whole, ends = share(silo, pairs + image_only + text_only), (pairs, pairs + image_only)
+    alone = (
+        part(whole, slice(ends[0], ends[1]), image=True, text=False),
+        part(whole, slice(ends[1], None), image=False, text=True),
+    )
+    return part(whole, slice(0, pairs), image=True, text=True), tuple(each for each in alone if len(each))
+
+
 @dataclass
 class SmallFederation:
     """Silos with their datasets, one model that they use in turn, a protocol and its state."""

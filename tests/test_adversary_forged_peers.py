@@ -92,7 +92,7 @@ def test_a_signed_welcome_that_answers_another_hello_is_refused(answers: int | N
     hello, initiated = initiate(silo, "coordinator", "run-0", 0.0)
     welcome, _ = respond(coordinator, keys, "run-0", hello, 0.0)
     complete(initiated, keys, welcome, 0.0)
-    digest = handshake._digest(*hello)
+    digest = handshake.transcript_digest(*hello)
     body = bytes(handshake._verified(keys["coordinator"], WELCOME_LABEL, digest, welcome))
     fields = unpack(body, handshake.MAX_HANDSHAKE_BODY)
     assert isinstance(fields, dict)

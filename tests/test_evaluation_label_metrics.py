@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,19 @@ def one_pass(data: tuple[Any, ...], **options: Any) -> label_metrics.RankingMetr
 
 
 def assert_equal(one: label_metrics.RankingMetrics, other: label_metrics.RankingMetrics) -> None:
+    """All averages are equal; ``queries`` has the values that they are averages of."""
+    one, other = (replace(each, queries=None) for each in (one, other))
     np.testing.assert_equal(vars(one), vars(other))
+
+
+def test_metrics_of_some_queries_are_those_of_a_ranking_of_them_alone() -> None:
+    generator, some = np.random.default_rng(1), np.array([2, 3, 11, 29])
+    vectors = [generator.normal(size=(n, 4)).astype(np.float32) for n in (30, 50)]
+    labels = [(generator.random((n, 5)) < 0.3).astype(np.uint8) for n in (30, 50)]
+    for metrics_of in (label_metrics.cosine_metrics, label_metrics.hamming_metrics):
+        whole = metrics_of(*vectors, *labels, at=(5,), ndcg_at=(5,), top_n=(3,))
+        alone = metrics_of(vectors[0][some], vectors[1], labels[0][some], labels[1], at=(5,), ndcg_at=(5,), top_n=(3,))
+        assert_equal(whole.of(some), alone)
 
 
 @settings(max_examples=25, deadline=None)

@@ -262,12 +262,14 @@ def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_nam
         return {"two": 2.0}
 
     with pytest.raises(RunError, match=r"metric two 2, allowed: 0 to 1; computed by .*two"):
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("two", "two"),), two)])
+        metrics.measure(metrics.Measured(ITEMS, Evaluation()), measures=[Measure((Metric("two", "two"),), two)])
     with pytest.raises(RunError, match=r"metric two: computed by .*two, which has no entry for it"):
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("one", "one"),), two)])
+        metrics.measure(metrics.Measured(ITEMS, Evaluation()), measures=[Measure((Metric("one", "one"),), two)])
     with pytest.raises(RunError, match=r"metric two nan"):
         entry = Metric("two", "two")
-        metrics.measure(ITEMS, Evaluation(), measures=[Measure((entry,), lambda _: {"two": float("nan")})])
+        metrics.measure(
+            metrics.Measured(ITEMS, Evaluation()), measures=[Measure((entry,), lambda _: {"two": float("nan")})]
+        )
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, rank
-from fedmq.evaluation.metrics import fold_recalls, measure
+from fedmq.evaluation.metrics import Measured, fold_recalls, measure
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import population as populations
-from fedmq.federation.population import build_population, device_of
+from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders
 from fedmq.seeds import numpy_generator
 from tests import in_process_run
@@ -69,22 +69,51 @@ def test_the_gallery_is_partitioned_among_silos_like_the_training_data(tmp_path:
         assert np.array_equal(own, np.sort(own))
 
 
-def test_a_silos_queries_retrieve_from_its_own_gallery(tmp_path: Path) -> None:
-    chosen = scenario(tmp_path)
+def heldout_and_encoders(tmp_path: Path, *changes: str) -> tuple[HeldOut, Encoders, Population]:
+    chosen = scenario(tmp_path, *changes)
     population = build_population(chosen, cache=tmp_path / "cache")
-    heldout = HeldOut.load(chosen, population)
     project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
-    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    return HeldOut.load(chosen, population), Encoders(lambda x: x @ project, lambda x: x @ project), population
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("gallery", ["split", "database"])
+def test_a_silos_queries_retrieve_from_the_whole_gallery(tmp_path: Path, binary: bool, gallery: str) -> None:
+    changes = (f"evaluation.gallery={gallery}", f"evaluation.within={str(gallery == 'database').lower()}")
+    heldout, encoders, population = heldout_and_encoders(tmp_path, *changes)
+    names = tuple(heldout.items)
+    found = heldout.measured(encoders, binary=binary, names=names)
+    numbers = np.array([len(rows) for rows in population.heldout])
+    assert numbers.sum() == len(population.evaluated)
+    # Every query retrieves from the same gallery, so the mean over the silos' queries is that over all queries.
+    for name in ("i2t_r1", "t2i_r5", "mean_r10", "map", "map_at5", *(["map_i2i"] if gallery == "database" else [])):
+        mean = sum(n * found.per_silo[silo][name] for n, silo in zip(numbers, names, strict=True)) / numbers.sum()
+        assert mean == pytest.approx(found.values[name]), name
+    assert set(found.per_silo["silo-01"]) == set(found.values)
+
+
+def test_a_silos_queries_retrieve_from_its_own_gallery_where_the_scenario_says_so(tmp_path: Path) -> None:
+    heldout, encoders, population = heldout_and_encoders(tmp_path, "evaluation.silo_gallery=own")
     found = heldout.measured(encoders, binary=True, names=("silo-01",))
     assert heldout.gallery is not None
     queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.dataset, heldout.gallery))
     places = [population.database.tolist().index(row) for row in population.galleries[1]]
     mine = [population.evaluated.tolist().index(row) for row in population.heldout[1]]
-    expected = measure(queries.subset(np.array(mine)), chosen.evaluation, gallery.subset(np.array(places)), chosen.seed)
+    own, options = queries.subset(np.array(mine)), heldout.scenario.evaluation
+    expected = measure(Measured(own, options, gallery.subset(np.array(places)), heldout.scenario.seed))
     assert dict(found.per_silo["silo-01"]) == expected
     assert found.values["map"] != expected["map"]
-    among_queries = measure(queries.subset(np.array(mine)), chosen.evaluation, None, chosen.seed)
-    assert among_queries["map"] != expected["map"]
+    assert measure(Measured(own, options, None, heldout.scenario.seed))["map"] != expected["map"]
+
+
+def test_random_embeddings_have_chance_recall_however_few_items_a_silo_holds() -> None:
+    generator = np.random.default_rng(0)
+    image, text = (generator.normal(size=(400, 8)).astype(np.float32) for _ in range(2))
+    whole = Measured(Embedded(image, text, np.arange(400)), Evaluation())
+    found = [measure(whole.silo(np.array([item]))) for item in range(400)]
+    assert np.mean([each["mean_r1"] for each in found]) < 0.01
+    assert np.mean([each["mean_r10"] for each in found]) == pytest.approx(10 / 400, abs=0.01)
+    assert np.median([each["i2t_medr"] for each in found]) == pytest.approx(200, abs=30)
 
 
 def test_folds_are_separate_galleries_and_an_incomplete_fold_is_dropped(tmp_path: Path) -> None:
@@ -96,7 +125,7 @@ def test_folds_are_separate_galleries_and_an_incomplete_fold_is_dropped(tmp_path
     found = heldout.measured(encoders, binary=True, names=()).values
     items = embed(encoders, heldout.dataset, binary=True)
     assert len(items.image) == 24
-    folds = [measure(items.subset(np.arange(start, start + 10)), chosen.evaluation) for start in (0, 10)]
+    folds = [measure(Measured(items.subset(np.arange(start, start + 10)), chosen.evaluation)) for start in (0, 10)]
     for name in ("i2t_r1", "t2i_r5", "mean_r10"):
         assert found[f"fold_{name}"] == pytest.approx(np.mean([each[name] for each in folds]))
     assert found["fold_mean_r1"] > found["mean_r1"]
@@ -129,7 +158,7 @@ def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
     text[3] = 0
     lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text)]
     unit = Embedded(image / lengths[0], text / np.where(lengths[1] > 0, lengths[1], 1), owner)
-    measured = [measure(each, Evaluation()) for each in (unit, Embedded(image, text, owner))]
+    measured = [measure(Measured(each, Evaluation())) for each in (unit, Embedded(image, text, owner))]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
     folds = [fold_recalls(each, 20) for each in (unit, Embedded(image, text, owner))]
     assert folds[0] == folds[1]
@@ -139,7 +168,7 @@ def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
 def test_equally_distant_codes_are_tied_in_recalls(bits: int) -> None:
     generator = np.random.default_rng(bits)
     image, text = generator.normal(size=(2, 60, bits)).astype(np.float32)
-    found = measure(Embedded(image, text, np.arange(60), binary=True), Evaluation())
+    found = measure(Measured(Embedded(image, text, np.arange(60), binary=True), Evaluation()))
     shuffled = numpy_generator(0, "recalls")
     rows, captions = shuffled.permutation(60), shuffled.permutation(60)
     distance = ((image[rows] >= 0)[:, None] != (text[captions] >= 0)[None]).sum(2)
@@ -152,7 +181,7 @@ def test_equally_distant_codes_are_tied_in_recalls(bits: int) -> None:
 def test_captions_of_tied_codes_are_not_ranked_image_by_image() -> None:
     same = np.ones((200, 8), np.float32)
     items = Embedded(same, same.repeat(5, axis=0), np.arange(200).repeat(5), binary=True)
-    for found, name in ((measure(items, Evaluation()), "i2t_r5"), (fold_recalls(items, 200), "fold_i2t_r5")):
+    for found, name in ((measure(Measured(items, Evaluation())), "i2t_r5"), (fold_recalls(items, 200), "fold_i2t_r5")):
         # All queries see the same order; those with a caption among its first five, of one or several images, hit.
         assert found[name] > 1 / 200
 

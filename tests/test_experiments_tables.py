@@ -17,7 +17,7 @@ from rich.console import Console
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded
-from fedmq.evaluation.metrics import fold_recalls, known_names, measure
+from fedmq.evaluation.metrics import Measured, fold_recalls, known_names, measure
 from fedmq.experiments import grid as planning
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
@@ -142,7 +142,7 @@ def test_the_metrics_of_an_evaluation_are_known_beforehand(tmp_path: Path) -> No
     generator = np.random.default_rng(0)
     image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
     items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
-    assert set(measure(items, asked, items)) == set(known_names(asked))
+    assert set(measure(Measured(items, asked, items))) == set(known_names(asked))
     with_folds = set(known_names(asked.model_copy(update={"fold_size": 2})))
     assert with_folds == set(known_names(asked)) | set(fold_recalls(items, 2))
 

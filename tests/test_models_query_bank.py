@@ -15,7 +15,7 @@ from fedmq.config.scenario import Objective
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.embedding import embed
-from fedmq.evaluation.metrics import measure
+from fedmq.evaluation.metrics import Measured, measure
 from fedmq.evaluation.program import HeldOut, load_inference
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import encoders_of
@@ -145,7 +145,9 @@ def test_a_release_retrieves_as_the_evaluator_measured_and_the_bank_does_not_cha
     release = open_release(tmp_path / "all")
     prepared = prepare(release.scenario.data, release.scenario.backbone)
     share = HeldOut.load(release.scenario, build_population(release.scenario)).dataset
-    again = measure(embed(encoders_of(release.model(prepared)), share, binary=False), release.scenario.evaluation)
+    again = measure(
+        Measured(embed(encoders_of(release.model(prepared)), share, binary=False), release.scenario.evaluation)
+    )
     assert {name: again[name] for name in ("mean_r1", "mean_r10")} == {
         name: measured[1][name] for name in ("mean_r1", "mean_r10")
     }

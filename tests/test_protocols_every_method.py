@@ -19,14 +19,14 @@ import protocols
 from coordinator.reply_validation import check_reply
 from fedmq.config.scenario import Objective
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Local, Reply, State
+from fedmq.federation.protocol import Local, Reply, State, Task
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols._aggregation import inserted, places
 from protocols._missing_branch import completed, shortened
 from protocols._personal_model import OWN
-from tests.small_federation import MIXED, SmallFederation, equal_states, population
+from tests.small_federation import MIXED, SmallFederation, equal_states, mixed, population
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
@@ -170,6 +170,24 @@ def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: st
                     assert part.any() or not sends(run, reply, modality)
         run.state = run.protocol.merge(run.state, replies, run.version).state
         run.version += 1
+
+
+@every_protocol
+def test_items_without_a_pair_are_anchored_or_change_nothing(name: str) -> None:
+    """A silo with both modalities may hold items with one; test_coordinator_unpaired_items.py has whole runs."""
+    run = population(name)
+    for _ in range(3):  # after FedBridge's warm-up
+        run.round()
+    anchors = run.protocol.traits().unpaired == "anchored"
+    pairs, alone = mixed(run.eligible[0], 5, 4, 3)
+    found = []
+    for image_only, text_only, unpaired in ((0, 0, ()), (4, 3, alone if anchors else ())):
+        silo = dataclasses.replace(run.eligible[0], image_only=image_only, text_only=text_only)
+        task = Task(4, 3, 3, 1e-3, run.protocol.task(run.state, silo))
+        trained = run.protocol.train(Local(silo, pairs, run.model, {}, unpaired), task)
+        assert np.isfinite(trained.loss)
+        found.append([each.tobytes() for payload in trained.payloads for each in tensors(payload)])
+    assert (found[0] != found[1]) == anchors
 
 
 def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:

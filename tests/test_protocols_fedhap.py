@@ -19,7 +19,7 @@ from fedmq.data.label_levels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.gallery_ranking import Embedded
-from fedmq.evaluation.metrics import measure
+from fedmq.evaluation.metrics import Measured, measure
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Reply
 from fedmq.models.hash_networks import signs, straight_through
@@ -514,8 +514,8 @@ def test_image_queries_retrieve_images_from_the_database_only() -> None:
     labels = np.eye(4, dtype=np.uint8)[np.arange(8) % 4]
     image, text = np.where(np.eye(4) > 0, 1.0, -1.0)[np.arange(8) % 4].astype(np.float32), np.ones((8, 4), np.float32)
     items = Embedded(image, text, np.arange(8), labels, binary=True)
-    plain = measure(items, Evaluation(gallery="database"), items)
-    found = measure(items, Evaluation(gallery="database", within=True, map_at=(2,)), items)
+    plain = measure(Measured(items, Evaluation(gallery="database"), items))
+    found = measure(Measured(items, Evaluation(gallery="database", within=True, map_at=(2,)), items))
     assert found["map_i2i"] == found["map_at2_i2i"] == 1.0
     assert found["map_t2t"] < 1.0
     assert "map_i2i" not in plain

@@ -10,37 +10,15 @@ import torch
 
 import protocols
 from fedmq.config.scenario import Training
-from fedmq.data.silo_dataset import SiloDataset
 from fedmq.federation.protocol import Local, SiloFacts, Task, take
 from fedmq.wire.payloads import Delta, ModalityPrototypes, Model
 from protocols import _training, _unpaired
 from protocols._losses import anchor, local_prototype
 from tests.gradients import gradient_of
-from tests.small_federation import SmallFederation, population, share
+from tests.small_federation import SmallFederation, mixed, population
 
 PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=64, local_epochs=1)
 ANCHORING = [name for name in protocols.names() if population(name).protocol.traits().unpaired == "anchored"]
-
-
-def part(items: SiloDataset, rows: slice, *, image: bool, text: bool) -> SiloDataset:
-    """Some of a silo's items in some of its modalities."""
-    return SiloDataset(
-        items.image[rows] if image and items.image is not None else None,
-        items.text.of(rows) if text and items.text is not None else None,
-        items.captions[rows] if text else torch.ones(len(items.rows[rows]), dtype=torch.int64),
-        None if items.labels is None else items.labels[rows],
-        items.rows[rows],
-    )
-
-
-def mixed(silo: SiloFacts, pairs: int, image_only: int, text_only: int) -> tuple[SiloDataset, tuple[SiloDataset, ...]]:
-    """A silo's pairs, and its items of each kind without a pair."""
-    whole, ends = share(silo, pairs + image_only + text_only), (pairs, pairs + image_only)
-    alone = (
-        part(whole, slice(ends[0], ends[1]), image=True, text=False),
-        part(whole, slice(ends[1], None), image=False, text=True),
-    )
-    return part(whole, slice(0, pairs), image=True, text=True), tuple(each for each in alone if len(each))
 
 
 def task_of(run: SmallFederation, silo: SiloFacts, learning_rate: float = 1e-2) -> Task:

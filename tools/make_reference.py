@@ -56,6 +56,17 @@ What `protocol:` and `objective:` of a scenario may name, with all their options
 `protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator`
 warn of an option that is set though the switch it belongs to is off.
 """
+_UNPAIRED = """
+## Items that lack a modality
+
+What a method does, with its default options, with the items of a silo with both modalities that have only one of them.
+Ignored items are counted in `summary.json` and at the end of a run. What each method does with a silo that lacks a
+modality altogether is another matter. [Your own data](../howto/own_data.md#items-that-lack-a-modality) has the
+details.
+
+| method | items that lack a modality |
+|---|---|
+"""
 _LOSSES = """
 ## Base losses
 
@@ -103,6 +114,7 @@ def methods_page() -> str:
     page = [_METHODS]
     for name in protocols.names():
         page.append(_section(name, protocols.summary(name), key_reference.options(protocols.load(name).Options)))
+    page += [_UNPAIRED, *(f"| `{name}` | {protocols.unpaired(name)} |\n" for name in protocols.names())]
     page.append(_LOSSES)
     for name in protocols.losses():
         page.append(_section(name, protocols.loss_summary(name), key_reference.loss(protocols.loss(name))))

@@ -141,6 +141,10 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
+        # Without the number of held-out items, which older runs do not have.
+        "per_silo": {
+            name: silo.model_dump(exclude_unset=True, exclude={"heldout"}) for name, silo in summary.per_silo.items()
+        },
         # Discarded tasks are left out: they include resent replies, which depend on real time.
         "tasks.merged": summary.tasks.merged,
         "tasks.failed": summary.tasks.failed,

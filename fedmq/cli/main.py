@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, keys, operate, reference, replay, report, run, search
+from fedmq.cli import audit, compare, keys, live, operate, reference, replay, report, run, search
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -143,6 +143,7 @@ data_commands.add_data(data_app, bar, BAD_INPUT, _fits)
 run.add_run(app)
 replay.add_replay(app)
 report.add_report(app)
+live.add_board(app)
 
 
 def _prepare(quiet: bool) -> Callable[[Scenario], Path]:

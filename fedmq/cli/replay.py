@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,8 @@ def add_replay(app: typer.Typer) -> None:
 
         folder = open_run(run)
         resolved_run = resolved(source, adopt=False)
+        scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
+        resolved_run = replace(resolved_run, scenario=scenario)
         replay.require_repeatable(resolved_run.scenario, folder)
         before = replay.read_record(folder)
         after = _repeat(resolved_run, folder.root.name, before.resumed, quiet=quiet)

@@ -18,6 +18,7 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, out, starting
+from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
     Connect,
@@ -36,6 +37,7 @@ from fedmq.cli.options import (
     Settings,
     StopSilos,
 )
+from fedmq.cli.report import complete_report
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
@@ -75,6 +77,8 @@ def scenario_command(
     log_level: LogLevelOption = None,
     log_file: LogFile = None,
     log_format: LogFormatOption = LogFormat.CONSOLE,
+    live: Live = False,
+    live_port: LivePort = 0,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -105,19 +109,19 @@ def scenario_command(
     new = out_dir is None or not out_dir.expanduser().exists()
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
-    scenario = run.scenario
     data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
     if resume is None:
-        _begin(folder, scenario)
+        _begin(folder, run.scenario)
     elif extend is not None:
-        begin_extension(folder, scenario)
-    with terminal.display(scenario, err, quiet=quiet) as status:
+        begin_extension(folder, run.scenario)
+    with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
         launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
         simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
     if simulated.outcome.summary is None:
         _exit_stopped(f"fedmq scenario --resume {folder.root}")
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
+    complete_report(folder, None if quiet else bar())
     _print_summary(summary, folder, as_json=as_json)
 
 

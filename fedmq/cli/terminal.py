@@ -210,7 +210,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
         f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
-        f"gap {fairness['gap_r1']:.4f}\n"
+        f"gap {fairness['gap_r1']:.4f}{_heldout(summary)}\n"
         f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
@@ -234,6 +234,15 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             soft_wrap=True,
         )
     print_warnings(summary, console)
+
+
+def _heldout(summary: RunSummary) -> str:
+    """How many items each silo's figures are from, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout is not None]
+    if not counts:
+        return ""
+    few, most = min(counts), max(counts)
+    return f" ({few if few == most else f'{few} to {most}'} held-out items each)"
 
 
 def print_warnings(summary: RunSummary, console: Console) -> None:

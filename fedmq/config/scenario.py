@@ -431,10 +431,6 @@ class Scenario(Part):
                 f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
                 "replies"
             )
-        useless = {"trimmed_mean": ("trim", robust.trim), "krum": ("byzantine", robust.byzantine)}
-        name, value = useless.get(robust.rule, ("", 1.0))
-        if not value:
-            raise ValueError(f"aggregation.robust.{name} is 0: {robust.rule} would trust every reply, like rule: none")
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "

@@ -47,6 +47,14 @@ class Robust(Part):
         description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
     )
 
+    @model_validator(mode="after")
+    def _trusts_not_every_reply(self) -> Robust:
+        useless = {"trimmed_mean": ("trim", self.trim), "krum": ("byzantine", self.byzantine)}
+        name, value = useless.get(self.rule, ("", 1.0))
+        if not value:
+            raise ValueError(f"aggregation.robust.{name} is 0: {self.rule} would trust every reply, like rule: none")
+        return self
+
 
 class Aggregation(Part):
     """When and how replies are merged. Keys of other modes have no effect."""
@@ -259,6 +267,11 @@ class Evaluation(Part):
         "split",
         description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
         "public ones (for Wikipedia also except validation items)",
+    )
+    silo_gallery: Literal["whole", "own"] = Field(
+        "whole",
+        description="what a silo's held-out items retrieve from: the whole gallery, or the silo's part of it, which is "
+        "easier the smaller the part is",
     )
     fold_size: Count | None = Field(
         None, description="also report recall as the mean over consecutive folds of this number of items of the split"

@@ -67,10 +67,17 @@ def comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.n
     """
     if not items.binary:
         return _unit(items.image), _unit(items.text), items.owner
-    generator = seeds.numpy_generator(seed, "recalls")
-    rows, captions = generator.permutation(len(items.image)), generator.permutation(len(items.text))
+    rows, captions = shuffled(items, seed)
     new_rows = np.argsort(rows)
     return _signs(items.image[rows]), _signs(items.text[captions]), new_rows[items.owner[captions]]
+
+
+def shuffled(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Index int64 [n] and [m] of the image and of the caption at each place of :func:`comparable`."""
+    if not items.binary:
+        return np.arange(len(items.image)), np.arange(len(items.text))
+    generator = seeds.numpy_generator(seed, "recalls")
+    return generator.permutation(len(items.image)), generator.permutation(len(items.text))
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -57,6 +57,7 @@ class RankingMetrics:
         ndcg_retrieved: NDCG@N by N, the ideal list being the N retrieved items reordered.
         top_n: precision@N and recall@N by N, over queries with a relevant item.
         pr_rank: precision and recall at each rank, over queries with a relevant item; None unless requested.
+        queries: the values of each query; None for fabricated metrics.
         pr_radius: the same within each Hamming radius from 0 to the code length. Queries that retrieve nothing within a
             radius are left out of its precision, which is NaN if no query does. None unless requested, and for cosine
             ranking.
@@ -70,6 +71,13 @@ class RankingMetrics:
     top_n: Mapping[int, tuple[float, float]]
     pr_rank: Curve | None = None
     pr_radius: Curve | None = None
+    queries: Queries | None = field(default=None, repr=False, compare=False)
+
+    def of(self, rows: npt.NDArray[np.int64]) -> RankingMetrics:
+        """The metrics of some of the queries, by index, in the same gallery; without the curve by rank."""
+        if self.queries is None:
+            raise ValueError("metrics without the values of each query")
+        return self.queries.averaged(rows)
 
 
 # --------------------------------------------------------------------------- one ranked list
@@ -305,24 +313,38 @@ def _summarise(
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
-    some = [each for each in values if each.relevant]
-    counted = values if empty == "zero" else some
-    at, ndcg = np.array([each.at for each in counted]), np.array([each.ndcg for each in values])
-    retrieved = np.array([each.ndcg_retrieved for each in values])
     curve = None
     if requested.rank_curve:
-        queries = max(1, len(some))
+        queries = max(1, sum(each.relevant > 0 for each in values))
         curve = Curve(np.cumsum(hits) / np.arange(1, length + 1) / queries, np.cumsum(recall) / queries)
-    return RankingMetrics(
-        map=_mean([each.ap for each in counted]),
-        map_expected=_mean([each.expected for each in counted]),
-        map_at={n: _mean(at[:, i]) if len(at) else 0.0 for i, n in enumerate(requested.at)},
-        ndcg={n: _mean(ndcg[:, i]) if len(ndcg) else 0.0 for i, n in enumerate(requested.ndcg_at)},
-        ndcg_retrieved={n: _mean(retrieved[:, i]) if len(retrieved) else 0.0 for i, n in enumerate(requested.ndcg_at)},
-        top_n={n: _precision_recall(some, i, n) for i, n in enumerate(requested.top_n)},
-        pr_rank=curve,
-        pr_radius=_radius_curve(some, requested.radii) if requested.radii else None,
-    )
+    return replace(Queries(tuple(values), requested, empty).averaged(), pr_rank=curve)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The values of each query, in order, to be averaged over any of them."""
+
+    values: tuple[_Values, ...]
+    requested: _Requested
+    empty: Empty
+
+    def averaged(self, rows: npt.NDArray[np.int64] | None = None) -> RankingMetrics:
+        """The metrics of some queries, by index, or of all, without the curve by rank."""
+        values = self.values if rows is None else tuple(self.values[row] for row in rows.tolist())
+        some, requested = [each for each in values if each.relevant], self.requested
+        counted = values if self.empty == "zero" else some
+        at, ndcg = np.array([each.at for each in counted]), np.array([each.ndcg for each in values])
+        retrieved = np.array([each.ndcg_retrieved for each in values])
+        return RankingMetrics(
+            map=_mean([each.ap for each in counted]),
+            map_expected=_mean([each.expected for each in counted]),
+            map_at={n: _mean(at[:, i]) if len(at) else 0.0 for i, n in enumerate(requested.at)},
+            ndcg={n: _mean(ndcg[:, i]) if len(ndcg) else 0.0 for i, n in enumerate(requested.ndcg_at)},
+            ndcg_retrieved={n: _mean(retrieved[:, i]) if len(values) else 0.0 for i, n in enumerate(requested.ndcg_at)},
+            top_n={n: _precision_recall(some, i, n) for i, n in enumerate(requested.top_n)},
+            pr_radius=_radius_curve(some, requested.radii) if requested.radii else None,
+            queries=self,
+        )
 
 
 def _mean(values: Sequence[float] | F64) -> float:

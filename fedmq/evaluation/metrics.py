@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
-from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank
+from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank, shuffled
 from fedmq.evaluation.label_metrics import RankingMetrics
 from fedmq.text import nearest
 
@@ -131,12 +131,23 @@ class Measured:
         evaluation: the scenario's options of evaluation, such as cut-offs.
         gallery: the items that label metrics retrieve; None takes the queries' other modality.
         seed: of the order of items and captions, which breaks ties.
+        part: the whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its
+            items that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
     """
 
     queries: Embedded
     evaluation: Evaluation
     gallery: Embedded | None = None
     seed: int = 0
+    part: tuple[Measured, npt.NDArray[np.int64]] | None = None
+
+    def silo(self, items: npt.NDArray[np.int64]) -> Measured:
+        """Some of the items, by index int64 [k], ascending, as queries into this gallery.
+
+        Nothing is ranked again: the values of these queries are taken from those of the whole split.
+        """
+        gallery = self.queries if self.gallery is None else self.gallery
+        return Measured(self.queries.subset(items), self.evaluation, gallery, self.seed, (self, items))
 
     @cached_property
     def vectors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -149,7 +160,13 @@ class Measured:
     @cached_property
     def ranks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Rank, from 0, of each image's best match among captions [n], and of each caption's among images [m]."""
-        return recall.retrieval_ranks(*self.vectors)
+        if self.part is not None:
+            whole, items = self.part
+            i2t, t2i = whole.ranks
+            return i2t[items], t2i[np.isin(whole.queries.owner, items)]
+        i2t, t2i = recall.retrieval_ranks(*self.vectors)
+        rows, captions = shuffled(self.queries, self.seed)
+        return i2t[np.argsort(rows)], t2i[np.argsort(captions)]
 
     @cached_property
     def labelled(self) -> bool:
@@ -163,7 +180,20 @@ class Measured:
         Raises:
             ValueError: the items have no labels.
         """
-        return rank(self.queries, self.gallery or self.queries, self.evaluation, self.seed, ("i2t", "t2i"))
+        return self._ranked(("i2t", "t2i"))
+
+    @cached_property
+    def rankings_within(self) -> Mapping[Way, RankingMetrics]:
+        """The same of retrieval within a modality; empty without labels or without a separate gallery."""
+        whole = self if self.part is None else self.part[0]
+        return self._ranked(("i2i", "t2t")) if self.labelled and whole.gallery is not None else {}
+
+    def _ranked(self, ways: tuple[Way, Way]) -> Mapping[Way, RankingMetrics]:
+        if self.part is None:
+            return rank(self.queries, self.gallery or self.queries, self.evaluation, self.seed, ways)
+        whole, items = self.part
+        found = whole.rankings if ways == ("i2t", "t2i") else whole.rankings_within
+        return {way: each.of(items) for way, each in found.items()}
 
 
 Compute = Callable[[Measured], Mapping[str, float]]
@@ -245,11 +275,11 @@ def _label_metrics(items: Measured) -> dict[str, float]:
 
 def _within(items: Measured) -> dict[str, float]:
     """MAP of retrieval within a modality, as in image hashing papers, over the whole list and at each cut-off."""
-    queries, gallery, evaluation = items.queries, items.gallery, items.evaluation
-    if not items.labelled or gallery is None or not evaluation.within:
+    queries, evaluation = items.queries, items.evaluation
+    if not evaluation.within:
         return {}
     found: dict[str, float] = {}
-    for way, each in rank(queries, gallery, evaluation, items.seed, ("i2i", "t2t")).items():
+    for way, each in items.rankings_within.items():
         found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
         if queries.binary:
             found[f"map_expected_{way}"] = each.map_expected
@@ -420,22 +450,11 @@ def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metri
     return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
 
 
-def measure(
-    queries: Embedded,
-    evaluation: Evaluation,
-    gallery: Embedded | None = None,
-    seed: int = 0,
-    measures: Iterable[Measure] = BUILT_IN,
-    *,
-    whole_split: bool = False,
-) -> dict[str, float]:
+def measure(items: Measured, measures: Iterable[Measure] = BUILT_IN, *, whole_split: bool = False) -> dict[str, float]:
     """Compute all metrics of a set of items.
 
     Args:
-        queries: the evaluated items.
-        evaluation: cut-offs of the label metrics.
-        gallery: the items that label metrics retrieve; None takes the queries' other modality.
-        seed: of the order of items and captions, which breaks ties.
+        items: the evaluated items, and what they retrieve from.
         measures: the measures to compute.
         whole_split: whether the items are the whole split; some metrics are computed only then.
 
@@ -448,7 +467,6 @@ def measure(
     Raises:
         RunError: a value is out of its metric's bounds.
     """
-    items = Measured(queries, evaluation, gallery, seed)
     found: dict[str, float] = {}
     for each in measures:
         if whole_split or not each.whole_split_only:

@@ -18,7 +18,7 @@ from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.embedding import embed
-from fedmq.evaluation.metrics import Measure, measure
+from fedmq.evaluation.metrics import Measure, Measured, measure
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of, take
@@ -116,23 +116,22 @@ class HeldOut:
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
         """Evaluate a model on the whole split, and on the parts of some silos.
 
-        A silo's queries retrieve from the silo's part of the gallery, which has the same proportions as its training
-        items; if the gallery is the split itself, from the silo's part of the split.
+        A silo's queries are its part of the split. They retrieve from the whole gallery, so that the figures of silos
+        of different sizes have the same chance level; with ``evaluation.silo_gallery: own`` from the silo's part of it,
+        which has the same proportions as its training items.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
         embedded = embed(encoders, self.dataset, binary=binary)
         gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
-        per_silo = {
-            name: measure(
-                embedded.subset(self.items[name]),
-                evaluation,
-                None if gallery is None else gallery.subset(self.own[name]),
-                seed,
-                self.measures,
-            )
-            for name in names
-        }
-        return Metrics(measure(embedded, evaluation, gallery, seed, self.measures, whole_split=True), per_silo)
+        whole = Measured(embedded, evaluation, gallery, seed)
+        per_silo: dict[str, dict[str, float]] = {}
+        for name in names:
+            part = whole.silo(self.items[name])
+            if evaluation.silo_gallery == "own":
+                own = None if gallery is None else gallery.subset(self.own[name])
+                part = Measured(part.queries, evaluation, own, seed)
+            per_silo[name] = measure(part, self.measures)
+        return Metrics(measure(whole, self.measures, whole_split=True), per_silo)
 
 
 class Evaluator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -133,6 +133,17 @@ class Task:
     payloads: tuple[Payload, ...]
 
 
+class EpochStore(Protocol):
+    """Keeps a snapshot of a long task between two epochs; results do not depend on whether it does."""
+
+    def load(self) -> Mapping[str, torch.Tensor]:
+        """The snapshot that an earlier process kept; empty if there is none."""
+        ...
+
+    def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep a snapshot, if the last one or the start of the task was long ago."""
+
+
 @dataclass(frozen=True)
 class Local:
     """What a silo trains with: its dataset, its model object and its personal state.
@@ -144,6 +155,7 @@ class Local:
         state: personal tensors from the silo's previous task, empty at the first one; never sent.
         unpaired: of a silo with both modalities, the items with an image only and those with captions only, as far as
             there are any; empty unless the method's traits say that it trains on them.
+        epochs: keeps snapshots of a long task; None keeps none.
     """
 
     silo: SiloFacts
@@ -151,6 +163,7 @@ class Local:
     model: TwoTower
     state: Mapping[str, torch.Tensor]
     unpaired: tuple[SiloDataset, ...] = ()
+    epochs: EpochStore | None = field(default=None, compare=False)
 
     @property
     def samples(self) -> int:
@@ -327,7 +340,7 @@ class FederatedProtocol(ABC):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options alone; ``pooled`` and ``personal_only`` are needed before the context.
+        """The traits known from the options alone: at least ``pooled``, ``personal_only`` and ``unpaired``.
 
         Args:
             options: an instance of ``Options``.
@@ -335,7 +348,7 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """All traits in this run, with the same ``pooled`` and ``personal_only`` as :meth:`traits_of`."""
+        """All traits in this run, with the same ``pooled``, ``personal_only`` and ``unpaired`` as :meth:`traits_of`."""
         return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -407,6 +420,7 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
     for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),
         ("personal_only", traits.personal_only, before.personal_only),
+        ("unpaired", traits.unpaired, before.unpaired),
     ):
         if at_run != from_options:
             raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,27 @@ class FusedOptimiser:
         self._second = [torch.zeros_like(part) for part in self._parameters]
         self._steps = [torch.zeros((), device=part.device) for part in self._parameters]
         self._momentum: list[Tensor | None] = [None] * len(self._parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of its moments and step counts on the CPU, by name."""
+        lists: dict[str, Sequence[Tensor | None]] = {
+            "first": self._first, "second": self._second, "steps": self._steps, "momentum": self._momentum
+        }  # fmt: skip
+        return {
+            f"{name}.{number}": tensor.cpu().clone()
+            for name, tensors in lists.items()
+            for number, tensor in enumerate(tensors)
+            if tensor is not None
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what :meth:`state` returned for the same parameters."""
+        for name, tensors in {"first": self._first, "second": self._second, "steps": self._steps}.items():
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(state[f"{name}.{number}"])
+        for number, part in enumerate(self._parameters):
+            found = state.get(f"momentum.{number}")
+            self._momentum[number] = None if found is None else torch.empty_like(part).copy_(found)
 
     @torch.no_grad()
     def step(self) -> None:

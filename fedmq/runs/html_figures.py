@@ -56,9 +56,13 @@ class Figure:
         """
         self.traces.append({"type": kind, **trace})
 
+    def plain(self) -> dict[str, Any]:
+        """The figure as JSON-serialisable data, with the keys ``data`` and ``layout`` of plotly.js."""
+        return {"data": _plain(self.traces), "layout": _plain(self.layout)}
+
     def __html__(self) -> str:
         """The figure as an HTML element, which the page's script draws."""
-        data = json.dumps({"data": _plain(self.traces), "layout": _plain(self.layout)}, separators=(",", ":"))
+        data = json.dumps(self.plain(), separators=(",", ":"))
         return (
             _environment()
             .get_template("figure.html.jinja")

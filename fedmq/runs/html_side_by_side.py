@@ -25,14 +25,18 @@ class _Read:
 
 
 def write(folders: Sequence[RunFolder], path: Path) -> None:
-    """Write the page.
+    """Write the page into a file; arguments and errors as of :func:`page`, or the file cannot be written."""
+    write_text(path, page(folders))
+
+
+def page(folders: Sequence[RunFolder]) -> str:
+    """The page of several runs.
 
     Args:
         folders: of finished runs, at least two.
-        path: of the page.
 
     Raises:
-        InputError: a run is not finished, its files are invalid, or the page cannot be written.
+        InputError: a run is not finished, or its files are invalid.
     """
     runs = [_read(folder) for folder in folders]
     columns = list(dict.fromkeys(name for run in runs for name in run.summary.metrics))
@@ -58,7 +62,7 @@ def write(folders: Sequence[RunFolder], path: Path) -> None:
         ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),
     ]
     same_data = len({run.summary.data_digest for run in runs}) == 1
-    page = render(
+    return render(
         "side_by_side.html.jinja",
         title=", ".join(run.name for run in runs),
         names=[run.name for run in runs],
@@ -68,7 +72,6 @@ def write(folders: Sequence[RunFolder], path: Path) -> None:
         figures=[_curve(runs, name) for name in _CURVES if any(name in run.summary.metrics for run in runs)]
         + [_losses(runs), _silos(runs)],
     )
-    write_text(path, page)
 
 
 def _read(folder: RunFolder) -> _Read:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq.runs.html_figures import Figure
-from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import (
+    EventKind,
+    EventRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    read_log,
+    record_of,
+)
 from fedmq.wire.messages import EVALUATOR, Kind
 
 #: Height of a silo's row in the timeline [pixels].
@@ -79,6 +88,7 @@ class LogFacts:
         down: the same, sent to them.
         messages_up: number of messages by silo.
         bytes_at: payload bytes in both directions until the first message about each version.
+        bytes: payload bytes in both directions.
         end: the run's last recorded time [s].
         began: date and time of the first record (UTC); empty without records.
     """
@@ -89,6 +99,7 @@ class LogFacts:
     down: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     messages_up: Counter[str] = field(default_factory=Counter)
     bytes_at: dict[int, int] = field(default_factory=dict)
+    bytes: int = 0
     end: float = 0.0
     began: str = ""
 
@@ -102,25 +113,34 @@ def read_facts(path: Path) -> LogFacts:
     Raises:
         InputError: the file cannot be read.
     """
-    facts, total = LogFacts(), 0
-    if not path.is_file():
-        return facts
-    for _, record in read_log(path):
-        if record is None:
-            continue
-        facts.began = facts.began or record.wall
-        match record:
-            case MessageRecord():
-                if EVALUATOR not in (record.header.sender, record.header.receiver):
-                    _count(facts, record)
-                total += sum(size for _, size in record.payloads)
-                facts.bytes_at.setdefault(record.header.base_version, total)
-            case EventRecord():
-                facts.end = max(facts.end, float(record.now))
-                _settle(facts, record)
-            case NoteRecord(text=NoteKind() as kind):
-                _note(facts, record, kind)
+    facts = LogFacts()
+    if path.is_file():
+        for _, record in read_log(path):
+            _add(facts, record)
     return facts
+
+
+def add_records(facts: LogFacts, lines: Iterable[bytes]) -> None:
+    """Add further lines of the log to the facts."""
+    for line in lines:
+        _add(facts, record_of(line + b"\n"))
+
+
+def _add(facts: LogFacts, record: LogRecord | None) -> None:
+    if record is None:
+        return
+    facts.began = facts.began or record.wall
+    match record:
+        case MessageRecord():
+            if EVALUATOR not in (record.header.sender, record.header.receiver):
+                _count(facts, record)
+            facts.bytes += sum(size for _, size in record.payloads)
+            facts.bytes_at.setdefault(record.header.base_version, facts.bytes)
+        case EventRecord():
+            facts.end = max(facts.end, float(record.now))
+            _settle(facts, record)
+        case NoteRecord(text=NoteKind() as kind):
+            _note(facts, record, kind)
 
 
 def _count(facts: LogFacts, record: MessageRecord) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
@@ -38,6 +39,14 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     """
     allowed = "a line of a merge or an evaluation"
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
+
+
+def as_measured(scenario: Scenario, summary: RunSummary) -> Scenario:
+    """A run's scenario with what its summary shows that its version of fedmq did and had no key for."""
+    if summary.silo_gallery is None:
+        return scenario
+    evaluation = scenario.evaluation.model_copy(update={"silo_gallery": summary.silo_gallery})
+    return scenario.model_copy(update={"evaluation": evaluation})
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:

@@ -46,6 +46,8 @@ class SiloSummary(Stored):
         modalities: of its items.
         samples: number of training items.
         participations: number of its replies that were merged.
+        heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
+            December 2026, whose silos retrieved from their own part of the gallery.
         image_only: of these items, those with an image only, in a silo with both modalities.
         text_only: likewise with captions only.
         ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
@@ -57,6 +59,7 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
     samples: int
     participations: int
+    heldout: int | None = None
     image_only: int = 0
     text_only: int = 0
     ignored: int = 0
@@ -238,6 +241,11 @@ class RunSummary(Stored):
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    @property
+    def silo_gallery(self) -> Literal["whole", "own"] | None:
+        """What silos' queries retrieved from in runs that did not record it; None where the scenario says so."""
+        return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
 
     @property
     def never_merged(self) -> dict[str, UnusableReplies]:

@@ -189,8 +189,8 @@ def respond(
         "x25519": ephemeral.x25519.public_key().public_bytes_raw(),
         "mlkem768": ciphertext,
     }
-    welcome = _signed(identity, WELCOME_LABEL, _digest(*hello), answer, answer_fields)
-    transcript = _digest(*hello, *welcome)
+    welcome = _signed(identity, WELCOME_LABEL, transcript_digest(*hello), answer, answer_fields)
+    transcript = transcript_digest(*hello, *welcome)
     session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
     session = Session(
         run=run,
@@ -263,7 +263,11 @@ def reject(
         wire_version=header.wire_version,
     )
     return _signed(
-        identity, REJECT_LABEL, _digest(*hello), answer, {"reason": reason.value, "detail": detail[:MAX_DETAIL]}
+        identity,
+        REJECT_LABEL,
+        transcript_digest(*hello),
+        answer,
+        {"reason": reason.value, "detail": detail[:MAX_DETAIL]},
     )
 
 
@@ -281,7 +285,7 @@ class HelloRefusedError(RemoteWireError):
 def _raise_rejection(state: Initiated, accepted: Accepted, frames: tuple[bytes, bytes]) -> NoReturn:
     """Raise what a reject message says, after checking that the responder signed it as the answer to this hello."""
     _, key = _peer(frames, Kind.REJECT, state.run, state.identity.name, accepted)
-    plain = unpack(_verified(key, REJECT_LABEL, _digest(*state.hello), frames), MAX_HANDSHAKE_BODY)
+    plain = unpack(_verified(key, REJECT_LABEL, transcript_digest(*state.hello), frames), MAX_HANDSHAKE_BODY)
     if not isinstance(plain, dict) or plain.keys() != {"reason", "detail"}:
         raise RemoteWireError(Reason.MALFORMED, "not a map with the keys detail, reason")
     reason, detail = plain["reason"], plain["detail"]
@@ -317,13 +321,13 @@ def complete(
         raise RemoteWireError(Reason.UNKNOWN_SENDER, f"welcome by {header.sender}, hello sent to {state.responder}")
     if header.reply_to != 0:
         raise RemoteWireError(Reason.UNEXPECTED, "this welcome answers another hello")
-    fields = _fields(_verified(key, WELCOME_LABEL, _digest(*state.hello), welcome), _WELCOME)
+    fields = _fields(_verified(key, WELCOME_LABEL, transcript_digest(*state.hello), welcome), _WELCOME)
     try:
         mlkem_secret = state.ephemeral.mlkem.decapsulate(fields["mlkem768"])
         x25519_secret = state.ephemeral.x25519.exchange(X25519PublicKey.from_public_bytes(fields["x25519"]))
     except ValueError as error:
         raise RemoteWireError(Reason.MALFORMED, f"welcome: not a usable key: {error}") from error
-    transcript = _digest(*state.hello, *welcome)
+    transcript = transcript_digest(*state.hello, *welcome)
     session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
     session = Session(
         run=state.run,
@@ -387,7 +391,7 @@ def derive_keys(transcript: bytes, x25519_secret: bytes, mlkem_secret: bytes) ->
     return derive(SESSION_LABEL, SESSION_BYTES), derive(UP_LABEL, KEY_BYTES), derive(DOWN_LABEL, KEY_BYTES)
 
 
-def _digest(*parts: bytes) -> bytes:
+def transcript_digest(*parts: bytes) -> bytes:
     """SHA-256 over the parts, each prefixed with its length (8 bytes, big endian), so that no two lists collide."""
     digest = hashlib.sha256()
     for part in parts:
@@ -402,7 +406,7 @@ def _signed(
     """Frames of a handshake message: header, then signature and fields; the signature covers context and both."""
     clear = encode_header(header)
     packed = pack(fields)
-    return clear, identity.key.sign(label + _digest(context, clear, packed)) + packed
+    return clear, identity.key.sign(label + transcript_digest(context, clear, packed)) + packed
 
 
 def _verified(key: Ed25519PublicKey, label: bytes, context: bytes, frames: tuple[bytes, bytes]) -> bytes:
@@ -410,7 +414,7 @@ def _verified(key: Ed25519PublicKey, label: bytes, context: bytes, frames: tuple
     clear, body = frames
     signature, packed = body[:SIGNATURE_BYTES], body[SIGNATURE_BYTES:]
     try:
-        key.verify(signature, label + _digest(context, clear, packed))
+        key.verify(signature, label + transcript_digest(context, clear, packed))
     except InvalidSignature:
         raise RemoteWireError(Reason.BAD_SIGNATURE, "the signature does not match the message or the sender") from None
     return packed

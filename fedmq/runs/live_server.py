@@ -1,0 +1,329 @@
+"""Pages served on 127.0.0.1: a run while it goes on, and the board of all runs in a folder.
+
+The pages are read-only. Each needs the token of its address, and the name of the host must be this machine's, so that
+no page of another site that the same browser shows can read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from fedmq.errors import InputError
+from fedmq.extras import package
+from fedmq.runs import html_sections as sections
+from fedmq.runs import html_side_by_side
+from fedmq.runs.html_figures import Figure, render
+from fedmq.runs.html_timeline import LogFacts, add_records, timeline
+from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
+from fedmq.runs.status import read_status
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import COORDINATOR
+
+HOST = "127.0.0.1"
+#: Interval between two updates of a page [s].
+_UPDATE_SECONDS = 2.0
+#: Metrics in the head of a live page and on the board.
+_SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+
+
+@dataclass
+class GrowingRun:
+    """The records of a run as they are written; each call of :meth:`update` reads only what is new.
+
+    Args:
+        folder: of the run.
+    """
+
+    folder: RunFolder
+    lines: list[MetricsLine] = field(default_factory=list)
+    facts: LogFacts = field(default_factory=LogFacts)
+    _positions: dict[Path, int] = field(default_factory=dict)
+
+    def update(self) -> bool:
+        """Read new records; returns whether there were any."""
+        metrics = self._new(self.folder.metrics)
+        if self._positions.get(self.folder.metrics) == 0:
+            self.lines.clear()
+        for line in metrics:
+            with contextlib.suppress(ValidationError):
+                self.lines.append(AnyMetricsLine.model_validate_json(line).root)
+        records = self._new(self.folder.messages(COORDINATOR))
+        add_records(self.facts, records)
+        return bool(metrics or records)
+
+    def _new(self, path: Path) -> list[bytes]:
+        """Complete lines that were appended since the last call; all lines again if the file was cut."""
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                position = self._positions.get(path, 0)
+                if size < position:
+                    position = 0
+                    if path == self.folder.metrics:
+                        self.lines.clear()
+                file.seek(position)
+                content = file.read()
+        except OSError:
+            return []
+        complete, _, _ = content.rpartition(b"\n")
+        self._positions[path] = position + len(complete) + bool(complete)
+        return complete.split(b"\n") if complete else []
+
+    def figures(self) -> list[Figure]:
+        """The figures of the records so far, the same as those of the report."""
+        evaluations = [line for line in self.lines if isinstance(line, EvaluationLine)]
+        merges = [line for line in self.lines if isinstance(line, MergeLine)]
+        personal = [line for line in self.lines if isinstance(line, PersonalLine)]
+        found: list[Figure] = []
+        if evaluations:
+            shared = [(line.version, line.metrics) for line in evaluations]
+            axes = {"rounds": {line.version: float(line.version) for line in evaluations}}
+            note = "The shared model on the whole held-out split, mean of both directions. Round 0 is untrained."
+            found += sections.retrieval("Retrieval on the held-out split", shared, (), axes, note)
+            found.append(sections.spread(evaluations, personal))
+        found += sections.losses(merges)
+        names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
+        drawn = [timeline(self.facts, names), sections.staleness(merges)]
+        return [*found, *filter(None, drawn), *sections.reported(merges, dict.fromkeys(names, ("image", "text")))]
+
+    def status(self) -> dict[str, Any]:
+        """What the run is doing, for the head of the page."""
+        try:
+            found = read_status(self.folder.status)
+        except InputError:
+            return {"phase": "starting"}
+        silos: dict[str, int] = {}
+        for silo in found.silos.values():
+            silos[silo.phase.value] = silos.get(silo.phase.value, 0) + 1
+        return {
+            "phase": "finished" if self.folder.summary.is_file() else found.phase,
+            "round": found.round,
+            "rounds": found.rounds,
+            "loss": found.loss,
+            "metrics": _brief(found.metrics),
+            "megabytes": (found.up + found.down) / 1e6,
+            "seconds": found.elapsed,
+            "silos": silos,
+        }
+
+
+def _brief(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in _SHOWN if name in metrics}
+
+
+def _update(run: GrowingRun) -> str:
+    """One update of a live page as JSON."""
+    figures = [
+        {"title": each.title, "note": each.note, "height": each.height, **each.plain()} for each in run.figures()
+    ]
+    return json.dumps({"status": run.status(), "figures": figures})
+
+
+def live_app(folder: RunFolder, token: str) -> Any:
+    """The pages of one run: ``/`` and the stream ``/events``.
+
+    Args:
+        folder: of the run, which may not exist yet.
+        token: that every request must carry.
+    """
+    responses = package("starlette.responses", "live", "--live")
+    routing = package("starlette.routing", "live", "--live")
+
+    async def page(request: Any) -> Any:
+        return _refusal(request, token) or responses.HTMLResponse(
+            _live_page(folder, "/events", token), headers=_HEADERS
+        )
+
+    async def events(request: Any) -> Any:
+        return _refusal(request, token) or _stream(request, folder)
+
+    return _app([routing.Route("/", page), routing.Route("/events", events)])
+
+
+def _live_page(folder: RunFolder, events: str, token: str) -> str:
+    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token)
+
+
+def _stream(request: Any, folder: RunFolder) -> Any:
+    """Server-sent events: the status every two seconds, and the figures whenever there are new records."""
+
+    async def updates() -> AsyncIterator[str]:
+        run = GrowingRun(folder)
+        while not await request.is_disconnected():
+            new = await asyncio.to_thread(run.update)
+            status = run.status()
+            data = await asyncio.to_thread(_update, run) if new else json.dumps({"status": status})
+            yield f"data: {data}\n\n"
+            if status["phase"] == "finished" and not new:
+                return
+            await asyncio.sleep(_UPDATE_SECONDS)
+
+    response = package("starlette.responses", "live", "--live").StreamingResponse
+    return response(updates(), media_type="text/event-stream", headers=_HEADERS)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run on the board.
+
+    Args:
+        name: of its folder.
+        method: of training; empty while it is not known.
+        seed: of the run; None while it is not known.
+        state: ``finished``, or the phase of a run that goes on or was stopped.
+        round: number of merges.
+        metrics: value by name of a few metrics.
+        written: when it last wrote, seconds since the epoch.
+    """
+
+    name: str
+    method: str
+    seed: int | None
+    state: str
+    round: int
+    metrics: dict[str, float]
+    written: float
+
+
+def rows_of(root: Path) -> list[RunRow]:
+    """All runs in a folder, the last one first; folders that are no runs are left out."""
+    found = []
+    for path in root.iterdir():
+        folder = RunFolder(path)
+        if not path.is_dir() or path.is_symlink() or not folder.scenario.is_file():
+            continue
+        with contextlib.suppress(InputError, OSError):
+            found.append(_row(folder))
+    return sorted(found, key=lambda row: -row.written)
+
+
+def _row(folder: RunFolder) -> RunRow:
+    name = folder.root.name
+    if folder.summary.is_file():
+        summary = read_summary(folder)
+        written = folder.summary.stat().st_mtime
+        metrics = _brief(summary.metrics)
+        return RunRow(name, summary.protocol, summary.seed, "finished", summary.versions, metrics, written)
+    if folder.status.is_file():
+        status = read_status(folder.status)
+        metrics = _brief(status.metrics)
+        return RunRow(name, "", None, status.phase, status.round, metrics, folder.status.stat().st_mtime)
+    return RunRow(name, "", None, "not started", 0, {}, folder.scenario.stat().st_mtime)
+
+
+def board_app(root: Path, token: str) -> Any:
+    """The pages of all runs in a folder: the table, each run's report or live page, and several side by side.
+
+    Args:
+        root: folder of run folders.
+        token: that every request must carry.
+    """
+    responses = package("starlette.responses", "live", "fedmq board")
+    routing = package("starlette.routing", "live", "fedmq board")
+
+    def folder_of(name: str) -> RunFolder | None:
+        return RunFolder(root / name) if name in {row.name for row in rows_of(root)} else None
+
+    async def board(request: Any) -> Any:
+        if refused := _refusal(request, token):
+            return refused
+        rows = await asyncio.to_thread(rows_of, root)
+        page = render("board.html.jinja", title=f"{root.resolve().name}: {len(rows)} runs", rows=rows, token=token)
+        return responses.HTMLResponse(page, headers=_HEADERS)
+
+    async def run_page(request: Any) -> Any:
+        if refused := _refusal(request, token):
+            return refused
+        folder = folder_of(request.path_params["name"])
+        if folder is None:
+            return responses.PlainTextResponse("no such run", 404)
+        if folder.report.is_file():
+            return responses.HTMLResponse(folder.report.read_text(encoding="utf-8"), headers=_HEADERS)
+        events = f"/events/{quote(folder.root.name, safe='')}"
+        return responses.HTMLResponse(_live_page(folder, events, token), headers=_HEADERS)
+
+    async def events_of(request: Any) -> Any:
+        if refused := _refusal(request, token):
+            return refused
+        folder = folder_of(request.path_params["name"])
+        return responses.PlainTextResponse("no such run", 404) if folder is None else _stream(request, folder)
+
+    async def compared(request: Any) -> Any:
+        if refused := _refusal(request, token):
+            return refused
+        chosen = [folder_of(name) for name in request.query_params.getlist("run")]
+        folders = [folder for folder in chosen if folder is not None and folder.summary.is_file()]
+        if len(folders) < 2:
+            return responses.PlainTextResponse("choose two finished runs or more", 400)
+        return responses.HTMLResponse(await asyncio.to_thread(html_side_by_side.page, folders), headers=_HEADERS)
+
+    routes = [("/", board), ("/run/{name}", run_page), ("/events/{name}", events_of), ("/compare", compared)]
+    return _app([routing.Route(path, view) for path, view in routes])
+
+
+def _app(routes: list[Any]) -> Any:
+    trusted = package("starlette.middleware.trustedhost", "live", "--live").TrustedHostMiddleware
+    middleware = package("starlette.middleware", "live", "--live").Middleware
+    hosts = middleware(trusted, allowed_hosts=[HOST, "localhost"])
+    return package("starlette.applications", "live", "--live").Starlette(routes=routes, middleware=[hosts])
+
+
+def _refusal(request: Any, token: str) -> Any | None:
+    if secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
+        return None
+    text = "the address lacks its token: open the address that the program printed"
+    return package("starlette.responses", "live", "--live").PlainTextResponse(text, 403)
+
+
+@contextlib.contextmanager
+def serving(app: Any, port: int, token: str) -> Iterator[str]:
+    """Serve an application in a thread while the block runs.
+
+    Args:
+        app: of Starlette.
+        port: on 127.0.0.1; 0 takes a free one.
+        token: of the application, for the address.
+
+    Yields:
+        The address to open.
+
+    Raises:
+        InputError: the port is in use, or a package is missing.
+    """
+    uvicorn = package("uvicorn", "live", "--live")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None
+    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
+    finally:
+        server.should_exit = True
+        thread.join(5.0)
+        listener.close()
+
+
+def new_token() -> str:
+    """A token that cannot be guessed."""
+    return secrets.token_urlsafe(24)

@@ -1,0 +1,157 @@
+"""Live pages and the board: the same figures as the report, for this machine and the holder of the token alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fedmq.errors import InputError
+from fedmq.runs import live_server
+from fedmq.runs.live_server import GrowingRun
+from fedmq.storage.run_folder import RunFolder
+from tests.threaded_run import resolved, run
+
+TOKEN = "secret-token"
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one finished run and one that has begun."""
+    root = tmp_path_factory.mktemp("runs")
+    run(resolved(tiny), root / "done")
+    begun = RunFolder(root / "begun <b>")
+    begun.root.mkdir()
+    shutil.copy(root / "done" / "scenario.yaml", begun.scenario) if (root / "done" / "scenario.yaml").exists() else None
+    (root / "no run").mkdir()
+    (root / "link").symlink_to(root / "done")
+    return root
+
+
+@pytest.fixture
+def board(finished: Path) -> Iterator[str]:
+    """The address of the board."""
+    with live_server.serving(live_server.board_app(finished, TOKEN), 0, TOKEN) as address:
+        yield address.partition("?")[0].rstrip("/")
+
+
+def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
+    page = httpx.get(f"{board}/", params={"token": TOKEN})
+    assert page.status_code == 200
+    assert "done" in page.text
+    assert "begun &lt;b&gt;" in page.text
+    assert "<b>" not in page.text.split("<tbody>")[1].split("</tbody>")[0]
+    assert "no run" not in page.text
+    assert 'value="link"' not in page.text
+    report = httpx.get(f"{board}/run/done", params={"token": TOKEN})
+    assert "Retrieval on the held-out split" in report.text
+    assert "live" in httpx.get(f"{board}/run/begun %3Cb%3E", params={"token": TOKEN}).text
+    assert httpx.get(f"{board}/run/elsewhere", params={"token": TOKEN}).status_code == 404
+    assert httpx.get(f"{board}/compare?run=done", params={"token": TOKEN}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/", "/run/done", "/events/done", "/compare"])
+@pytest.mark.parametrize("token", [None, "", "secret", "secret-token2"])
+def test_every_page_needs_the_token(board: str, path: str, token: str | None) -> None:
+    found = httpx.get(f"{board}{path}", params={} if token is None else {"token": token})
+    assert found.status_code == 403
+    assert "done" not in found.text
+
+
+def test_pages_are_for_names_of_this_machine_only(board: str) -> None:
+    found = httpx.get(f"{board}/", params={"token": TOKEN}, headers={"Host": "elsewhere.example"})
+    assert found.status_code == 400
+
+
+def test_nothing_can_be_changed(board: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert httpx.request(method, f"{board}/run/done", params={"token": TOKEN}).status_code == 405
+
+
+def test_a_port_in_use_is_one_clear_error(finished: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(InputError, match="a free port"),
+            live_server.serving(live_server.board_app(finished, TOKEN), port, TOKEN),
+        ):
+            pass
+
+
+def test_a_growing_run_reads_only_what_is_new_and_gives_the_figures_of_the_whole(
+    finished: Path, tmp_path: Path
+) -> None:
+    source, folder = RunFolder(finished / "done"), RunFolder(tmp_path / "run")
+    (folder.root / "messages").mkdir(parents=True)
+    growing = GrowingRun(folder)
+    assert not growing.update()
+    assert growing.figures() == []
+    for original, copy in (
+        (source.metrics, folder.metrics),
+        (source.messages("coordinator"), folder.messages("coordinator")),
+    ):
+        content = original.read_bytes()
+        for start in range(0, len(content), 3000):
+            with copy.open("ab") as file:
+                file.write(content[start : start + 3000])
+            growing.update()
+    assert not growing.update()
+    whole = GrowingRun(source)
+    whole.update()
+    assert [figure.plain() for figure in growing.figures()] == [figure.plain() for figure in whole.figures()]
+    titles = [figure.title for figure in whole.figures()]
+    assert "Timeline of the silos" in titles
+    folder.metrics.write_bytes(folder.metrics.read_bytes().splitlines(keepends=True)[0])
+    assert growing.update()
+    assert len(growing.lines) == 1, "a resumed run cuts its metrics"
+
+
+@pytest.mark.slow
+def test_a_running_scenario_streams_its_figures(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedmq", "scenario", str(tiny), "--out", str(tmp_path / "run"), "--live"]
+    program = subprocess.Popen(
+        [*command, "--set", "rounds=300"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stderr is not None
+        address = ""
+        for line in program.stderr:
+            if line.startswith("live: "):
+                address = line.removeprefix("live: ").strip()
+                break
+        threading.Thread(target=program.stderr.read, daemon=True).start()
+        base, _, token = address.partition("?")
+        assert "<html" in httpx.get(address).text
+        updates = _updates(f"{base}events?{token}")
+        last = updates[-1]
+        assert any("figures" in update for update in updates)
+        assert last["status"]["rounds"] == 300
+    finally:
+        program.terminate()
+        program.wait(60)
+
+
+def _updates(address: str) -> list[dict[str, Any]]:
+    """The first few updates of a stream, until one has figures of a merge."""
+    found: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 60
+    with httpx.stream("GET", address, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+                if any(each["title"] == "Training loss" for each in found[-1].get("figures", ())):
+                    return found
+            assert time.monotonic() < deadline
+    return found

@@ -25,7 +25,8 @@ from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
 from fedmq.clock import VirtualClock
-from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
+from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario
+from fedmq.config.sections import Silos
 from fedmq.federation.protocol import (
     Context,
     FederatedProtocol,

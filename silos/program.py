@@ -299,6 +299,7 @@ def run_silo(
     finally:
         link.close()
         slots.close()
+    logger.info("head of the message log", records=log.records, head=log.head)
 
 
 def _log_and_channel(

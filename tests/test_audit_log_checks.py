@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,9 +26,9 @@ from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.wire.codec import decode, encode_body
-from fedmq.wire.keys import fingerprint, load_accepted
+from fedmq.wire.keys import Identity, fingerprint, load_accepted
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.message_log import MessageLog, write_all
+from fedmq.wire.message_log import MessageLog, StartFacts, write_all
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error, Loss, Metrics, digest
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
@@ -462,7 +463,7 @@ def test_the_checking_script_in_the_docs_finds_what_the_audit_finds(run: Path, t
         return subprocess.run([sys.executable, script, log], capture_output=True, text=True, timeout=60, check=False)
 
     content = lines(run, "silo-00")
-    assert check().stdout == f"3 records, last hash {json.loads(content[-1])['hash']}\n"
+    assert check().stdout == f"3 records, last hash {json.loads(content[-1])['hash']}, not signed\n"
     for edited in ([content[0], content[1].replace("100", "101"), content[2]], [content[0], content[2]]):
         rewrite(run, "silo-00", edited)
         assert (check().returncode, check().stderr) == (1, "line 2: not what was written\n")
@@ -475,7 +476,27 @@ def test_the_checking_script_in_the_docs_finds_what_the_audit_finds(run: Path, t
         log.write_bytes("".join(f"{line}\n" for line in (content[0], broken)).encode(errors="surrogateescape"))
         assert check().stderr == "line 2: not what was written\n"
     log.write_bytes(b"")
-    assert check().stdout == f"0 records, last hash {'0' * 64}\n"
+    assert check().stdout == f"0 records, last hash {'0' * 64}, not signed\n"
+
+
+@pytest.mark.slow
+def test_the_checking_script_in_the_docs_checks_signatures(tmp_path: Path) -> None:
+    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nAnyone")[0]
+    script, run, key = tmp_path / "check.py", tmp_path / "run", Ed25519PrivateKey.generate()
+    script.write_text(textwrap.dedent("    import hashlib" + block))
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        log.start(Identity("silo-00", key), {}, StartFacts("r-0", "0" * 64, "rcsr", {"clip_norm": None}, "d"))
+        log.message("sent", message(1), "1" * 32, 100)
+
+    def check() -> tuple[int, str]:
+        path = run / "messages" / "silo-00.jsonl"
+        done = subprocess.run([sys.executable, script, path], capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    public = key.public_key().public_bytes_raw().hex()
+    assert check() == (0, f"4 records, last hash {log.head}, signed up to line 4 with the key {public}\n")
+    forge(run, "silo-00", lambda record: record | {"bytes": 101} if "bytes" in record else record)
+    assert check() == (1, "line 4: not signed with the key that this log declares\n")
 
 
 def test_the_docs_name_every_field_of_a_record(run: Path) -> None:

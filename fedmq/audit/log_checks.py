@@ -20,6 +20,7 @@ from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
 from fedmq.audit.signature_checks import SignatureChecks, SignedLog
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
+from fedmq.storage.regular_files import check_run_files
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import (
     GENESIS,
@@ -147,8 +148,9 @@ def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = No
             keys that the logs declare.
 
     Raises:
-        InputError: the folder holds no message logs.
+        InputError: the folder holds no message logs, or a file that is no regular file in it.
     """
+    check_run_files(folder)
     logs = sorted((folder / "messages").glob("*.jsonl"))
     if not logs:
         raise InputError(

@@ -46,13 +46,13 @@ class PolicyGuard:
             return None
         kind = message.header.kind.value
         for limit, payload, _, _ in broken_limits(payloads, size, self._rule, self._places):
-            return Refusal(limit, payload or kind)
+            return Refusal(limit.value, payload or kind)
         for each in message.payloads:
             if not _only_allowed_fields(each, self._rule.fields or {}):
-                return Refusal(WithheldBy.FIELDS, each.KIND)
+                return Refusal(WithheldBy.FIELDS.value, each.KIND)
         most = self._rule.bytes_in_all
         if most is not None and self._sent + size > most:
-            return Refusal(WithheldBy.BYTES_IN_ALL, kind)
+            return Refusal(WithheldBy.BYTES_IN_ALL.value, kind)
         self._sent += size
         return None
 
@@ -62,8 +62,11 @@ def _only_allowed_fields(payload: Payload, fields: Mapping[str, list[str]]) -> b
     allowed = fields.get(payload.KIND)
     if allowed is None:
         return True
-    values = {name: getattr(payload, name) for name in payload.FIELDS if name not in allowed}
-    return all(value is None or value in ("", ()) or value == {} for value in values.values())
+    return all(_is_empty(getattr(payload, name)) for name in payload.FIELDS if name not in allowed)
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | tuple | Mapping) and not value)
 
 
 def guard_of(file: Path, silo: str, log: Path) -> PolicyGuard:

@@ -8,6 +8,7 @@ cannot change its own log later without the receiver's key. Both ends of a messa
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.wire.keys import fingerprint
 from fedmq.wire.log_records import LogRecord, MessageRecord, SignatureRecord, StartRecord, signed_statement
 from fedmq.wire.messages import COORDINATOR
 
@@ -37,6 +37,8 @@ class SignedLog:
         starts: what the process declared at its starts, with places.
         records: number of records.
         head: hash of the last record.
+        first: date and time of the first record.
+        last: date and time of the last record.
         signed: number of records up to and including the last valid signature.
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
@@ -47,6 +49,8 @@ class SignedLog:
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)
     records: int = 0
     head: str = ""
+    first: str = ""
+    last: str = ""
     signed: int = 0
     signatures: int = 0
     invalid: list[str] = field(default_factory=list)
@@ -61,7 +65,7 @@ class SignedLog:
     @property
     def fingerprints(self) -> tuple[str, ...]:
         """The fingerprints of :attr:`keys`, as ``fedmq keys show`` prints them."""
-        return tuple(fingerprint(Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))) for key in self.keys)
+        return tuple(hashlib.sha256(bytes.fromhex(key)).hexdigest() for key in self.keys)
 
     @property
     def unsigned(self) -> int:
@@ -97,6 +101,7 @@ class SignatureChecks:
                     self.found.append((place, what))
         log.hashes.setdefault(record.hash, log.records)
         log.records, log.head = log.records + 1, record.hash
+        log.first, log.last = log.first or record.wall, record.wall
         if isinstance(record, SignatureRecord) and place not in log.invalid:
             log.signed = log.records
 

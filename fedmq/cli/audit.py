@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fedmq.cli.console import DIFFERENT, err
 from fedmq.errors import InputError
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
@@ -30,6 +31,31 @@ if TYPE_CHECKING:
 #: Time until a probe shows its progress [s].
 _QUIET_SECONDS = 2.0
 Bar = Callable[[], Callable[[str, int, int], None]]
+
+#: Options of the command.
+_Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+]
+_Heads = Annotated[
+    Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
+]
+_Expect = Annotated[
+    str | None,
+    typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
+]
+_Stamp = Annotated[
+    str | None,
+    typer.Option("--stamp", metavar="URL", help="Authority (RFC 3161) to time-stamp the file of --heads."),
+]
+_StampCa = Annotated[
+    Path | None,
+    typer.Option("--stamp-ca", metavar="FILE", help="Root certificate (PEM) for the stamp beside --expect."),
+]
+_Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
+]
 
 
 def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> None:
@@ -56,17 +82,12 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
             float | None,
             typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
         ] = None,
-        keys: Annotated[
-            Path | None,
-            typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
-        ] = None,
-        heads: Annotated[
-            Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
-        ] = None,
-        expect: Annotated[
-            str | None,
-            typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
-        ] = None,
+        keys: _Keys = None,
+        heads: _Heads = None,
+        expect: _Expect = None,
+        stamp: _Stamp = None,
+        stamp_ca: _StampCa = None,
+        report: _Report = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
         """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
@@ -85,7 +106,7 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
         Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
         probe = (lambda: _probed(run, bar, traits_of)) if with_probe else None
-        if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, as_json)):
+        if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, stamp, stamp_ca, report, as_json)):
             sys.exit(DIFFERENT)
 
 
@@ -100,6 +121,9 @@ class _Options:
         keys: folder of public keys that must have signed; None takes those that the logs declare.
         heads: file to write the heads to; None writes none.
         expect: heads that were noted before; None compares none.
+        stamp: URL of an authority that stamps the heads; None asks none.
+        stamp_ca: root certificate for the stamp of the expected heads; None does not verify it.
+        report: folder for the report; None for the run folder, if it can be written.
         as_json: print JSON on standard output instead of text.
     """
 
@@ -109,6 +133,9 @@ class _Options:
     keys: Path | None
     heads: Path | None
     expect: str | None
+    stamp: str | None
+    stamp_ca: Path | None
+    report: Path | None
     as_json: bool
 
 
@@ -119,18 +146,18 @@ def _audit(run: Path, options: _Options) -> bool:
         InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
             computed or the model cannot be probed.
     """
-    from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
-    from fedmq.audit.heads import check_expected, differences, heads_of, write_heads  # noqa: PLC0415
+    from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
+    from fedmq.audit.heads import differences, heads_of, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
     from fedmq.wire.keys import load_accepted  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
-    if options.expect is not None:
-        check_expected(options.expect)
+    _check(options)
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     audit = audit_run(run, None if options.keys is None else load_accepted(options.keys))
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
+    stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
@@ -143,10 +170,13 @@ def _audit(run: Path, options: _Options) -> bool:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
-    sentences = verdict(audit, Evidence(options.keys is not None, options.expect is not None))
+    sentences = verdict(audit, Evidence(options.keys is not None, options.expect is not None, stamped))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)
+        if options.stamp is not None:
+            err.print(f"stamped at {time_stamp.stamp(options.heads, options.stamp)}", highlight=False)
+    reported = _report(run, options, audit, sentences)
     if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
@@ -156,11 +186,53 @@ def _audit(run: Path, options: _Options) -> bool:
     else:
         _show(audit, sentences, policy_result, accounts, measured)
         print(f"heads of the logs: {heads.digest}" + (f" in {options.heads}" if options.heads else ""))
+        if reported is not None:
+            print(f"report: {printable(str(reported))}, and audit.csv beside it")
     if deferred and not findings:
         raise deferred
     if deferred:
         err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
     return bool(findings)
+
+
+def _check(options: _Options) -> None:
+    """Refuse options that do not belong together, before anything is audited."""
+    from fedmq.audit.heads import check_expected  # noqa: PLC0415 - --help does without
+
+    if options.expect is not None:
+        check_expected(options.expect)
+    if options.stamp is not None and options.heads is None:
+        raise InputError("--stamp", options.stamp, "--stamp URL together with --heads FILE, which is stamped")
+    if options.stamp_ca is not None and (options.expect is None or not Path(options.expect).is_file()):
+        allowed = "--stamp-ca FILE together with --expect FILE, whose stamp is verified"
+        raise InputError("--stamp-ca", str(options.stamp_ca), allowed)
+
+
+def _stamped(options: _Options, audit: Audit) -> str | None:
+    """Time and authority of the verified stamp of the expected heads; an invalid stamp becomes a finding."""
+    from fedmq.audit import time_stamp  # noqa: PLC0415 - --help does without
+    from fedmq.audit.log_checks import Finding  # noqa: PLC0415
+
+    if options.stamp_ca is None or options.expect is None:
+        return None
+    stamped = time_stamp.verified(Path(options.expect), options.stamp_ca)
+    if stamped is None:
+        what = f"not a time stamp of {options.expect} by the authority of {options.stamp_ca}"
+        audit.findings.append(Finding(str(time_stamp.token_of(Path(options.expect))), what))
+    return stamped
+
+
+def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> Path | None:
+    """Write the report; returns its page, or None if the run folder cannot be written and no other was given."""
+    from fedmq.audit.report import write_report  # noqa: PLC0415 - --help does without
+
+    try:
+        return write_report(run, audit, sentences, options.report or run)[0]
+    except InputError as error:
+        if options.report is not None:
+            raise
+        err.print(f"no report: {error}; --report DIR writes it elsewhere", markup=False, highlight=False)
+        return None
 
 
 def _show(

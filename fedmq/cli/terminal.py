@@ -19,7 +19,8 @@ from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
-from fedmq.wire.messages import EVALUATOR
+from fedmq.wire.log_records import last_head
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _PLAIN_SECONDS = 10.0
 #: Time until the display names the processes that a run waits for, and until it names others [s].
@@ -197,6 +198,13 @@ def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Me
     return table
 
 
+def _head(folder: RunFolder) -> str:
+    """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
+    path = folder.messages(COORDINATOR)
+    head = last_head(path) if path.exists() else None
+    return "" if head is None else f"head of the coordinator's log {head[1]}\n"
+
+
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
     own = tuple(summary.own_metrics.values())
@@ -217,6 +225,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
         f"model digest {summary.model_digest}\n"
+        f"{_head(folder)}"
         f"run folder {folder.root}: open report.html"
         + (f", or check the message logs with fedmq audit {folder.root}" if summary.messages.logged else ""),
         highlight=False,

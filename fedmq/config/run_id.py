@@ -11,7 +11,7 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "data": ("path", "annotations", "images"),
-    "silos": ("slots", "hosts"),
+    "silos": ("slots", "hosts", "needs"),
     "participation": ("trace", "minimum"),
     "aggregation": ("task_limit",),
     "evaluation": ("keep",),

@@ -23,6 +23,7 @@ from fedmq.config.sections import (
     Part,
     Participation,
     Positive,
+    Silos,
 )
 from fedmq.config.user_files import label
 
@@ -163,18 +164,6 @@ class Objective(BaseModel):
         """The same base loss and sizes with other options."""
         sizes = {"base": self.base, "bits": self.bits, "hidden": self.hidden}
         return Objective.model_validate({**sizes, **options})
-
-
-class Silos(Part):
-    """The number of silos, and how many of them train in parallel on one machine."""
-
-    count: int = Field(30, ge=1, le=1024, description="number of silos")
-    slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
-    hosts: Count | None = Field(
-        None,
-        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
-        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
-    )
 
 
 class Partition(Part):
@@ -348,11 +337,12 @@ class Scenario(Part):
         "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
     )
     device: Device = Field("cpu", description="device of every silo and the evaluator: auto, cpu, cuda or cuda:N")
-    launcher: Literal["local", "inline", "none"] = Field(
+    launcher: Literal["local", "inline", "none", "ray"] = Field(
         "local",
         description="local: silos are processes on this machine; inline: silos run in the coordinator's process "
         "without messages, which gives a bit-identical model and logs only the coordinator's notes; none: "
-        "coordinator, evaluator and silos are launched manually with their own commands",
+        "coordinator, evaluator and silos are launched manually with their own commands; ray: evaluator and silos are "
+        "processes on the machines of a Ray cluster, see docs/howto/clusters.md",
     )
 
     @model_validator(mode="before")

@@ -247,6 +247,27 @@ class Cost(Part):
         return self
 
 
+class Needs(Part):
+    """What the processes of silos and the evaluator need of a cluster's machines (launcher ray)."""
+
+    cpus: float = Field(1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction")
+    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one")
+    memory_gb: Positive | None = Field(None, description="memory of each process [GB]; null: not considered")
+
+
+class Silos(Part):
+    """The number of silos, and how many of them train in parallel on one machine."""
+
+    count: int = Field(30, ge=1, le=1024, description="number of silos")
+    slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
+    hosts: Count | None = Field(
+        None,
+        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
+        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+    )
+    needs: Needs = Needs()
+
+
 #: A Python file that defines metrics, or the name of an installed metric.
 MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 

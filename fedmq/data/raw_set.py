@@ -26,6 +26,10 @@ from fedmq.encoders.images import Files, Pictures
 from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError, line_of
 from fedmq.progress import Progress, tell
+from fedmq.storage.regular_files import check_regular
+
+#: Largest text file of a data set [bytes].
+_MAX_TEXT = 1 << 31
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -244,6 +248,8 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
         InputError: the file is missing, unreadable or in another encoding.
     """
     try:
+        if path.exists():
+            check_regular(path, _MAX_TEXT, "a text file")
         return path.read_text(encoding=encoding)
     except FileNotFoundError:
         allowed = "a file of the data set; see docs/reference/data_sets.md for its layout"

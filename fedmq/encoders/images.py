@@ -20,6 +20,7 @@ import torch
 from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.storage.file_digests import file_digests
+from fedmq.storage.regular_files import check_regular
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -27,6 +28,8 @@ IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".t
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
 #: Maximum number of pixels, against decompression bombs.
 MAX_PIXELS = 300_000_000
+#: Largest image file [bytes].
+MAX_FILE = 1 << 31
 #: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100
 #: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
@@ -151,6 +154,8 @@ def decode(path: Path) -> Pixels:
     """
     image, ops = (package(f"PIL.{part}", "embedded", str(path)) for part in ("Image", "ImageOps"))
     try:
+        if path.exists():
+            check_regular(path, MAX_FILE, "an image")
         with image.open(path) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")

@@ -256,3 +256,4 @@ def run_evaluator(
             measured()
     finally:
         link.close()
+    logger.info("head of the message log", records=log.records, head=log.head)

@@ -169,7 +169,8 @@ def device_of(name: str, index: int = 0) -> str:
     else:
         number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
     if number >= count:
-        raise InputError("device", name, "auto, cpu" + "".join(f", cuda:{each}" for each in range(count)))
+        here = "".join(f", cuda:{each}" for each in range(count)) or ", as PyTorch finds no GPU on this machine"
+        raise InputError("device", name, f"auto, cpu{here}")
     # Here, because features are extracted on the device before a model is built.
     repeatable()
     return f"cuda:{number}"

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from fedmq.errors import InputError
 from fedmq.runs.run_records import ReleaseConfig, RunSummary
+from fedmq.storage.regular_files import check_regular
 from fedmq.wire.fields import FieldError
-from fedmq.wire.layout import Layout
+from fedmq.wire.layout import MAX_BYTES, Layout
 from fedmq.wire.payloads import ClassPrototypes, Memory, Payload
 
 #: Payloads that may be released with a model, by kind: name in messages, and constructor from the file's arrays.
@@ -67,6 +68,7 @@ def beside(path: Path, kind: str) -> Payload:
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     from safetensors.numpy import load_file  # noqa: PLC0415 - most readers need no release
 
+    check_regular(path, MAX_BYTES + (1 << 24), _ALLOWED)  # a file of safetensors has a header besides the tensors
     try:
         return dict(load_file(path))
     except Exception as error:  # safetensors and the file system raise many types

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import bounded_lines, open_regular, read_regular
 from fedmq.text import printable
 
 #: 32 bytes in hexadecimal.
@@ -42,11 +43,7 @@ def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
     Raises:
         InputError: the file cannot be read, is not JSON, or does not match the schema; names the first invalid key.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error), allowed) from None
-    return _checked(str(path), text, schema, allowed)
+    return _checked(str(path), read_regular(path, allowed), schema, allowed)
 
 
 def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Record]:
@@ -62,12 +59,8 @@ def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Recor
     """
     if not path.exists():
         return
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error), allowed) from None
-    with file:
-        for number, line in enumerate(file, 1):
+    with open_regular(path, allowed) as file:
+        for number, line in bounded_lines(path, file, allowed):
             if line.endswith(b"\n"):
                 yield _checked(f"{path}: line {number}", line, schema, allowed)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedmq.errors import DiskError, InputError
+from fedmq.storage.regular_files import check_run_files
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,7 @@ def open_run(root: Path) -> RunFolder:
     folder = RunFolder(root)
     if not folder.scenario.is_file():
         raise InputError(str(root), "no scenario.yaml in it", "a run folder")
+    check_run_files(root)
     return folder
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from enum import StrEnum
@@ -16,8 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue
 
-from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored
+from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import SESSION_BYTES, Header, Kind, Reason
 
@@ -395,12 +396,21 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
     """Read the records of a log with their line numbers, from 1; None for a line that is not a complete record.
 
     Raises:
+        InputError: the file cannot be read, or a line is too long.
+    """
+    with open_regular(path, "a readable message log") as file:
+        for number, line in bounded_lines(path, file, "a message log"):
+            yield number, record_of(line)
+
+
+def last_head(path: Path) -> tuple[int, str] | None:
+    """Number of records and head of a log, by its last line; None if that is no record.
+
+    Raises:
         InputError: the file cannot be read.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise InputError(str(path), error.strerror, "a readable message log") from None
-    with file:
-        for number, line in enumerate(file, 1):
-            yield number, record_of(line)
+    with open_regular(path, "a readable message log") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE))
+        last = file.read().splitlines(keepends=True)[-1:]
+    record = record_of(last[0]) if last else None
+    return None if record is None else (record.n + 1, record.hash)

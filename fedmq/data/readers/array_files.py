@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.readers import sparse
+from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
@@ -188,6 +189,7 @@ def _refuse_truncated(path: Path) -> None:
 def _arrays_in(path: Path) -> list[Stored]:
     """List one file's arrays without reading them, and any ``split`` entry, so that a bad one is not ignored."""
     if path.suffix.lower() == ".npz":
+        check_npz(path)
         with np.load(path, allow_pickle=False) as opened:
             return [_npy_header(opened, path, key) for key in opened.files]
     if is_hdf5(path):

@@ -21,6 +21,7 @@ import safetensors.numpy
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
+from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
@@ -79,6 +80,7 @@ def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
             array: Array = opened[key]
         return array
 
+    check_npz(path)
     opened = np.load(path, allow_pickle=False)
     if not isinstance(opened, np.lib.npyio.NpzFile):
         raise InputError(str(path), "a single array", "a .npz file with keys image and text")

@@ -1,0 +1,298 @@
+"""The processes of one run: they are started, restarted when they die, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from coordinator.fault_injection import ProcessCommand
+from coordinator.program import CoordinatorArguments
+from fedmq.config.resolve import ResolvedRun
+from fedmq.errors import RunError
+from fedmq.evaluation.program import EvaluatorArguments
+from fedmq.launch import processes as children
+from fedmq.launch.forkserver import CONTEXT
+from fedmq.launch.hosting import Hosting
+from fedmq.storage.logs import LogOptions
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.transports.shared import SHARED
+from silos.host import HostArguments
+from silos.program import SiloArguments
+
+#: Most restarts of a process that dies; after one more death the run fails.
+_MAX_RESTARTS = 3
+#: Time for the processes to end by themselves before they are killed [s].
+_STOP_PATIENCE = 20.0
+#: Time before an evaluator without a result receives SIGTERM [s].
+_EVALUATOR_GRACE = 1.0
+#: Names of the host processes, with a number.
+_HOST = "host-"
+#: Time after which the user is told that the processes are still stopping [s].
+_SLOW_STOP_SECONDS = 2.0
+
+#: Arguments of a silo, a host or the evaluator.
+PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
+
+
+class RemoteProcess(Protocol):
+    """A process on a machine of a cluster; its methods are those of :class:`multiprocessing.Process`."""
+
+    @property
+    def name(self) -> str:
+        """The name that it was started with."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """0, 2 if it refused its input, another number if it or its machine died; None while it waits or runs."""
+
+    def is_alive(self) -> bool:
+        """Whether it waits for a place or runs."""
+
+    def terminate(self) -> None:
+        """End it unless it has joined the run, which the coordinator ends."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most ``timeout`` [s]."""
+
+
+class Cluster(Protocol):
+    """Machines on which an existing engine places processes."""
+
+    @property
+    def bind(self) -> str:
+        """Where the coordinator listens, so that these machines reach it."""
+
+    def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
+        """Start a silo, a host or the evaluator where it finds a place."""
+
+
+def _host_name(index: int) -> str:
+    return f"{_HOST}{index}"
+
+
+@dataclass
+class ProcessGroup:
+    """The processes of one run.
+
+    Args:
+        run: the run.
+        folder: the run folder.
+        keys: private folder with keys created for this run.
+        resume: resume from the last checkpoint.
+        data: folder of the prepared data; None lets every process find it.
+        hosting: which silos share a process.
+        logs: of the log for operators; None for none.
+        cluster: starts the silos and the evaluator on other machines; None starts them here.
+
+    Attributes:
+        stopped: hosted silos that a fault of the scenario keeps away.
+    """
+
+    run: ResolvedRun
+    folder: RunFolder
+    keys: Path
+    resume: bool
+    data: Path | None
+    hosting: Hosting
+    logs: LogOptions | None = None
+    cluster: Cluster | None = None
+    stopped: set[str] = field(default_factory=set)
+    processes: dict[str, ForkServerProcess | RemoteProcess] = field(default_factory=dict)
+    deaths: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, float] = field(default_factory=dict)
+    peak_pss: int = 0
+    uri: str = ""
+    patience: float = _STOP_PATIENCE
+    stopping: float | None = None
+
+    def start_coordinator(self) -> Connection:
+        """Start the coordinator; returns the connection on which it reports."""
+        ours, theirs = CONTEXT.Pipe()
+        address = f"ipc://{self.keys.parent / 'wire'}" if self.cluster is None else self.cluster.bind
+        bind = f"{SHARED if self.hosting.hosts else ''}{address}"
+        root, most = self.folder.root, self.hosting.most
+        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, True, self.logs)
+        self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
+        theirs.close()
+        return ours
+
+    @property
+    def coordinator(self) -> ForkServerProcess:
+        """The coordinator, which runs on this machine."""
+        process = self.processes[COORDINATOR]
+        assert isinstance(process, ForkServerProcess)  # noqa: S101 - started by start_coordinator
+        return process
+
+    def start_peers(self, uri: str) -> None:
+        """Start the evaluator and every silo or host that is not running yet."""
+        self.uri = uri
+        silos = [_host_name(index) for index in range(len(self.hosting.hosts))] or self.run.scenario.silo_names
+        for name in (EVALUATOR, *silos):
+            if name not in self.processes:
+                self.start_peer(name)
+
+    def start_peer(self, name: str) -> None:
+        """Start or restart a silo, a host or the evaluator."""
+        root = self.folder.root
+        if name == EVALUATOR:
+            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, data=self.data, logs=self.logs)
+            self._start(name, children.evaluator_process, evaluator)
+        elif self.hosting.hosts:
+            index = int(name.removeprefix(_HOST))
+            names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
+            if names:
+                first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
+                self._start(name, children.host_process, HostArguments(names, first, self.hosting.most, index))
+        else:
+            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, logs=self.logs)
+            self._start(name, children.silo_process, silo)
+
+    def _process_of(self, name: str) -> str:
+        """The process of a silo: its host, or itself."""
+        hosts = enumerate(self.hosting.hosts)
+        return next((_host_name(index) for index, names in hosts if name in names), name)
+
+    def execute(self, order: ProcessCommand) -> Connection | None:
+        """Execute an order of a scripted fault; such deaths do not count towards the limit of restarts.
+
+        Returns:
+            The connection to the coordinator if it was restarted.
+        """
+        name = self._process_of(order.name)
+        process = self.processes.get(name)
+        match order.what:
+            case "die":
+                return self.restart_coordinator()
+            case "freeze" if isinstance(process, ForkServerProcess) and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                self.frozen[name] = time.monotonic() + order.seconds
+            case "kill" if process is not None:
+                self._restart(name)
+            case "stop" | "start" if name != order.name:
+                # The host goes on without the silo, or with it again.
+                (self.stopped.add if order.what == "stop" else self.stopped.discard)(order.name)
+                self._restart(name)
+            case "stop" if process is not None:
+                self._kill(name)
+            case "start" if process is None:
+                self.start_peer(name)
+            case _:
+                pass
+        return None
+
+    def _restart(self, name: str) -> None:
+        self._kill(name)
+        self.start_peer(name)
+
+    def _kill(self, name: str) -> None:
+        process = self.processes.pop(name, None)
+        if process is not None:
+            self.frozen.pop(name, None)  # SIGKILL also ends a paused process
+            process.kill()
+            process.join()
+
+    def thaw(self, *names: str) -> None:
+        """Continue paused processes: those named, and those whose pause is over."""
+        now = time.monotonic()
+        for name, until in list(self.frozen.items()):
+            if name in names or now >= until:
+                del self.frozen[name]
+                process = self.processes.get(name)
+                if isinstance(process, ForkServerProcess) and process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
+
+    def restart_coordinator(self) -> Connection:
+        """Restart the coordinator from its checkpoint; silos that had left rejoin, as it waits for all silos."""
+        self.processes[COORDINATOR].join()
+        self.resume = True
+        return self.start_coordinator()
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        if self.cluster is not None and name != COORDINATOR:
+            self.processes[name] = self.cluster.start(name, *arguments)
+            return
+        process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def revive(self) -> None:
+        """Restart processes that died, but not those that exited successfully.
+
+        Raises:
+            RunError: a process keeps dying, or refused its input and printed the reason on standard error.
+        """
+        for name, process in list(self.processes.items()):
+            if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
+                continue
+            if process.exitcode == 2:
+                raise RunError(f"{name} refused its input, see the line above")
+            self.deaths[name] = self.deaths.get(name, 0) + 1
+            if self.deaths[name] > _MAX_RESTARTS:
+                raise RunError(f"{name} died {self.deaths[name]} times, last with exit code {process.exitcode}")
+            self.start_peer(name)
+
+    def measure_memory(self) -> None:
+        """Update the peak memory of all processes together [bytes, PSS]."""
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            total = 0
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            self.peak_pss = max(self.peak_pss, total)
+
+    def report_slow_stop(self) -> None:
+        """Print once that the run is still stopping, if that takes long."""
+        if self.stopping is not None and time.monotonic() - self.stopping > _SLOW_STOP_SECONDS:
+            self.stopping = None
+            print("stopping: waiting for the processes to end", file=sys.stderr, flush=True)
+
+    def _wait(self, running: Sequence[ForkServerProcess | RemoteProcess]) -> None:
+        """Wait a moment for one of the processes to end."""
+        if self.cluster is None:
+            wait([process.sentinel for process in running if isinstance(process, ForkServerProcess)], 0.5)
+        else:
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """End all processes that this supervisor started and that are still running."""
+        self.thaw(*self.frozen)
+        peers = [process for name, process in self.processes.items() if name != COORDINATOR]
+        try:
+            for process in peers:
+                # Processes that have joined ignore SIGTERM, as the coordinator stops them; it cannot stop the others.
+                if process.name != EVALUATOR:
+                    process.terminate()
+            began = time.monotonic()
+            while (spent := time.monotonic() - began) < self.patience:
+                running = [process for process in peers if process.is_alive()]
+                if not running:
+                    break
+                for process in running:
+                    # An evaluator that has joined but has no result yet needs a moment to end by itself.
+                    if process.name == EVALUATOR and spent > _EVALUATOR_GRACE:
+                        process.terminate()
+                self._wait(running)
+                self.report_slow_stop()
+            if COORDINATOR in self.processes:
+                self.processes[COORDINATOR].join(0.1)
+        finally:
+            for process in self.processes.values():
+                if process.is_alive():
+                    process.kill()
+                    process.join()

@@ -1,0 +1,119 @@
+"""Reading of files that others may have made: regular files only, within their folder, of bounded size.
+
+Opening a FIFO blocks, a device never ends, and a link can lead to a file of the reader's that is none of the folder's.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fedmq.errors import InputError
+
+#: Largest line of a message log or of metrics [bytes]. A coordinator lists the keys of all silos in one line.
+MAX_LINE = 1 << 22
+#: Largest JSON file [bytes].
+MAX_JSON = 1 << 26
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, "Is a directory"),
+)
+
+
+def check_regular(path: Path, most: int, allowed: str) -> None:
+    """Refuse a path that is no regular file, or is too large.
+
+    Args:
+        path: the file.
+        most: its largest size [bytes].
+        allowed: what it should be, for the error.
+
+    Raises:
+        InputError: see above, or it does not exist.
+    """
+    try:
+        _check(path, path.stat(), most, allowed)
+    except OSError as error:
+        raise InputError(str(path), error.strerror or str(error), allowed) from None
+
+
+def _check(path: Path, about: os.stat_result, most: int | None, allowed: str) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        found = next((name for is_kind, name in _KINDS if is_kind(about.st_mode)), "not a file")
+        raise InputError(str(path), found, f"{allowed}, as a regular file")
+    if most is not None and about.st_size > most:
+        raise InputError(str(path), f"{about.st_size:,} bytes", f"{allowed}, of at most {most:,} bytes")
+
+
+def open_regular(path: Path, allowed: str, most: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, without blocking on anything else.
+
+    Args:
+        path: the file.
+        allowed: what it should be, for the error.
+        most: its largest size [bytes]; None for a file that is read line by line.
+
+    Raises:
+        InputError: it cannot be opened, is no regular file, or is too large.
+    """
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        raise InputError(str(path), error.strerror or str(error), allowed) from None
+    try:
+        _check(path, os.fstat(file.fileno()), most, allowed)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, allowed: str, most: int = MAX_JSON) -> bytes:
+    """Read a regular file of at most ``most`` bytes; errors as in :func:`open_regular`."""
+    with open_regular(path, allowed, most) as file:
+        return file.read(most)
+
+
+def bounded_lines(path: Path, file: BinaryIO, allowed: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1.
+
+    Raises:
+        InputError: a line is longer than :data:`MAX_LINE`.
+    """
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise InputError(f"{path}: line {number}", f"more than {MAX_LINE:,} bytes", f"{allowed}, in shorter lines")
+        yield number, line
+
+
+def check_run_files(root: Path) -> None:
+    """Refuse a run folder in which a file that fedmq reads is no regular file, or a link out of the folder.
+
+    Raises:
+        InputError: names the first such file.
+    """
+    folders = [path for path in (root / "messages", root / "model") if os.path.lexists(path)]
+    named = [root / name for name in ("scenario.yaml", "summary.json", "metrics.jsonl", "faults.jsonl", "status.json")]
+    paths = [*folders, *(path for path in named if os.path.lexists(path))]
+    for folder in folders:
+        _inside(folder, root)
+        if folder.is_dir():
+            paths += sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".json", ".safetensors"))
+    for path in paths:
+        _inside(path, root)
+        if path not in folders:
+            check_regular(path, 1 << 62, "a file of a run folder")
+
+
+def _inside(path: Path, root: Path) -> None:
+    if not path.resolve().is_relative_to(root.resolve()):
+        found = f"a link to {path.readlink()}" if path.is_symlink() else "a file outside of the run folder"
+        raise InputError(str(path), found, "a file in the run folder itself")

@@ -1,0 +1,142 @@
+"""Run folders and data made by others: FIFOs, devices, links, endless lines and archives that expand are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.fuzz_audit import mutated
+from fedmq.audit import report as audit_report
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import main as cli
+from fedmq.data.raw_set import read_text
+from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.encoders.images import decode
+from fedmq.errors import InputError
+from fedmq.storage.regular_files import MAX_LINE
+from fedmq.storage.run_folder import open_run
+
+OLD = Path(__file__).parent / "fixtures" / "old_run"
+FILES = ["scenario.yaml", "summary.json", "metrics.jsonl", "messages/silo-00.jsonl", "model/config.json",
+         "model/model.safetensors"]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD, tmp_path / "run"))
+
+
+def refused(run: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        audit_run(run)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    began = time.monotonic()
+    assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_out_of_the_folder_is_not_followed(run: Path, name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a password")
+    (run / name).unlink()
+    (run / name).symlink_to(secret)
+    assert refused(run).startswith(f"{run / name}: found 'a link to {secret}'")
+    if name == "scenario.yaml":  # the report shows the scenario's text
+        with pytest.raises(InputError, match="a link to"):
+            open_run(run)
+
+
+def test_a_device_is_refused(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to("/dev/zero")
+    assert "a link to /dev/zero" in refused(run)
+    with pytest.raises(InputError, match="found 'a device'"):
+        read_text(Path("/dev/zero"))
+
+
+def test_a_folder_of_logs_elsewhere_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.move(run / "messages", tmp_path / "elsewhere")
+    (run / "messages").symlink_to(tmp_path / "elsewhere")
+    assert "a link to" in refused(run)
+
+
+@pytest.mark.parametrize("name", ["messages/silo-00.jsonl", "metrics.jsonl"])
+def test_an_endless_line_is_refused_after_a_bounded_part_of_it(run: Path, name: str) -> None:
+    with (run / name).open("r+b") as file:
+        file.truncate(1 << 40)  # a terabyte of zeros that takes no space on disk
+    began = time.monotonic()
+    if name == "metrics.jsonl":  # the audit goes on with the other files
+        assert any(f"more than {MAX_LINE:,} bytes" in finding.what for finding in audit_run(run).findings)
+    else:
+        assert f"more than {MAX_LINE:,} bytes" in refused(run)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("name", ["summary.json", "model/config.json", "model/model.safetensors"])
+def test_an_endless_file_is_a_finding(run: Path, name: str) -> None:
+    with (run / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    assert any(name.rpartition("/")[2] in finding.place for finding in audit_run(run).findings)
+
+
+def test_a_report_replaces_a_link_and_does_not_write_through_it(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep this")
+    (run / "audit.html").symlink_to(tmp_path / "mine")
+    done = CliRunner().invoke(cli.app, ["audit", str(run)])
+    assert done.exit_code == 0
+    assert (tmp_path / "mine").read_text() == "keep this"
+    assert not (run / "audit.html").is_symlink() and "Audit of tiny" in (run / "audit.html").read_text()
+
+
+def test_an_archive_that_expands_to_far_more_than_it_is_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("image.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": (1 << 20, 300)})
+        for _ in range(1200):
+            member.write(bytes(1 << 20))
+    assert bomb.stat().st_size < 2_000_000
+    began = time.monotonic()
+    with pytest.raises(InputError, match="bytes"):
+        check_npz(bomb)
+    assert time.monotonic() - began < 1
+    small = tmp_path / "labels.npz"
+    np.savez_compressed(small, labels=np.zeros((25_000, 1000), np.int64))  # 200 MB of zeros are usual labels
+    check_npz(small)
+
+
+@pytest.mark.parametrize("open_it", [decode, read_text, check_npz])
+def test_a_fifo_among_the_data_is_refused_and_not_opened(tmp_path: Path, open_it: object) -> None:
+    path = tmp_path / "pictures.npz"
+    os.mkfifo(path)
+    with pytest.raises(InputError, match="found 'a FIFO'"):
+        open_it(path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_mutated_folder_gives_findings_or_one_clear_line_in_two_seconds(run: Path, seed: int) -> None:
+    mutated(run, random.Random(seed))
+    began = time.process_time()
+    try:
+        audit = audit_run(run)
+        json.dumps(audit.to_plain())
+        audit_report.table(run, audit)
+    except InputError as error:
+        assert "\n" not in str(error)
+    assert time.process_time() - began < 2

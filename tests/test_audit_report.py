@@ -1,0 +1,184 @@
+"""The report of an audit, time stamps of its heads, and its terminal output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fedmq.audit import time_stamp
+from fedmq.audit.log_checks import audit_run
+from fedmq.audit.report import page, table
+from fedmq.audit.verdict import Evidence, verdict
+from fedmq.cli import main as cli
+from fedmq.cli.audit_output import print_audit
+from fedmq.errors import InputError, RunError
+from tests.adversary_forged_logs import forge
+
+OLD = Path(__file__).parent / "fixtures" / "old_run"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD, tmp_path / "run"))
+
+
+def command(run: Path, *options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["audit", str(run), *options])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_every_line_of_an_audit_fits_eighty_columns_and_no_figure_reads_like_none(run: Path) -> None:
+    audit, console = audit_run(run), Console(record=True, width=80)
+    print_audit(audit, verdict(audit, Evidence()), console)
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "loss: numbers only" in " ".join(shown.split())
+    assert "loss 0" not in shown
+    assert "as they are not signed" in " ".join(shown.split())
+
+
+def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
+    code, shown = command(run)
+    assert code == 0 and "audit.html, and audit.csv" in " ".join(shown.split())
+    rows = list(csv.DictReader(io.StringIO((run / "audit.csv").read_text())))
+    columns = ["run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes"]
+    assert list(rows[0]) == columns
+    audit = audit_run(run)
+    for row in rows:
+        assert int(row["bytes"]) == audit.left[row["process"]][row["kind"]]
+        assert int(row["payloads"]) == audit.sent[row["process"]][row["kind"]]
+    assert {row["modalities"] for row in rows if row["process"] == "silo-02"} <= {"image", "text", "image and text"}
+    shown = (run / "audit.html").read_text()
+    for text in (*(row["kind"] for row in rows), "What holds", "Not proven", *audit.records):
+        assert text in shown
+    assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
+
+
+def test_the_report_can_be_written_elsewhere_and_again(run: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert command(run, "--report", str(tmp_path / "report"), "--json")[0] == 0
+    assert (tmp_path / "report" / "audit.html").exists() and not (run / "audit.html").exists()
+
+
+def test_what_a_log_holds_is_escaped_in_the_report(run: Path) -> None:
+    def hostile(record: dict[str, object]) -> dict[str, object]:
+        return record | {"payloads": [["=cmd<script>alert(1)</script>", 5]]} if record.get("payloads") else record
+
+    forge(run, "silo-00", hostile)
+    audit = audit_run(run)
+    shown = page(run, audit, verdict(audit, Evidence()))
+    assert "<script>" not in shown and "&lt;script&gt;" in shown
+    cells = [row["kind"] for row in csv.DictReader(io.StringIO(table(run, audit)))]
+    assert "'=cmd<script>alert(1)</script>" in cells  # a spreadsheet does not take it for a formula
+
+
+# --------------------------------------------------------------------------------------------------------- time stamps
+CONFIG = """
+[tsa]
+serial = {0}/serial
+crypto_device = builtin
+signer_cert = {0}/tsa.pem
+signer_key = {0}/tsa.key
+signer_digest = sha256
+default_policy = 1.2.3.4.1
+digests = sha256, sha384, sha512
+accuracy = secs:1
+ess_cert_id_alg = sha256
+"""
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys and certificates of a time-stamping authority made for these tests."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tsa")
+    ec = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *ec, "-keyout", folder / "ca.key", "-out", folder / "ca.pem", "-subj", "/CN=Test CA",
+            "-days", 2)  # fmt: skip
+    openssl("req", *ec, "-keyout", folder / "tsa.key", "-out", folder / "tsa.csr", "-subj", "/CN=Test TSA")
+    (folder / "ext").write_text("keyUsage=critical,digitalSignature\nextendedKeyUsage=critical,timeStamping\n")
+    openssl("x509", "-req", "-in", folder / "tsa.csr", "-CA", folder / "ca.pem", "-CAkey", folder / "ca.key",
+            "-CAcreateserial", "-out", folder / "tsa.pem", "-days", 2, "-extfile", folder / "ext")  # fmt: skip
+    (folder / "serial").write_text("01\n")
+    (folder / "tsa.cnf").write_text(CONFIG.format(folder))
+    return folder
+
+
+@pytest.fixture
+def address(authority: Path) -> Iterator[str]:
+    """A time-stamping authority on this machine."""
+
+    class Stamp(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            query, reply = authority / "query", authority / "reply"
+            query.write_bytes(self.rfile.read(int(self.headers["Content-Length"])))
+            openssl("ts", "-reply", "-config", authority / "tsa.cnf", "-section", "tsa", "-queryfile", query, "-out",
+                    reply)  # fmt: skip
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply.read_bytes())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Stamp)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_heads_are_time_stamped_and_the_stamp_is_verified(
+    run: Path, tmp_path: Path, authority: Path, address: str
+) -> None:
+    heads, root = tmp_path / "heads.json", authority / "ca.pem"
+    assert command(run, "--heads", str(heads), "--stamp", address)[0] == 0
+    assert time_stamp.token_of(heads).exists()
+    code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
+    assert code == 0
+    assert "by the time stamp of CN=Test CA" in (time_stamp.verified(heads, root) or "")
+    heads.write_text(heads.read_text() + "\n")  # another file than was stamped
+    code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
+    assert code == 3
+    assert any("not a time stamp of" in finding["what"] for finding in json.loads(shown)["findings"])
+
+
+def test_a_stamp_of_another_authority_is_not_accepted(run: Path, tmp_path: Path, authority: Path, address: str) -> None:
+    heads, other = tmp_path / "heads.json", tmp_path / "other.pem"
+    assert command(run, "--heads", str(heads), "--stamp", address)[0] == 0
+    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout",
+            tmp_path / "other.key", "-out", other, "-subj", "/CN=Other CA")  # fmt: skip
+    assert time_stamp.verified(heads, other) is None
+
+
+def test_an_unreachable_authority_and_options_that_do_not_fit_are_one_line(run: Path, tmp_path: Path) -> None:
+    heads = tmp_path / "heads.json"
+    with pytest.raises(RunError, match="no time stamp"):
+        command(run, "--heads", str(heads), "--stamp", "http://127.0.0.1:1/")
+    with pytest.raises(InputError, match="http:// or https://"):
+        command(run, "--heads", str(heads), "--stamp", "file:///etc/passwd")
+    with pytest.raises(InputError, match="together with --heads"):
+        command(run, "--stamp", "http://127.0.0.1:1/")
+    with pytest.raises(InputError, match="together with --expect"):
+        command(run, "--stamp-ca", str(heads))

@@ -1,0 +1,144 @@
+"""``launcher: ray`` on a real cluster of two nodes on this machine; skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.config import loader
+from fedmq.config.resolve import Source, resolve
+from fedmq.errors import InputError
+from fedmq.launch.ray_cluster import RayCluster, run_peer
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.keys import init_keys
+from silos.program import SiloArguments
+
+ray = pytest.importorskip("ray")
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+SETTINGS = (
+    "silos.count=12",
+    "missing_modality.silos={}",
+    "partition.kind=iid",
+    "rounds=8",
+    "participation=1.0",
+    "launcher=ray",
+    "silos.needs.cpus=0.15",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    store = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    made = Cluster(initialize_head=True, head_node_args=store)
+    yield made
+    made.shutdown()
+
+
+def command(tiny: Path, out: Path, *settings: str) -> list[str]:
+    options = [part for each in (*SETTINGS, *settings) for part in ("--set", each)]
+    return [FEDMQ, "scenario", str(tiny), "--out", str(out), "--json", "--quiet", *options]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_survives_a_node_that_dies_with_its_silos(tiny: Path, tmp_path: Path, cluster: Any) -> None:
+    expected = subprocess.run(
+        command(tiny, tmp_path / "inline", "launcher=inline"), capture_output=True, text=True, check=True, timeout=200
+    )
+    second = cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
+    out = tmp_path / "run"
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    started = subprocess.Popen(
+        command(tiny, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        deadline = time.monotonic() + 200
+        metrics = out / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"merge"') < 2:
+            assert started.poll() is None, started.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cluster.remove_node(second, allow_graceful=False)
+        printed, said = started.communicate(timeout=200)
+    finally:
+        started.kill()
+    assert started.returncode == 0, said
+    assert "NodeDiedError" in said or "WorkerCrashedError" in said, said
+    assert json.loads(printed)["model_digest"] == json.loads(expected.stdout)["model_digest"]
+    assert not audit_run(out).findings
+    assert len(list((out / "messages").glob("silo-*.jsonl"))) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("silos.needs.gpus=1", "silos.needs.gpus: found '13 GPU"),
+        ("silos.needs.cpus=5", "silos.needs.cpus: found '65 CPU"),
+        ("faults=[{kind: freeze, rounds: [1, 2], seconds: 1}]", "faults: found 'freeze'"),
+    ],
+)
+def test_what_the_cluster_cannot_do_is_refused_before_the_run(
+    tiny: Path, tmp_path: Path, cluster: Any, setting: str, message: str
+) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(
+        command(tiny, tmp_path / "run", setting),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    scenario = loader.load(tiny, SETTINGS)
+    assert scenario.launcher == "ray"
+    done = subprocess.run(
+        command(tiny, tmp_path / "run"), capture_output=True, text=True, check=False, timeout=200, env=environment
+    )
+    assert done.returncode == 2
+    assert "ray start --head" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_process_on_a_machine_without_the_run_folder_returns_its_log(tiny: Path, tmp_path: Path) -> None:
+    import protocols
+
+    keys = tmp_path / "keys"
+    init_keys(keys, ("coordinator", "evaluator", "silo-00"))
+    files = {
+        f"accepted/{name}.pub": (keys / f"accepted/{name}.pub").read_bytes() for name in ("coordinator", "silo-00")
+    }
+    run = resolve(Source(tiny, loader.load(tiny)), protocols)
+    # Its key is missing, so that it ends before it connects.
+    arguments = SiloArguments(run, "silo-00", "tcp://127.0.0.1:1", keys, tmp_path / "elsewhere")
+    ended = run_peer(arguments, files)
+    assert ended.code == 2
+    assert "silo-00.key" in ended.error
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_ray_is_needed_only_by_its_launcher(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(InputError, match=r"launcher ray: found 'package ray missing'.*\[ray\]"),
+        RayCluster.connected(loader.load(tiny, SETTINGS), RunFolder(tmp_path)),
+    ):
+        pass

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import protocols
 from coordinator import program
 from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sealed_sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
 from fedmq.wire.transports import base
+from tests.small_federation import population
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 
@@ -92,6 +94,19 @@ def test_the_fields_of_a_payload_are_documented_in_order_with_their_types(kind: 
             assert described[name][0] == "integer, 1 to 32 for uint32, to 64 for uint64"
         else:
             assert described[name][0] == describe(spec)
+
+
+def test_the_payloads_of_each_method_are_documented() -> None:
+    text = " ".join(section("Payloads by method").partition("Further rules")[0].split())
+    described = re.findall(r"- `(\w+)`\. Task: (.+?)\. Reply: (.+?)\.(?: Pairs: (.+?)\.)?(?= -|$)", text)
+    assert [name for name, *_ in described] == list(protocols.names())
+    for name, task, every, pairs in described:
+        run = population(name)
+        for silo in run.eligible:
+            kinds = set(re.findall("`(.+?)`", every + pairs if silo.paired else every))
+            assert {payload.KIND for payload in run.protocol.uploads(silo)} == kinds, (name, silo)
+        sent = {payload.KIND for silo in run.eligible for payload in run.protocol.task(run.state, silo)}
+        assert sent == set(re.findall("`(.+?)`", task)), name
 
 
 def test_every_message_kind_is_documented_with_what_it_carries() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
 from fedmq.wire.keys import init_keys
+from fedmq.wire.log_records import StartRecord, read_log
 from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototypes, PartialDelta, Payload, digest
 from silos.program import SiloArguments, run_silo
 from tests.foreign import silo as foreign
@@ -51,28 +53,33 @@ def test_its_digests_are_those_of_the_logs(payload: Payload) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path) -> None:
     scenario = resolved(SMOKE)
     made, keys, name = run_of(scenario), tmp_path / "keys", scenario.silo_names[-1]
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     samples = len(build_population(scenario).train[-1])
+    facts, threads = tmp_path / "run.json", list[threading.Thread]()
     started: list[subprocess.Popen[str]] = []
 
     def listening(uri: str) -> None:
         log = tmp_path / "messages" / f"{name}.jsonl"
-        options = (*("--connect", uri), *("--keys", keys), *("--name", name), *("--run", made.id))
+        records = (record for _, record in read_log(tmp_path / "messages" / "coordinator.jsonl"))
+        start = next(record for record in records if isinstance(record, StartRecord))
+        facts.write_text(start.model_dump_json(include={"run", "scenario", "protocol", "privacy", "data"}))
+        options = (*("--connect", uri), *("--keys", keys), *("--name", name), *("--run", facts))
         command = [sys.executable, SILO, *options, "--samples", str(samples), "--log", log]
         started.append(subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True))
-        for each in scenario.silo_names[:-1]:
-            threading.Thread(
-                target=run_silo, args=(SiloArguments(made, each, uri, keys, tmp_path),), daemon=True
-            ).start()
-        threading.Thread(
-            target=run_evaluator, args=(EvaluatorArguments(made, uri, keys, tmp_path),), daemon=True
-        ).start()
+        tasks = [partial(run_silo, SiloArguments(made, each, uri, keys, tmp_path)) for each in scenario.silo_names[:-1]]
+        tasks.append(partial(run_evaluator, EvaluatorArguments(made, uri, keys, tmp_path)))
+        threads.extend(threading.Thread(target=task, daemon=True) for task in tasks)
+        for thread in threads:
+            thread.start()
 
     outcome = run_coordinator(CoordinatorArguments(made, "tcp://127.0.0.1:*", keys, tmp_path), listening=listening)
     assert started[0].wait(60) == 0, started[0].stderr and started[0].stderr.read()
+    for thread in threads:
+        thread.join(60)
     assert outcome.summary is not None
     assert outcome.summary.per_silo[name].participations == scenario.rounds
     assert not outcome.summary.unusable_replies

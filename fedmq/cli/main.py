@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, keys, live, operate, reference, replay, report, run, search
+from fedmq.cli import audit, compare, keys, live, operate, preflight, reference, replay, report, run, search
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -134,6 +134,7 @@ def _fits(scenario: Scenario, folder: Path) -> None:
 
 
 operate.add_status(app)
+preflight.add_preflight(app)
 operate.add_prune(app, _traits_of)
 audit.add_audit(app, bar, _traits_of)
 reference.add_reference(app)

@@ -1,7 +1,9 @@
 """A silo written from docs/reference/wire.md and message_logs.md alone, without fedmq and torch.
 
-    python silo.py --connect tcp://127.0.0.1:5555 --keys keys --name silo-03 --run smoke-be50cf061ae0 --samples 90 \
+    python silo.py --connect tcp://127.0.0.1:5555 --keys keys --name silo-03 --run run.json --samples 90 \
         --log runs/hand/messages/silo-03.jsonl
+
+``run.json`` has ``run``, ``scenario``, ``protocol``, ``privacy`` and ``data`` of the coordinator's start record.
 
 It takes part in a run of RCSR as a silo with captions only. Its training is weight decay: it minimises half the squared
 length of the parameters it trains, for which it needs no data.
@@ -79,11 +81,16 @@ def payload_digest(kind, fields):
 
 
 class Log:
-    """The silo's message log: JSON lines in a hash chain."""
+    """The silo's message log: JSON lines in a hash chain, signed by the silo."""
 
-    def __init__(self, path, name):
+    def __init__(self, path, name, run, key):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file, self.name, self.head, self.count = path.open("wb"), name, "0" * 64, 0
+        self.run, self.key = run, key
+
+    def sign(self, at):
+        statement = f"fedmq log 1\n{self.run}\n{self.name}\n{self.count}\n{self.head}\n"
+        self.write(action="signed", at=at, signature=self.key.sign(statement.encode()).hex())
 
     def write(self, **record):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -109,8 +116,8 @@ class Log:
 
 
 # ------------------------------------------------------------------------------------------------------------- bodies
-def encoded(payloads):
-    """A body with payloads."""
+def encoded(payloads, head):
+    """A body with payloads and the head of the sender's log."""
     rows, tensors = [], []
     for kind, fields in payloads:
         row = {}
@@ -121,7 +128,9 @@ def encoded(payloads):
                 value = [value.dtype.name, list(value.shape)]
             row[name] = value
         rows.append([kind, row])
-    plain = msgpack.packb({"payloads": rows, "task": None, "layout": None, "head": None}, use_bin_type=True)
+    plain = msgpack.packb(
+        {"payloads": rows, "task": None, "layout": None, "head": bytes.fromhex(head)}, use_bin_type=True
+    )
     body = bytearray(len(plain).to_bytes(4, "little") + plain)
     for raw in tensors:
         body += bytes(-len(body) % 16) + raw
@@ -162,12 +171,17 @@ class Silo:
     """The silo's connection and state."""
 
     def __init__(self, options):
-        self.name, self.run, self.samples = options.name, options.run, options.samples
+        facts = json.loads(options.run.read_text())
+        self.name, self.run, self.samples = options.name, facts["run"], options.samples
         self.key = serialization.load_pem_private_key((options.keys / f"{self.name}.key").read_bytes(), None)
         pem = (options.keys / "accepted" / f"{COORDINATOR}.pub").read_bytes()
         self.coordinator = serialization.load_pem_public_key(pem)
-        self.log = Log(options.log, self.name)
+        self.log = Log(options.log, self.name, self.run, self.key)
         self.log.write(action="note", text="started", run=self.run)
+        facts = {name: facts[name] for name in ("run", "scenario", "protocol", "privacy", "data")}
+        own, peer = (key.public_bytes_raw().hex() for key in (self.key.public_key(), self.coordinator))
+        self.log.write(action="start", **facts, key=own, peers={COORDINATOR: peer})
+        self.log.sign("start")
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         if options.connect.startswith("tcp:"):
             keys = curve_keys(self.key, self.coordinator)
@@ -226,8 +240,11 @@ class Silo:
         return header, frames
 
     def send(self, kind, payloads=(), **more):
-        header, frames = self.sealed(self.header(kind, **more), encoded(payloads))
-        self.log.message("sent", header, payloads, frames, None)  # before the frames leave
+        if kind in ("reply", "error"):
+            self.log.sign("reply")
+        head = self.log.head
+        header, frames = self.sealed(self.header(kind, **more), encoded(payloads, head))
+        self.log.message("sent", header, payloads, frames, bytes.fromhex(head))  # before the frames leave
         self.socket.send_multipart(frames)
 
     def receive(self, seconds):
@@ -304,7 +321,7 @@ def main():
     parser.add_argument("--connect", required=True)
     parser.add_argument("--keys", required=True, type=Path)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--run", required=True)
+    parser.add_argument("--run", required=True, type=Path)
     parser.add_argument("--samples", required=True, type=int)
     parser.add_argument("--log", required=True, type=Path)
     options = parser.parse_args()
@@ -313,6 +330,7 @@ def main():
     silo.handshake()
     silo.serve()
     silo.log.write(action="note", text="ended")
+    silo.log.sign("end")
 
 
 if __name__ == "__main__":

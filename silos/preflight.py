@@ -1,0 +1,167 @@
+"""Checks before a silo joins a run: data, keys, coordinator, disk, memory, and one training step that is discarded."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import psutil
+import torch
+
+import protocols
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.errors import FedmqError, RemoteWireError
+from fedmq.federation.population import build_population
+from fedmq.federation.protocol import Task
+from fedmq.progress import Progress
+from fedmq.version import __version__
+from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
+from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity
+from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS
+from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.registry import connect
+from silos.program import Silo, SiloArguments
+
+#: Time to wait for the coordinator's answer [s].
+_ANSWER_SECONDS = 5.0
+#: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
+_DISK_MODELS = 8
+#: Disk space for logs [bytes].
+_LOG_BYTES = 50e6
+#: Free memory that should remain after a training step [bytes].
+_SPARE_MEMORY = 200e6
+
+
+class Verdict(StrEnum):
+    """Result of a check."""
+
+    OK = "ok"
+    SKIPPED = "skipped"  # it could not be made, e.g. because the coordinator does not run yet
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Args:
+        name: what was checked.
+        verdict: its result.
+        detail: one line for a reader.
+    """
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Iterator[Check]:
+    """Make all checks, one after the other; nothing is trained, sent or written.
+
+    Args:
+        arguments: with which the silo is to be started.
+        progress: called with (what, done, total) while features are extracted.
+    """
+    torch.set_num_threads(1)
+    yield Check(
+        "versions",
+        Verdict.OK,
+        f"fedmq {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"wire {', '.join(map(str, WIRE_VERSIONS))}; run {arguments.run.id}",
+    )
+    try:
+        identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
+        if COORDINATOR not in accepted:
+            raise RemoteWireError("unknown_sender", f"no public key of the coordinator in {arguments.keys}/accepted")
+    except FedmqError as error:
+        yield Check("keys", Verdict.FAILED, str(error))
+    else:
+        yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}")
+        yield _handshake(arguments, identity, accepted)
+    try:
+        silo = _silo(arguments, progress)
+    except FedmqError as error:
+        yield Check("data", Verdict.FAILED, str(error))
+        return
+    held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
+    yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}")
+    yield _disk(arguments, silo)
+    yield from _step(silo)
+
+
+def _silo(arguments: SiloArguments, progress: Progress | None) -> Silo:
+    here = arguments.scenario.model_copy(update={"device": arguments.device or arguments.scenario.device})
+    population = build_population(here, progress, folder=arguments.data, pooled=arguments.run.pooled)
+    return Silo(arguments, population, noise=arguments.scenario.seed)
+
+
+def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> Check:
+    """Whether the coordinator accepts the key, the run and a wire version; no session is opened."""
+    name, uri = "coordinator", arguments.connect
+    connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
+    try:
+        hello, initiated = initiate(identity, COORDINATOR, arguments.run.id, 0.0)
+        connection.send(hello)
+        frames = connection.receive(_ANSWER_SECONDS)
+        if frames is None:
+            detail = f"no answer from {uri} within {_ANSWER_SECONDS:.0f} s: not started, or it does not know this key"
+            return Check(name, Verdict.SKIPPED, detail)
+        _, session = complete(initiated, accepted, frames, 0.0)
+    except HelloRefusedError as error:
+        return Check(name, Verdict.FAILED, f"it refuses this silo: {error.reason}: {error.detail}")
+    except RemoteWireError as error:
+        return Check(name, Verdict.FAILED, f"its answer cannot be used: {error.reason}: {error.detail}")
+    finally:
+        connection.close()
+    return Check(name, Verdict.OK, f"accepts this key, run and wire version {session.wire_version}")
+
+
+def _disk(arguments: SiloArguments, silo: Silo) -> Check:
+    """Whether the disk has room for the silo's states and logs."""
+    needed = _DISK_MODELS * silo.model.flat.nbytes + _LOG_BYTES
+    place = next(path for path in (arguments.out.absolute(), *arguments.out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    detail = f"{free / 1e6:,.0f} MB free at {place}, {needed / 1e6:,.0f} MB needed"
+    return Check("disk", Verdict.OK if free >= needed else Verdict.FAILED, detail)
+
+
+def _step(silo: Silo) -> Iterator[Check]:
+    """One training step on the first batch, which is discarded: its time, and the memory that is left."""
+    training = silo.context.training
+    context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
+    protocol, size = protocols.create(silo.scenario.protocol, context), min(training.batch_size, len(silo.dataset))
+    initial = protocol.initial(silo.model.flat.detach().cpu().clone())
+    task = Task(1, 0, 0, training.rate_at(0, silo.scenario.schedule_rounds), protocol.task(initial, silo.facts))
+    local = replace(silo.local({}), dataset=_first(silo.dataset, size), unpaired=())
+    began = time.monotonic()
+    try:
+        trained = protocol.train(local, task)
+    except Exception as error:
+        yield Check("training step", Verdict.FAILED, f"{type(error).__name__}: {error}")
+        return
+    seconds = time.monotonic() - began
+    steps = training.local_epochs * -(-len(silo.dataset) // max(1, size))
+    detail = (
+        f"{size} items in {seconds:.2f} s on {silo.model.flat.device}: at most about {seconds * steps:.1f} s per task "
+        f"of {steps} steps (loss {trained.loss:.4f})"
+    )
+    yield Check("training step", Verdict.OK, detail)
+    free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss
+    verdict = Verdict.OK if free >= _SPARE_MEMORY else Verdict.FAILED
+    yield Check("memory", verdict, f"{used / 1e6:,.0f} MB used by this silo, {free / 1e6:,.0f} MB still available")
+
+
+def _first(dataset: SiloDataset, size: int) -> SiloDataset:
+    """The first items of a dataset."""
+    return replace(
+        dataset,
+        image=None if dataset.image is None else dataset.image[:size],
+        text=None if dataset.text is None else dataset.text.of(slice(size)),
+        captions=dataset.captions[:size],
+        labels=None if dataset.labels is None else dataset.labels[:size],
+        rows=dataset.rows[:size],
+    )

@@ -1,0 +1,113 @@
+"""``fedmq preflight``: each check that fails says so, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.program import CoordinatorArguments, run_coordinator
+from fedmq.cli import main as cli
+from fedmq.config.scenario import Scenario
+from fedmq.wire.keys import init_keys
+from silos import preflight as module
+from silos.preflight import Check, Verdict, preflight
+from silos.program import SiloArguments
+from tests.threaded_run import resolved, run_of
+
+URI = "memory://preflight"
+
+
+@pytest.fixture
+def scenario(tiny: Path) -> Scenario:
+    return resolved(tiny, "missing_modality.silos={silo-01: text}")
+
+
+@pytest.fixture
+def keys(scenario: Scenario, tmp_path: Path) -> Path:
+    init_keys(tmp_path / "keys", ("coordinator", "evaluator", *scenario.silo_names))
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def running(scenario: Scenario, keys: Path, tmp_path: Path) -> Iterator[None]:
+    """A coordinator that waits for its silos."""
+    listening, over = threading.Event(), threading.Event()
+    arguments = CoordinatorArguments(run_of(scenario), URI, keys, tmp_path / "run")
+    options = {"listening": lambda _: listening.set(), "stop_wanted": over.is_set}
+    thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
+    thread.start()
+    assert listening.wait(60)
+    yield
+    over.set()
+    thread.join()
+
+
+def arguments(scenario: Scenario, keys: Path, out: Path, name: str = "silo-00") -> SiloArguments:
+    return SiloArguments(run_of(scenario), name, URI, keys, out)
+
+
+def by_name(checks: Iterator[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+@pytest.mark.usefixtures("running")
+def test_all_is_well(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
+    found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))
+    assert list(found) == ["versions", "keys", "coordinator", "data", "disk", "training step", "memory"]
+    assert {check.verdict for check in found.values()} == {Verdict.OK}, found
+    assert "accepts this key" in found["coordinator"].detail
+    assert "images and captions" in found["data"].detail
+    assert " s per task of " in found["training step"].detail
+    assert not (tmp_path / "silo").exists(), "nothing is written"
+    captions = by_name(preflight(arguments(scenario, keys, tmp_path / "silo", "silo-01")))
+    assert "captions only" in captions["data"].detail
+
+
+@pytest.mark.usefixtures("running")
+def test_the_coordinator_refuses_another_run_and_an_unknown_key(
+    tiny: Path, scenario: Scenario, keys: Path, tmp_path: Path
+) -> None:
+    other = resolved(tiny, "missing_modality.silos={silo-01: text}", "seed=5")
+    found = by_name(preflight(arguments(other, keys, tmp_path / "silo")))
+    assert found["coordinator"].verdict is Verdict.FAILED
+    assert "wrong_run" in found["coordinator"].detail
+    own = tmp_path / "own"
+    init_keys(own, ("silo-00",))
+    (own / "accepted" / "coordinator.pub").write_bytes((keys / "accepted" / "coordinator.pub").read_bytes())
+    stranger = by_name(preflight(arguments(scenario, own, tmp_path / "silo")))
+    assert stranger["coordinator"].verdict is not Verdict.OK
+
+
+def test_what_is_missing_is_named(
+    scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.2)
+    found = by_name(preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo")))
+    assert found["keys"].verdict is Verdict.FAILED
+    assert "coordinator" not in found
+    gone = scenario.model_copy(update={"data": scenario.data.model_copy(update={"path": tmp_path / "gone.npz"})})
+    found = by_name(preflight(arguments(gone, keys, tmp_path / "silo")))
+    assert found["coordinator"].verdict is Verdict.SKIPPED, "it does not run"
+    assert found["data"].verdict is Verdict.FAILED
+    assert "gone.npz" in found["data"].detail
+    monkeypatch.setattr(module, "_LOG_BYTES", 1e18)
+    monkeypatch.setattr(module, "_SPARE_MEMORY", 1e18)
+    found = by_name(preflight(replace(arguments(scenario, keys, tmp_path / "silo"))))
+    assert found["disk"].verdict is found["memory"].verdict is Verdict.FAILED
+
+
+def test_the_command_exits_with_1_if_a_check_failed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("preflight", tiny, "--name", "silo-00", "--keys", tmp_path, "--json")
+    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    found = json.loads(capfd.readouterr().out)
+    assert [check["verdict"] for check in found if check["name"] == "keys"] == ["failed"]

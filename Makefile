@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
 
-.PHONY: run test check bench chaos docs clean
+.PHONY: run test check bench hostile chaos docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -27,6 +27,9 @@ check: .venv/installed
 
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py
+
+hostile: .venv/installed
+	$(BIN)/python -m benchmarks.hostile
 
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site

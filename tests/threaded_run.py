@@ -93,9 +93,14 @@ def run(
     silos: Iterable[str] | None = None,
     others: Iterable[Callable[[str, Path], None]] = (),
     scheme: str = "memory",
+    uri: str | None = None,
+    connect_to: str | None = None,
 ) -> CoordinatorResult:
-    """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder."""
-    uri = f"{scheme}://run-{next(_NUMBERS)}"
+    """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder.
+
+    ``uri`` is where the coordinator listens, ``connect_to`` where silos connect if that is a relay's address.
+    """
+    uri = uri or f"{scheme}://run-{next(_NUMBERS)}"
     keys = out / "keys"
     if not keys.exists():
         init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
@@ -105,7 +110,9 @@ def run(
     unanswered = Unanswered(over)
 
     made = run_of(scenario)
-    targets = [watched(over, run_silo, SiloArguments(made, name, uri, keys, out), unanswered) for name in named]
+    targets = [
+        watched(over, run_silo, SiloArguments(made, name, connect_to or uri, keys, out), unanswered) for name in named
+    ]
     targets.append(watched(over, run_evaluator, EvaluatorArguments(made, uri, keys, out), unanswered))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]

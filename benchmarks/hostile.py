@@ -1,0 +1,145 @@
+"""Attacks on the coordinator of an honest run: ``python -m benchmarks.hostile [--only A,B] [--limit-s 600]``.
+
+For each attack the processes of ``scenarios/smoke.yaml`` are started over TCP on this machine, and the coordinator is
+attacked until it ends. Printed are the model's digest, the peak memory of the coordinator and the size of its log; the
+exit code is 1 if a digest differs from that of the undisturbed run, or a run does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.attacks import ATTACKS, Relay, Target
+from fedmq.config.resolve import read, resolve
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.keys import init_keys
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+
+_SCENARIO = Path(__file__).parent.parent / "scenarios" / "smoke.yaml"
+_UNDISTURBED, _RELAY = "none", "relay that copies ahead"
+#: Longest time of one run [s].
+_RUN_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Args:
+        digest: of the released model; empty if the run did not end.
+        seconds: until the coordinator ended.
+        memory: peak resident memory of the coordinator [MiB].
+        log: size of the coordinator's message log [KiB].
+    """
+
+    digest: str
+    seconds: float
+    memory: float
+    log: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the attacks; see the module."""
+    import protocols
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
+    parser.add_argument("--only", help=f"comma-separated names of {', '.join((_RELAY, *ATTACKS))}")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="start no attack after this time [s]")
+    options = parser.parse_args(arguments)
+    names = [_UNDISTURBED, *(options.only.split(",") if options.only else (_RELAY, *ATTACKS))]
+    if unknown := [name for name in names[1:] if name not in (_RELAY, *ATTACKS)]:
+        parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((_RELAY, *ATTACKS))}")
+    run = resolve(read(_SCENARIO, ()), protocols).id
+    table = Table("attack", "digest", "seconds", "peak memory", "log", title="coordinator of smoke under attack")
+    began, console, outcomes = time.monotonic(), Console(), dict[str, Outcome]()
+    for name in names:
+        if time.monotonic() - began > options.limit_s:
+            console.print(f"not run for want of time: {name}")
+            continue
+        outcome = outcomes[name] = _run(name, run)
+        console.print(f"{name}: {outcome.seconds:.0f} s", highlight=False)
+        memory, log = f"{outcome.memory:.0f} MiB", f"{outcome.log:.0f} KiB"
+        table.add_row(name, outcome.digest[:12] or "did not end", f"{outcome.seconds:.0f}", memory, log)
+    console.print(table)
+    digests = {outcome.digest for outcome in outcomes.values()}
+    return int(digests == {""} or len(digests) > 1)
+
+
+def _run(attack: str, run: str) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="fedmq-hostile-") as name:
+        folder, over = Path(name), threading.Event()
+        keys = folder / "keys"
+        init_keys(keys, (COORDINATOR, EVALUATOR, *(f"silo-0{index}" for index in range(4))))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        began = time.monotonic()
+        out = folder / "run"
+        processes = [_start(folder, "coordinator", "--bind", f"tcp://127.0.0.1:{port}", "--keys", keys, "--out", out)]
+        try:
+            _wait_for(port)
+            relay = Relay(port) if attack == _RELAY else None
+            uri = f"tcp://127.0.0.1:{relay.port if relay else port}"
+            if attack in ATTACKS:
+                target = Target(port, run, keys, over)
+                threading.Thread(target=ATTACKS[attack], args=(target,), daemon=True).start()
+            common = ("--connect", uri, "--keys", keys, "--out", out)
+            processes.append(_start(folder, "evaluator", *common))
+            processes += [_start(folder, "silo", "--name", f"silo-0{index}", *common) for index in range(4)]
+            memory = _peak(processes[0])
+        finally:
+            over.set()
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+        summary = RunFolder(out).summary
+        digest = json.loads(summary.read_text())["model_digest"] if summary.exists() else ""
+        log = RunFolder(out).messages(COORDINATOR)
+        size = log.stat().st_size / 1024 if log.exists() else 0.0
+        return Outcome(digest, time.monotonic() - began, memory / 2**20, size)
+
+
+def _start(folder: Path, program: str, *options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "fedmq", program, str(_SCENARIO), *map(str, options)]
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)
+
+
+def _wait_for(port: int) -> None:
+    until = time.monotonic() + _RUN_SECONDS
+    while time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _peak(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process to end; returns its peak resident memory [bytes]."""
+    peak, until = 0, time.monotonic() + _RUN_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            peak = max(peak, psutil.Process(process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.1)
+    return peak
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Each attack of ``make hostile`` on a real coordinator: the run ends with its digest, memory and log stay bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from benchmarks.attacks import ATTACKS, Relay, Target
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
+from fedmq.errors import RemoteWireError
+from fedmq.federation.population import run_name
+from fedmq.wire.keys import fingerprint
+from fedmq.wire.transports._doorkeeper import UNHEARD
+from fedmq.wire.transports.admission import (
+    ConnectionKeys,
+    ListenerKeys,
+    curve_public,
+    curve_secret,
+    ed25519_of,
+)
+from fedmq.wire.transports.base import Connection, Listener, Trouble
+from fedmq.wire.transports.registry import connect, listen
+from tests import threaded_run
+from tests.test_adversary_hostile_peers import within
+from tests.threaded_run import resolved
+
+#: Most that an attack may add to this process, which holds coordinator, silos and attacker [bytes].
+MEMORY = 400 << 20
+#: Most that an attack may add to the coordinator's log [bytes].
+LOG = 150_000
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
+    """Digest of the model, and size of the coordinator's log [bytes]."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome = threaded_run.run(resolved(tiny, "rounds=6"), folder, uri=f"tcp://127.0.0.1:{free_port()}")
+    assert outcome.summary is not None
+    assert outcome.summary.messages.refused == 0
+    return outcome.summary.model_digest, (folder / "messages" / "coordinator.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
+    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], name: str
+) -> None:
+    scenario, port, over = resolved(tiny, "rounds=6"), free_port(), threading.Event()
+    process, peak = psutil.Process(), [0]
+    before = process.memory_info().rss
+    attackers: list[threading.Thread] = []
+
+    def attack(uri: str, keys: Path) -> None:
+        target = Target(port, run_name(scenario), keys, over)
+        attackers.append(threading.Thread(target=ATTACKS[name], args=(target,), daemon=True))
+        attackers[0].start()
+
+    attacked_until = time.monotonic() + 2.0
+    late = within(90)
+
+    def stop() -> bool:
+        peak[0] = max(peak[0], process.memory_info().rss)
+        while time.monotonic() < attacked_until:  # the run alone takes less than the attack needs
+            time.sleep(0.05)
+            peak[0] = max(peak[0], process.memory_info().rss)
+        return late()
+
+    outcome = threaded_run.run(scenario, tmp_path, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack])
+    over.set()
+    attackers[0].join(30)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary is not None
+    digest, log = undisturbed
+    assert outcome.summary.model_digest == digest
+    assert peak[0] - before < MEMORY
+    assert (tmp_path / "messages" / "coordinator.jsonl").stat().st_size - log < LOG
+    assert not audit_run(tmp_path).findings
+
+
+def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
+    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
+) -> None:
+    port = free_port()
+    relay = Relay(port)
+    try:
+        outcome = threaded_run.run(
+            resolved(tiny, "rounds=6"),
+            tmp_path,
+            uri=f"tcp://127.0.0.1:{port}",
+            connect_to=f"tcp://127.0.0.1:{relay.port}",
+            stop_wanted=within(90),
+        )
+    finally:
+        relay.close()
+    assert outcome.summary is not None
+    assert outcome.summary.model_digest == undisturbed[0]
+    assert relay.copies >= 5
+
+
+# ------------------------------------------------------------------------------------------------------- admission
+def test_curve_keys_follow_from_the_ed25519_keys_and_lead_back_to_them() -> None:
+    for _ in range(20):
+        key = Ed25519PrivateKey.generate()
+        public = key.public_key()
+        curve = X25519PrivateKey.from_private_bytes(curve_secret(key)).public_key().public_bytes_raw()
+        assert curve == curve_public(public)
+        sign = public.public_bytes_raw()[31] >> 7
+        assert ed25519_of(curve, sign).public_bytes_raw() == public.public_bytes_raw()
+
+
+def opened(accepted: list[Ed25519PrivateKey], key: Ed25519PrivateKey) -> Listener:
+    keys = {f"silo-0{number}": each.public_key() for number, each in enumerate(accepted)}
+    return listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, keys, ("silo-00", "silo-01")))
+
+
+def troubled(connection: Connection) -> Trouble | None:
+    until, found = time.monotonic() + 5, None
+    while found is None and time.monotonic() < until:
+        connection.receive(0.05)
+        found = connection.trouble()
+    return found
+
+
+def test_a_refused_peer_is_told_and_named_with_its_key_at_the_coordinator() -> None:
+    accepted, stranger, key = (Ed25519PrivateKey.generate() for _ in range(3))
+    listener = opened([accepted], key)
+    connection = connect(listener.uri, keys=ConnectionKeys(stranger, key.public_key(), "silo-01"))
+    connection.send((b"header", b"body"))
+    assert troubled(connection) is Trouble.REFUSED
+    refused: list[str] = []
+    until = time.monotonic() + 5
+    while len(refused) < 2 and time.monotonic() < until:
+        with contextlib.suppress(RemoteWireError):
+            try:
+                assert listener.receive(0.05) is None
+            except RemoteWireError as error:
+                refused.append(error.detail)
+                raise
+    connection.close()
+    listener.close()
+    assert "127.0.0.1: a key that is not accepted" in refused[0]
+    assert f"claims to be silo-01, with the unknown key SHA256 {fingerprint(stranger.public_key())}" in refused[1]
+
+
+def test_a_listener_without_the_expected_key_is_recognised() -> None:
+    peer, key, other = (Ed25519PrivateKey.generate() for _ in range(3))
+    listener = opened([peer], key)
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, other.public_key(), "silo-00"))
+    connection.send((b"header", b"body"))
+    assert troubled(connection) is Trouble.FOREIGN
+    connection.close()
+    listener.close()
+
+
+def test_a_refused_peer_is_admitted_once_its_key_is_accepted() -> None:
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    accepted = {}
+    listener = listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, accepted, ("silo-00",)))
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+    connection.send((b"header", b"first"))
+    assert troubled(connection) is Trouble.REFUSED
+    accepted["silo-00"] = peer.public_key()
+    connection.send((b"header", b"second"))
+    received, until = None, time.monotonic() + 5
+    while received is None and time.monotonic() < until:
+        with contextlib.suppress(RemoteWireError):
+            received = listener.receive(0.1)
+    connection.close()
+    listener.close()
+    assert received is not None
+
+
+def test_connections_that_send_nothing_are_closed_beyond_a_number_and_a_peer_still_gets_in() -> None:
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    listener = opened([peer], key)
+    port = int(listener.uri.rpartition(":")[2])
+    before = psutil.Process().num_fds()
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * UNHEARD)]
+    time.sleep(1.0)
+    assert psutil.Process().num_fds() - before <= 2 * UNHEARD + UNHEARD + 8
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+    connection.send((b"header", b"body"))
+    assert listener.receive(5.0) is not None
+    for each in idle:
+        each.close()
+    connection.close()
+    listener.close()
+
+
+def test_the_connection_of_an_expelled_peer_is_cut() -> None:
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    listener = opened([peer], key)
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+    connection.send((b"header", b"body"))
+    received = listener.receive(5.0)
+    assert received is not None
+    assert connection.established() == 1
+    listener.cut(received[0])
+    until = time.monotonic() + 5
+    while connection.established() < 2 and time.monotonic() < until:
+        connection.receive(0.05)
+    assert connection.established() == 2
+    connection.close()
+    listener.close()

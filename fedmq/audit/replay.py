@@ -97,6 +97,9 @@ def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
     """
     if scenario.clock != "virtual":
         raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: a run on real time cannot be repeated")
+    if scenario.data is None:
+        allowed = "a run whose data are here: those of silos with data of their own are at their sites"
+        raise InputError(f"{folder.scenario}: partition.kind", "own", allowed)
     if scenario.privacy.noise_from == "key":
         allowed = "seed: a replay has new keys, and so other noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)

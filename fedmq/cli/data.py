@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedmq.cli.console import out, starting
-from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+from fedmq.cli.console import DIFFERENT, out, starting
+from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
 from fedmq.text import printable
 
@@ -44,6 +44,29 @@ def data_list(
     out.print("docs/reference/data_sets.md has the file layout of each", highlight=False)
 
 
+def data_digest(run: Run, site: Annotated[Path, typer.Option("--site", metavar="FILE", help="The site file.")]) -> None:
+    """Compute the salted digest of a site's data for a run, and compare it with what the sites stated.
+
+    Exit code 3 if no site of the run stated these data.
+
+    Example: [bold]fedmq data digest runs/own --site silo.yaml[/bold]
+    """
+    from fedmq.config.site import read_site  # noqa: PLC0415
+    from fedmq.federation.site_data import SiteData  # noqa: PLC0415
+    from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
+    from fedmq.storage.json_files import read_json  # noqa: PLC0415
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+    folder = open_run(run)
+    resolved = resolved_file(folder.scenario, manual=True, adopt=False)
+    found = SiteData.load(resolved.scenario, read_site(site), resolved.id).content
+    record = read_json(folder.agreement, AgreementRecord, "what the sites of a run stated about their data")
+    names = [name for name, stated in sorted(record.stated.items()) if stated.data_digest == found]
+    print(f"{found}  {', '.join(names) or 'stated by no site of this run'}")
+    if not names:
+        sys.exit(DIFFERENT)
+
+
 def add_data(
     app: typer.Typer,
     bar: Bar,
@@ -59,6 +82,7 @@ def add_data(
         fits: refuses a scenario that cannot run on the prepared data in a folder.
     """
     app.command("list")(data_list)
+    app.command("digest")(data_digest)
 
     @app.command("check")
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:

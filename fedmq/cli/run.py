@@ -95,6 +95,9 @@ def scenario_command(
     logs = _logs_of_a_scenario(log_level, log_file, log_format)
     file = _file_of(file, resume, extend, out_dir)
     source = read(file, settings or (), seed)
+    if source.scenario.data is None:
+        allowed = "another partition; launch this run with `fedmq coordinator` and `fedmq silo --site`"
+        raise InputError(source.place("partition.kind"), "own", allowed)
     inline = _inline(file, source.scenario.launcher)
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.

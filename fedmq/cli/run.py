@@ -95,10 +95,7 @@ def scenario_command(
     logs = _logs_of_a_scenario(log_level, log_file, log_format)
     file = _file_of(file, resume, extend, out_dir)
     source = read(file, settings or (), seed)
-    if source.scenario.data is None:
-        allowed = "another partition; launch this run with `fedmq coordinator` and `fedmq silo --site`"
-        raise InputError(source.place("partition.kind"), "own", allowed)
-    inline = _inline(file, source.scenario.launcher)
+    inline = _inline(file, source.scenario)
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
@@ -290,8 +287,12 @@ def _begin(folder: RunFolder, scenario: Scenario) -> None:
             raise InputError(f"--out {folder.root}", found, "a new folder") from None
 
 
-def _inline(file: Path, launcher: str) -> bool:
+def _inline(file: Path, scenario: Scenario) -> bool:
     """Whether the silos run in this process; refuses a scenario whose silos are launched manually."""
+    launcher = scenario.launcher
+    if scenario.data is None:
+        allowed = "another partition; launch this run with `fedmq coordinator` and `fedmq silo --site`"
+        raise InputError(f"{file}: partition.kind", "own", allowed)
     if launcher == "none":
         allowed = "local or inline; launch this run with `fedmq coordinator`, `fedmq evaluator` and `fedmq silo`"
         raise InputError(f"{file}: launcher", launcher, allowed)

@@ -28,8 +28,31 @@ from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
+#: Shortest time without an answer of any silo after which connected silos are given up, by default [s].
+_LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
+
+
+class _Quiet:
+    """Time without an answer of any silo, after which those that are connected but do not answer are given up.
+
+    Args:
+        limit: that time [s]; None for ten times the longest wait between two answers, at least ten minutes.
+        unanswered: number of open requests.
+        now: stopwatch time [s].
+    """
+
+    def __init__(self, limit: float | None, unanswered: int, now: float) -> None:
+        self._limit, self._unanswered, self._since, self._longest = limit, unanswered, now, 0.0
+
+    def too_long(self, unanswered: int, now: float) -> bool:
+        """Whether there was no answer for too long."""
+        waited = now - self._since
+        if unanswered != self._unanswered:
+            self._unanswered, self._since, self._longest = unanswered, now, max(self._longest, waited)
+            return False
+        return waited > (max(_LEAST_QUIET, 10 * self._longest) if self._limit is None else self._limit)
 
 
 def _wrong_evaluation(
@@ -228,12 +251,16 @@ class EvaluationRequests:
             RunError: the evaluator stays away, or its answer is unusable.
         """
         away = clock.stopwatch()
+        quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
         waits = final or self.decides
         while (self.pending and waits) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
             look()
+            if quiet.too_long(len(self.asked), clock.stopwatch()):
+                for name in filter(self._roster.online, self.asked):
+                    self.give_up(name, "it did not answer within the limit")
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
             needed = self.pending if waits else self._early
@@ -251,10 +278,10 @@ class EvaluationRequests:
         header = self._roster.header(name, Kind.EVALUATE, sequence=sequence, base_version=version)
         return bool(self._roster.send(name, Message(header, payloads)))
 
-    def give_up(self, name: str) -> None:
-        """Give up a silo that stayed away: its personal model is not evaluated."""
+    def give_up(self, name: str, why: str = "it stayed away") -> None:
+        """Give up a silo that stayed away or does not answer: its personal model is not evaluated."""
         self._log.note(NoteKind.NOT_MEASURED, peer=name)
-        self._lacks(name, self._requests[name][1], "it stayed away")
+        self._lacks(name, self._requests[name][1], why)
         self._close(name, answered=False)
 
     def _close(self, name: str, *, answered: bool = True) -> None:

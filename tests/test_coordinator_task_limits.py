@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,3 +130,30 @@ def test_an_unreadable_error_message_fails_its_task(tiny: Path, tmp_path: Path) 
     assert outcome.summary is not None
     failed = notes(tmp_path, NoteKind.TASK_FAILED)
     assert [(note["silo"], note["reason"]) for note in failed] == [("silo-00", "malformed")] * 2
+
+
+@pytest.mark.slow
+def test_a_silo_that_never_answers_an_evaluation_request_is_given_up(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from silos.program import Silo
+
+    measure, over = Silo.measure, threading.Event()
+
+    def hanging(silo: Silo, message: Message) -> object:
+        if silo.facts.name == "silo-00":
+            over.wait(60)
+        return measure(silo, message)
+
+    monkeypatch.setattr(Silo, "measure", hanging)
+    settings = ("protocol=local", "rounds=1", "participation=1", "aggregation.task_limit=5")
+    releasing = threading.Timer(25.0, over.set)
+    releasing.start()
+    try:
+        outcome = run(resolved(tiny, *settings), tmp_path)
+    finally:
+        over.set()
+        releasing.cancel()
+    assert outcome.summary is not None
+    assert outcome.summary.personal_missing == {"silo-00": "version 1: it did not answer within the limit"}
+    assert set(outcome.summary.personal_per_silo) == {"silo-01", "silo-02", "silo-03"}

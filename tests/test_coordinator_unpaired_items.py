@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import protocols
+from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import SiloFacts
+from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
+from tests.run_summaries import summary
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
@@ -145,6 +150,20 @@ def test_held_out_items_without_a_modality_are_counted_and_not_evaluated(
     assert found["heldout_without_pair"] == 3
     assert found["metrics"] == other["metrics"]
     assert found["model_digest"] == other["model_digest"]
+
+
+def test_the_end_of_a_run_says_how_many_items_were_not_trained_on_or_evaluated() -> None:
+    silo = summary().per_silo["silo-00"]
+    per_silo = {"silo-00": silo.model_copy(update={"ignored": 2}), "silo-01": silo.model_copy(update={"ignored": 5})}
+    screen = io.StringIO()
+    told = summary(per_silo={**per_silo, "silo-02": silo}, heldout_without_pair=4)
+    print_summary(told, RunFolder(Path("run")), Console(file=screen, width=200))
+    lines = screen.getvalue().splitlines()
+    assert (
+        "7 of 27 training items were not trained on, as they lack a modality or are a silo's only pair: "
+        "silo-01 5 and silo-00 2"
+    ) in lines
+    assert "4 held-out items lack a modality and were not evaluated" in lines
 
 
 def facts_of(scenario: Scenario) -> tuple[SiloFacts, ...]:

@@ -242,11 +242,15 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
     release.check_data(population.prepared)
     took_part = {name for name, silo in summary.per_silo.items() if silo.participations}
-    trained = [rows for silo, rows in zip(population.silos, population.train, strict=True) if silo.name in took_part]
+    # Scores are those of pairs: without items that lack a modality in the data set, or in a silo that holds both.
+    paired = np.all(population.prepared.present, axis=1)
+    held = (population.rows_of(silo).dataset for silo in population.silos)
+    train = [rows[paired[rows]] for rows in held]
+    trained = [rows for silo, rows in zip(population.silos, train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
         found = "a model into which no silo's reply was merged"
         raise InputError(f"--probe {release.run.root}", found, "a model that was trained")
-    all_rows = np.sort(np.concatenate([*population.train, population.evaluated]))
+    all_rows = np.sort(np.concatenate([*train, population.evaluated]))
     models = release.model(population.prepared), population.build_model(scenario, release.device, MODALITIES)
     by_model = [
         _scored(model, population, all_rows, _step(progress, number, len(all_rows)))
@@ -259,7 +263,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         return compared(released, untrained, modalities, trained=part)
 
     per_silo = {}
-    for silo, rows, heldout in zip(population.silos, population.train, population.heldout, strict=True):
+    for silo, rows, heldout in zip(population.silos, train, population.heldout, strict=True):
         # Pooled data are not partitioned among silos, so no silo's held-out items are comparable.
         if len(rows) and len(heldout) and not pooled:
             modalities = tuple(name for name, present in (("image", silo.image), ("text", silo.text)) if present)

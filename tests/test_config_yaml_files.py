@@ -112,3 +112,11 @@ def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:
         file.truncate(10**12)
     with pytest.raises(InputError, match="at most 262,144 bytes"):
         yaml_files.read_yaml(tmp_path / "large.yaml")
+
+
+@pytest.mark.parametrize("key", ["a[b", "str", "(x)"])
+def test_an_unknown_key_that_looks_like_a_type_is_named(tmp_path: Path, key: str) -> None:
+    (tmp_path / "x.yaml").write_text(f"name: x\n'{key}': 1\n")
+    with pytest.raises(InputError, match="a known key") as caught:
+        loader.load(tmp_path / "x.yaml")
+    assert caught.value.found == key

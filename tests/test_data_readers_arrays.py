@@ -150,7 +150,7 @@ def test_arrays_without_parts_are_split_randomly_as_in_the_data_sets_papers(tmp_
     assert np.bincount(found.split, minlength=5).tolist() == [8, 0, 5, 0, 7]
     assert len(found.rows("database")) == 7
     assert found.text.dtype == np.float32
-    assert np.array_equal(found.text[:, 0], tags.toarray())
+    assert np.array_equal(found.text, tags.toarray())
     other = prepare(data.model_copy(update={"split_seed": 1}), FEATURES, tmp_path / "cache")
     assert other.folder != found.folder
 

@@ -205,7 +205,7 @@ def input_error(
         found: object = "nothing"
         message = "a value is required here"
     elif first["type"] in _UNKNOWN:
-        found, message = str(location[-1]), "a known key"
+        found, message = str(first["loc"][-1])[:80], "a known key"
         if model is not None:
             keys = _keys_at(model, first["loc"][:-1])
             message += f"; {hint}" if (hint := did_you_mean(found, keys)) else f": {', '.join(keys)}"

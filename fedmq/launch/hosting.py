@@ -80,7 +80,9 @@ def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
     Raises:
         InputError: so few files may be open that the run cannot start.
     """
-    names, room = scenario.silo_names, int(min(limits.descriptors - _OTHER_DESCRIPTORS, MAX_BRANCHES))
+    names = scenario.silo_names
+    # A host keeps two files of each silo open: its message log, and the log for operators if there is one.
+    room = int(min((limits.descriptors - _OTHER_DESCRIPTORS) / 2, MAX_BRANCHES))
     if room < 1:
         allowed = f"at least {_OTHER_DESCRIPTORS + 16} open files per process: raise the limit with `ulimit -n`"
         raise InputError("open files", int(limits.descriptors), allowed)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.readers import sparse
-from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.data.readers.mat_tags import check_tags
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
@@ -184,17 +184,19 @@ def _refuse_truncated(path: Path) -> None:
     with path.open("rb") as file:
         if any(end > size for end in _mat_lengths(file, size)):
             raise InputError(str(path), f"a file cut off after {size} bytes", "a whole .mat file")
+    check_tags(path)
 
 
 def _arrays_in(path: Path) -> list[Stored]:
     """List one file's arrays without reading them, and any ``split`` entry, so that a bad one is not ignored."""
     if path.suffix.lower() == ".npz":
-        check_npz(path)
         with np.load(path, allow_pickle=False) as opened:
             return [_npy_header(opened, path, key) for key in opened.files]
     if is_hdf5(path):
         h5py = package("h5py", "formats", str(path))
         with h5py.File(path, "r") as opened:
+            if unnamed := [key for key in opened if not isinstance(key, str)]:
+                raise InputError(str(path), f"an array of the name {unnamed[0]!r}", "names in UTF-8")
             datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
             # Sparse arrays and MATLAB structs are groups. Structs are skipped; as `split` they are rejected.
             groups = {

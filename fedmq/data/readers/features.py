@@ -77,7 +77,9 @@ BROKEN_NPZ = (
 def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     def read(key: str) -> Array:
         with np.load(path, allow_pickle=False) as opened:
-            array: Array = opened[key]
+            array: Array | bytes = opened[key]
+        if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is no array
+            raise TypeError("not an array")
         return array
 
     check_npz(path)

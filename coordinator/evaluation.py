@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from coordinator.model_selection import BestModel, patience_over
+from coordinator.own_heldout import OwnHeldOutRequests
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from coordinator.task_errors import text_of
@@ -19,7 +20,7 @@ from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.federation.protocol import State
 from fedmq.runs.results import read_metrics
-from fedmq.runs.run_records import EvaluationLine, PersonalLine
+from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -72,6 +73,22 @@ def _wrong_evaluation(
         return f"an evaluation without {HEADLINE} of the whole split and of every silo"
     wrong = (objection(values, own, names) for values in (answer.values, *answer.per_silo.values()))
     return next((f"an evaluation with {each}" for each in wrong if each is not None), None)
+
+
+def _wrong_own_personal(answer: Payload | None, name: str, names: Iterable[str], own: Sequence[Metric]) -> str | None:
+    """Why a silo's evaluation of its personal model on its own held-out items is refused; None if it is valid.
+
+    Args:
+        answer: the silo's answer.
+        name: name of the silo.
+        names: metrics that this run may report.
+        own: the user's own metrics.
+    """
+    if not isinstance(answer, Metrics) or answer.values or answer.per_silo.keys() != {name}:
+        return "other figures than of the silo's own held-out items"
+    if HEADLINE not in (found := answer.per_silo[name]):
+        return f"an evaluation without {HEADLINE}"
+    return None if (wrong := objection(found, own, names)) is None else f"an evaluation with {wrong}"
 
 
 def _wrong_personal(answer: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
@@ -133,13 +150,15 @@ class EvaluationRequests:
         measures = measures_of(run_context.scenario.evaluation)
         self._names = known_names(run_context.scenario.evaluation, measures)
         self._own_metrics, self._refusal = own_metrics(measures), ""
+        done = [line.version for line in read_metrics(run_context.folder) if isinstance(line, OwnHeldOutLine)]
+        self.own = OwnHeldOutRequests(run_context, roster, log, done, self._names, self._own_metrics)
         self._like: Metrics | None = None
         self._early: dict[str, tuple[int, Payload | None]] = {}
 
     @property
     def crowded(self) -> bool:
-        """Whether the number of pending evaluations has reached the limit at which the run waits for the evaluator."""
-        return len(self.pending) > UNDER_WAY
+        """Whether the number of pending evaluations has reached the limit at which the run waits for them."""
+        return len(self.pending) > UNDER_WAY or len(self.own.versions) > UNDER_WAY
 
     @property
     def decides(self) -> bool:
@@ -155,15 +174,28 @@ class EvaluationRequests:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Silos that have not answered the evaluation request for their personal models."""
-        return tuple(self._requests)
+        """Silos that have not answered an evaluation request for their personal models or on their held-out items."""
+        return tuple(dict.fromkeys((*self._requests, *sorted(self.own.owing))))
+
+    @property
+    def evaluators(self) -> tuple[str, ...]:
+        """The evaluator, if the run has one."""
+        return (EVALUATOR,) if self._run_context.scenario.evaluator else ()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions whose evaluation is pending."""
+        return *self.pending, *self.own.versions
 
     def evaluate_if_due(self, version: int, state: State) -> None:
         """Request the evaluation of a version if it is configured and not requested or done yet."""
         every, last = self._run_context.scenario.evaluation.every, self._run_context.scenario.rounds
-        if version in self.pending or version in self._evaluated:
+        if not (version in (0, last) or (every and version % every == 0)):
             return
-        if version in (0, last) or (every and version % every == 0):
+        scenario = self._run_context.scenario
+        if scenario.silos_evaluate:
+            self.own.request(version, state)
+        if scenario.evaluator and version not in self.pending and version not in self._evaluated:
             self.pending.append(version)
             self.evaluate(version, state)
 
@@ -184,7 +216,9 @@ class EvaluationRequests:
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
-        silos = [silo.name for silo in self._run_context.context.silos]
+        # An evaluator with a held-out set of its own does not know which of its items would belong to a silo.
+        shared = self._run_context.scenario.data is not None
+        silos = [silo.name for silo in self._run_context.context.silos if shared]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
         if wrong is not None or not isinstance(payload, Metrics):
             self._refusal = f"version {version}: {wrong}"
@@ -219,7 +253,9 @@ class EvaluationRequests:
             before = [line for line in read_metrics(self._run_context.folder) if isinstance(line, EvaluationLine)]
             if before:
                 self._like = Metrics(before[-1].metrics, before[-1].per_silo)
-            for name in sorted(name for name in self._run_context.plan.eligible if name not in gone):
+            shared = self._run_context.scenario.data is not None
+            able = [name for name in self._run_context.plan.eligible if shared or self.own.able(name)]
+            for name in sorted(name for name in able if name not in gone):
                 payloads = protocol.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = settled.get(name, 0), version, payloads
 
@@ -254,7 +290,7 @@ class EvaluationRequests:
         quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
         waits = final or self.decides
-        while (self.pending and waits) or self.crowded or self.asked or self._early:
+        while (self.pending and waits) or self.crowded or self._requests or self._early or (final and self.asked):
             if stop_wanted():
                 return False
             look()
@@ -264,7 +300,7 @@ class EvaluationRequests:
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
             needed = self.pending if waits else self._early
-            hopeless = self.crowded and self.unusable.issuperset(self.pending)
+            hopeless = len(self.pending) > UNDER_WAY and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
                 why = "sent an invalid evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
@@ -272,14 +308,25 @@ class EvaluationRequests:
                 raise RunError(f"the evaluator {why}; {trained if final else '--resume continues'}{refused}")
         return True
 
-    def ask(self, name: str) -> bool:
-        """Send a silo its evaluation request; returns whether it is online."""
+    def ask(self, name: str, *, again: bool = False) -> bool:
+        """Send a silo its evaluation requests; returns whether it is online.
+
+        Args:
+            name: the silo.
+            again: also those for its held-out items that were sent in an earlier session.
+        """
+        self.own.send(name, again=again)
+        if name not in self._requests:
+            return self._roster.online(name)
         sequence, version, payloads = self._requests[name]
         header = self._roster.header(name, Kind.EVALUATE, sequence=sequence, base_version=version)
         return bool(self._roster.send(name, Message(header, payloads)))
 
     def give_up(self, name: str, why: str = "it stayed away") -> None:
-        """Give up a silo that stayed away or does not answer: its personal model is not evaluated."""
+        """Give up a silo that stayed away: it evaluates neither its personal model nor the shared one."""
+        self.own.give_up(name)
+        if name not in self._requests:
+            return
         self._log.note(NoteKind.NOT_MEASURED, peer=name)
         self._lacks(name, self._requests[name][1], why)
         self._close(name, answered=False)
@@ -295,8 +342,10 @@ class EvaluationRequests:
         return request is not None and (header.reply_to, header.base_version) == request[:2]
 
     def measured(self, message: Message) -> bool:
-        """Handle a silo's answer about its personal model, or its error; returns whether the message was one."""
+        """Handle a silo's answer to an evaluation request, or its error; returns whether the message was one."""
         header = message.header
+        if self.own.take(message):
+            return True
         over = None if header.reply_to is None else (header.sender, header.reply_to, header.base_version)
         if over in self._over:
             if not self._over[over]:
@@ -311,6 +360,9 @@ class EvaluationRequests:
             text = text_of(message)[:300]
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._lacks(name, version, text)
+        elif self._run_context.scenario.data is None:
+            wrong = _wrong_own_personal(payload, name, self._names, self._own_metrics)
+            self._keep(name, version, payload, wrong)
         elif self._like is None:  # the evaluator has not answered yet
             self._early[name] = version, payload
         else:
@@ -324,7 +376,11 @@ class EvaluationRequests:
 
     def _judge(self, name: str, version: int, answer: Payload | None, like: Metrics) -> None:
         """Validate a silo's answer, and keep or refuse it."""
-        if (wrong := _wrong_personal(answer, name, like, self._own_metrics)) is not None:
+        self._keep(name, version, answer, _wrong_personal(answer, name, like, self._own_metrics))
+
+    def _keep(self, name: str, version: int, answer: Payload | None, wrong: str | None) -> None:
+        """Keep a silo's answer, or refuse it for what is wrong with it."""
+        if wrong is not None:
             self._lacks(name, version, f"refused: {wrong}")
             self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
         elif isinstance(answer, Metrics):
@@ -332,6 +388,8 @@ class EvaluationRequests:
 
     def unreadable(self, header: Header) -> bool:
         """Handle an unreadable answer, which is not requested again; returns whether it answers such a request."""
+        if self.own.unreadable(header):
+            return True
         if header.kind not in (Kind.REPLY, Kind.ERROR):
             return False
         if header.sender == EVALUATOR and header.base_version in self.pending:

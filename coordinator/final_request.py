@@ -25,7 +25,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         OtherModelError: the checkpoint has another model than the released one.
     """
     scenario, folder = release.scenario, release.run
-    run_context, _ = run_context_of(scenario, population, folder)
+    run_context, _ = run_context_of(scenario, population.counted(scenario), folder)
     if not run_context.traits.personalised:
         method = scenario.protocol.label
         allowed = f"no --silo: with this run's options silos of {method} have no personal models"

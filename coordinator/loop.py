@@ -297,7 +297,7 @@ class Loop:
                 self.evaluation.evaluate(version, self.states[version])
             return
         if name in self.evaluation.asked:
-            self.evaluation.ask(name)
+            self.evaluation.ask(name, again=True)
         self._seen.add(name)
         self._join(name)
 

@@ -10,20 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import protocols
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
+from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.aggregation import check_robust
+from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
+from coordinator.data_agreement import admission_of, gathered
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
-from coordinator.model_selection import BestModel
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
 from coordinator.roster import Roster
@@ -39,7 +40,8 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import FederatedProtocol, State
+from fedmq.federation.protocol import FederatedProtocol
+from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report, prometheus
@@ -49,7 +51,6 @@ from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
-from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
@@ -61,8 +62,6 @@ from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
 
-#: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
-LEAST_BODY = 1 << 26
 #: File descriptors of the coordinator other than its peers' connections: files, threads, connections not admitted yet.
 _SPARE_DESCRIPTORS = 96
 
@@ -121,7 +120,7 @@ def check(scenario: Scenario, population: Population) -> None:
         InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
             one of the user's own metrics cannot be loaded.
     """
-    run_context_of(scenario, population, RunFolder(Path()))
+    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
     population.build_model(scenario, device_of(scenario.device), ("image", "text"))
     measures_of(scenario.evaluation)
 
@@ -152,57 +151,76 @@ def run_coordinator(
     # Merges are sums over one buffer; more threads would only compete with the silos for cores.
     torch.set_num_threads(1)
     keep_buffers()
-    if peers is None:
-        _allow_descriptors(arguments)
+    _allow_descriptors(arguments, 0 if peers is not None else len(arguments.scenario.silo_names) + 1)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
-    population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
-    run_context, theta = run_context_of(scenario, population, folder)
-    _require_selectable(arguments, run_context, revoked)
-    saved = _checkpoint(run_context) if arguments.resume else None
+    population = _population(arguments)
+    saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
+    data = None if population is None else population.counted(scenario)
+    setting = None if data is None else _resumable(arguments, data, saved, revoked)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
-        max_body, wire = largest_body(run_context), None
+        admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
+        max_body, wire = own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
         if identity is not None and accepted is not None:
             # Before anything is written, so that an unusable address leaves no folder behind.
             wire = closing.enter_context(contextlib.closing(_listener(arguments, identity, accepted, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
-        if peers is not None:
+        if peers is not None and population is not None:
             log.note(NoteKind.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
-            assert wire is not None and identity is not None and accepted is not None  # noqa: S101 - made above where silos connect
-            log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
-            patience = beat_patience(arguments.silos_per_connection)
-            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body, patience=patience)
-        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        loop.stop_silos, loop.evaluation.best = arguments.stop_silos, _best_model(run_context, population)
-        _serve_metrics(arguments, loop, closing)
+            roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
         listening(roster.uri)
+        if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
+            data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
+        if data is None:
+            return _ended(log, Phase.STOPPED, None)
+        run_context, theta = setting or _resumable(arguments, data, saved, revoked)
+        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
+        _equip(arguments, loop, data, closing)
         phase = loop.run()
         loop.saving.update_counters()
-        summary = finish(loop, population, clock, theta) if phase is Phase.DONE else None
-        log.note(NoteKind.ENDED, phase=phase.value)
-        return CoordinatorResult(phase, summary)
+        summary = finish(loop, data, clock, theta, admission) if phase is Phase.DONE else None
+        return _ended(log, phase, summary)
 
 
-def _best_model(run_context: RunContext, population: Population) -> BestModel | None:
-    """Keeps the best version, if the scenario wants that."""
-    if run_context.scenario.evaluation.keep == "last":
+def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> CoordinatorResult:
+    log.note(NoteKind.ENDED, phase=phase.value)
+    return CoordinatorResult(phase, summary)
+
+
+def _population(arguments: CoordinatorArguments) -> Population | None:
+    """The simulated partition; None where silos have data of their own."""
+    scenario = arguments.scenario
+    if scenario.data is None:
         return None
-
-    def write(folder: RunFolder, state: State) -> str:
-        into = replace(run_context, folder=folder)
-        more = run_context.protocol.release(state)
-        return release.write_model(into, state.theta, more, population).model_digest
-
-    return BestModel(run_context, write)
+    return build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
 
 
-def _serve_metrics(arguments: CoordinatorArguments, loop: Loop, closing: contextlib.ExitStack) -> None:
-    """Serve figures for Prometheus until the run ends, if asked to."""
+def _roster(
+    arguments: CoordinatorArguments,
+    listener: Listener | None,
+    keys: tuple[Identity | None, AcceptedKeys | None],
+    data: RunData | None,
+    log: MessageLog,
+    clock: Clock,
+    max_body: int,
+    admission: Admission | None,
+) -> Roster:
+    """The peers that connect; this process declares its start in its log."""
+    identity, accepted = keys
+    assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
+    log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
+    patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
+    return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+
+
+def _equip(arguments: CoordinatorArguments, loop: Loop, data: RunData, closing: contextlib.ExitStack) -> None:
+    """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
+    loop.stop_silos, loop.evaluation.best = arguments.stop_silos, release.best_model(loop.run_context, data)
     if arguments.metrics_port is not None:
         closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
 
@@ -222,21 +240,28 @@ def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: Acc
     return listen(arguments.bind, max_frame=2 * max_body, queue=queue, keys=keys)
 
 
-def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
-    """The checkpoint that a run resumes from; None if there is none yet.
+def _resumable(
+    arguments: CoordinatorArguments,
+    data: RunData,
+    saved: checkpoints.Checkpoint | None,
+    revoked: frozenset[str],
+) -> tuple[RunContext, torch.Tensor]:
+    """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
     Raises:
-        InputError: the data or the trace is not what the run began with.
+        InputError: as said there; no eligible silo is left; the data or the trace is not what the run began with.
     """
-    folder, trace = run_context.folder, run_context.scenario.participation.trace
-    saved = checkpoints.load(folder.checkpoints)
+    setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
+    run_context, folder = setting[0], setting[0].folder
+    trace = run_context.scenario.participation.trace
+    _require_selectable(arguments, run_context, revoked)
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     if saved and saved.trace not in ("", run_context.trace_file):
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {trace}", found, f"the run's trace ({saved.trace[:12]})")
-    return saved
+    return setting
 
 
 def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints.Checkpoint | None) -> MessageLog:
@@ -251,28 +276,21 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _allow_descriptors(arguments: CoordinatorArguments) -> None:
-    """Raise the limit of open files to the system's maximum: each connection takes one.
+def _allow_descriptors(arguments: CoordinatorArguments, peers: int) -> None:
+    """Raise the limit of open files to the system's maximum: each connection takes one; nothing without peers.
 
     Raises:
         InputError: the maximum is too low for the run's connections.
     """
+    if not peers:
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    connections = math.ceil((len(arguments.scenario.silo_names) + 1) / arguments.silos_per_connection)
+    connections = math.ceil(peers / arguments.silos_per_connection)
     needed = connections + _SPARE_DESCRIPTORS
     if most != resource.RLIM_INFINITY and most < needed:
         allowed = f"at least {needed} for {connections} connections: raise `ulimit -Hn`, or LimitNOFILE= of systemd"
         raise InputError("open files of this process (ulimit -Hn)", most, allowed)
-
-
-def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
-    """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
-
-    Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
-    """
-    tensors = run_context.traits.reply_bytes
-    return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:
@@ -283,37 +301,45 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
     """
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     silos = arguments.scenario.silo_names
-    missing = [name for name in (*silos, EVALUATOR) if name not in accepted]
+    evaluator = [EVALUATOR] if arguments.scenario.evaluator else []
+    missing = [name for name in (*silos, *evaluator) if name not in accepted]
     some = arguments.resume or arguments.scenario.participation.minimum is not None
     if some and EVALUATOR not in missing and len(missing) < len(silos):
         return identity, accepted, frozenset(missing)
     if missing:
+        every = "the evaluator and every silo" if evaluator else "every silo"
         allowed = (
-            "a public key for the evaluator and every silo (`fedmq keys accept`); a resumed run (--resume) or one with "
+            f"a public key for {every} (`fedmq keys accept`); a resumed run (--resume) or one with "
             "participation.minimum can do without a silo's"
         )
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
     return identity, accepted, frozenset()
 
 
-def run_context_of(scenario: Scenario, population: Population, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
+def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
     """The fixed facts of a run, and the initial parameters (float32 [P]).
+
+    Args:
+        scenario: as resolved.
+        data: the run's data, with the numbers of items.
+        folder: the run folder.
 
     Raises:
         InputError: the method, the data and the scenario's options do not fit together.
     """
-    _check_labels(scenario, population)
+    _check_labels(scenario, data)
     try:
-        model = population.build_model(scenario, "cpu", ())
+        model = data.build_model(scenario, "cpu", ())
     except FieldError as error:
         found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
-    context = population.context(scenario, model)
+    context = data.context(scenario, model)
     method = protocols.create(scenario.protocol, context)
-    eligible = sum(map(method.eligible, population.silos))
+    eligible = sum(map(method.eligible, data.silos))
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
-        raise InputError("missing_modality", "no such silo is left", allowed)
+        place = "missing_modality" if scenario.data is not None else "the silos' modalities"
+        raise InputError(place, "no such silo is left", allowed)
     minimum = scenario.participation.minimum
     if minimum is not None and minimum > eligible:
         allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
@@ -323,15 +349,15 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
-    digests = population.prepared.digest, "" if path is None else file_digest(path)
+    digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)
-    samples = _samples(scenario, population, method)
-    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
+    samples, pairs = _samples(scenario, data, method), data.pairs(scenario.evaluation.split)
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
-    sent = _sent(run_context, population)
+    sent = _sent(run_context)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
@@ -342,21 +368,21 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     return run_context, model.flat.detach().clone()
 
 
-def _samples(scenario: Scenario, population: Population, method: FederatedProtocol) -> tuple[int, ...]:
+def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tuple[int, ...]:
     """Number of items that each silo trains on; if faults change its modalities, the largest number.
 
     Raises:
         InputError: a silo that the method can select has nothing to train on.
     """
-    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, population.silos), method.traits().unpaired
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, data.silos), method.traits().unpaired
     contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
-    for silo in population.silos:
-        found = {state: population.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+    for silo in data.silos:
+        found = {state: data.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
         samples.append(max(found.values()))
         if not method.eligible(silo):
             continue
         for state in found:
-            held = len(population.rows_of(state).dataset)
+            held = data.training_items(state).dataset
             if not held:
                 what = "both modalities" if state.paired else "an image" if state.image else "captions"
                 raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
@@ -366,18 +392,17 @@ def _samples(scenario: Scenario, population: Population, method: FederatedProtoc
     return tuple(samples)
 
 
-def _check_labels(scenario: Scenario, population: Population) -> None:
+def _check_labels(scenario: Scenario, data: RunData) -> None:
     """Refuse an objective base that needs labels if no training item has one."""
-    labels, base = population.prepared.labels, scenario.objective.base
-    if labels is None or not OBJECTIVES.find(base).needs_labels:
-        return
-    if not labels[np.concatenate(population.train)].any():
+    base = scenario.objective.base
+    if data.label_names and not data.labelled and OBJECTIVES.find(base).needs_labels:
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
 
 
-def _sent(run_context: RunContext, population: Population) -> list[frozenset[type[Payload]]]:
+def _sent(run_context: RunContext) -> list[frozenset[type[Payload]]]:
     """Payload kinds that each eligible silo uploads."""
-    return [run_context.protocol.uploads(silo) for silo in population.silos if run_context.protocol.eligible(silo)]
+    protocol, silos = run_context.protocol, run_context.context.silos
+    return [protocol.uploads(silo) for silo in silos if protocol.eligible(silo)]
 
 
 def _loop(
@@ -439,31 +464,35 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
+def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:
         loop: the finished loop.
-        population: the silos and their data.
+        data: the run's data, with the numbers of items.
         clock: the run's clock.
         initial: initial parameters, float32 [P].
+        admission: what the processes stated about their data; None without messages.
 
     Raises:
         RunError: the method shares a model, and no silo's update changed it.
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context))
     if shared and torch.equal(state.theta, initial):
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
             "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
         )
-    config = release.write_model(run_context, state.theta, protocol.release(state), population)
+    config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.
-    released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
+    released = {"model_digest": config.model_digest, "data_digest": data.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
-    summary = summary_of(loop, population, clock, config)
+    stated = None if admission is None else admission.record()
+    if stated is not None:
+        write_json(folder.agreement, stated.plain())
+    summary = summary_of(loop, data, clock, config, stated)
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

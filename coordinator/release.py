@@ -6,24 +6,28 @@ The folder is enough to build and apply the model; it needs neither the run fold
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
+from coordinator.model_selection import BestModel
 from coordinator.run_context import RunContext
 from fedmq.config.scenario import Scenario
 from fedmq.data import catalogue
-from fedmq.federation.population import Population
+from fedmq.federation.protocol import State
+from fedmq.federation.run_data import RunData
 from fedmq.runs.model_card import model_card
 from fedmq.runs.run_records import ReleaseConfig, ReleasedInputs, RunSummary
-from fedmq.storage.run_folder import write_atomically, write_json, write_tensors, write_text
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
 from fedmq.wire.payloads import Payload, digest
 
 
 def write_model(
-    run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], population: Population
+    run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: RunData
 ) -> ReleaseConfig:
     """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
 
@@ -31,7 +35,7 @@ def write_model(
         run_context: fixed facts of the run.
         theta: the model's parameters, float32 [P].
         more: payloads released with the model.
-        population: the silos and their data.
+        data: the run's data.
     """
     layout, folder, scenario = run_context.context.layout, run_context.folder.model, run_context.scenario
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
@@ -39,8 +43,7 @@ def write_model(
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
         write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
-    prepared = population.prepared
-    inputs = prepared.inputs
+    inputs = data.inputs
     config = ReleaseConfig(
         backbone=scenario.backbone.model_dump(mode="json"),
         objective=scenario.objective.model_dump(mode="json"),
@@ -50,7 +53,7 @@ def write_model(
         # The safetensors file does not keep the order of the parameters, which is needed to verify the digests.
         layout=[entry.name for entry in layout.entries],
         model_digest=layout.model_digest(theta.numpy()),
-        data_digest=prepared.content,
+        data_digest=data.content,
         released_with={payload.KIND: digest(payload) for payload in more},
         seed=scenario.seed,
         inputs=ReleasedInputs(
@@ -61,13 +64,26 @@ def write_model(
             mean=list(inputs.mean),
             std=list(inputs.std),
         ),
-        label_names=list(prepared.label_names),
-        texts="vectors" if scenario.backbone.name == "features" else catalogue.text_kind(scenario.data),
-        frozen=_frozen(scenario, population),
+        label_names=list(data.label_names),
+        texts="vectors" if scenario.backbone.name == "features" else _texts(scenario, data),
+        frozen=_frozen(scenario, data),
         personal_only=run_context.traits.personal_only,
     )
     write_json(folder / "config.json", config.plain())
     return config
+
+
+def best_model(run_context: RunContext, data: RunData) -> BestModel | None:
+    """Keeps the best version, if the scenario wants that."""
+    if run_context.scenario.evaluation.keep == "last":
+        return None
+
+    def write(folder: RunFolder, state: State) -> str:
+        into = replace(run_context, folder=folder)
+        more = run_context.protocol.release(state)
+        return write_model(into, state.theta, more, data).model_digest
+
+    return BestModel(run_context, write)
 
 
 def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSummary) -> None:
@@ -77,16 +93,21 @@ def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSumma
     write_text(run_context.folder.model / "README.md", text)
 
 
-def _frozen(scenario: Scenario, population: Population) -> dict[str, str]:
+def _texts(scenario: Scenario, data: RunData) -> Literal["sentences", "bag"]:
+    """The texts that the model reads, of data that are not vectors."""
+    if scenario.data is not None:
+        return catalogue.text_kind(scenario.data)
+    return "bag" if data.vocabulary else "sentences"
+
+
+def _frozen(scenario: Scenario, data: RunData) -> dict[str, str]:
     """Digests of the frozen encoders that encoded the data, as the prepared data record them."""
-    weights = population.prepared.meta.source.get("weights")
-    found = dict(zip(("image", "text"), weights, strict=True)) if isinstance(weights, list) else {}
-    digests = {modality: value for modality, value in found.items() if isinstance(value, str)}
+    digests = dict(data.encoders)
     if digests and scenario.backbone.adapter_site == "blocks":
         from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
 
         # The encoders then only decode pictures and tokenise captions; the frozen weights are applied by the model.
-        digests["blocks"] = weights_digest(scenario.backbone, scenario.seed, population.cache)
+        digests["blocks"] = weights_digest(scenario.backbone, scenario.seed, data.cache)
     return digests
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
@@ -106,6 +107,7 @@ class Roster:
         clock: clock for liveness and time stamps.
         max_body: largest accepted message body [bytes].
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
+        admission: decides by the data that peers state which of them join; None lets all join that prove their key.
     """
 
     def __init__(
@@ -119,8 +121,11 @@ class Roster:
         max_body: int,
         *,
         patience: float = 1.0,
+        admission: Admission | None = None,
     ) -> None:
-        self._max_body, self._patience = max_body, patience
+        self._max_body, self._patience, self._admission = max_body, patience, admission
+        self._joining: dict[str, Peer] = {}
+        self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self._pending: dict[bytes, _Pending] = {}
@@ -139,6 +144,16 @@ class Roster:
     def uri(self) -> str:
         """Where peers connect."""
         return self._listener.uri
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self._run
+
+    @property
+    def elapsed(self) -> float:
+        """Real time since the roster was made [s]."""
+        return self._clock.stopwatch() - self._began
 
     @property
     def wired(self) -> bool:
@@ -181,6 +196,9 @@ class Roster:
             self.refuse(peer.name, error, size)
             # The seal is valid, so the message is authentic and the peer is alive.
             peer.heard = self._clock.stopwatch()
+            if error.reason == Reason.DATA or (error.reason == Reason.GAP and self._by_name.get(peer.name) is not peer):
+                self._turn_away(peer, error)
+                return None
             if error.reason == Reason.GAP:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
@@ -245,28 +263,74 @@ class Roster:
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
 
-    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready:
+    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
         pending = self._pending.get(address)
         if pending is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
         responded = pending.responded
         session = confirm(responded, frames)
         del self._pending[address]
-        # An older session of that name ends only now that the peer has proven its key.
-        returned = self.drop(responded.peer)
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
-        self._by_address[address] = self._by_name[peer.name] = peer
         self._log.handshake("received", Kind.READY, peer.name, size)
+        self._by_address[address] = peer
+        if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
+            return self._admit(peer)
+        if session.wire_version == 1:
+            raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
+        # An older session of that name goes on until the peer has stated its data.
+        if (earlier := self._joining.pop(peer.name, None)) is not None:
+            self._by_address.pop(earlier.address, None)
+        self._joining[peer.name] = peer
+        return None
+
+    def _admit(self, peer: Peer) -> Ready:
+        """Replace an older session of the peer's name by this one."""
+        self._joining.pop(peer.name, None)
+        returned = self._by_name.get(peer.name) is not peer and self.drop(peer.name)
+        self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned)
 
-    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | None:
+    def _turn_away(self, peer: Peer, error: RemoteWireError) -> None:
+        """End the session of a peer that cannot join, after telling it why."""
+        self._send(
+            peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(str(Reason(error.reason)), error.detail),))
+        )
+        if self._by_name.get(peer.name) is peer:
+            self.drop(peer.name)
+        if self._joining.get(peer.name) is peer:
+            del self._joining[peer.name]
+        self._by_address.pop(peer.address, None)
+
+    def _stated(self, peer: Peer, message: Message) -> Ready | None:
+        """Handle what a peer states about its data, or confirms."""
+        if self._admission is None:
+            return None
+        match self._admission.decide(peer.name, message):
+            case Admitted():
+                return self._admit(peer)
+            case Agree(payloads):
+                self._send(peer, Message(self.header(peer.name, Kind.AGREEMENT), payloads))
+            case Waiting():
+                pass
+        return None
+
+    def offer(self) -> None:
+        """Send what the silos agreed on to all peers that have stated their data but not joined."""
+        assert isinstance(self._admission, OwnDataAdmission)  # noqa: S101 - called by its gather alone
+        for name, peer in list(self._joining.items()):
+            if name in self._admission.stated:
+                self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
+
+    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
         message, tag = open_message(peer.session, frames, max_body=self._max_body)
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self._log.message("received", message, tag, size)
         if message.header.kind is Kind.HEARTBEAT:
-            self.send(peer.name, self.header(peer.name, Kind.HEARTBEAT))
+            self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
             return None
+        if message.header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
+            return self._stated(peer, message)
         return message
 
     def header(
@@ -289,14 +353,18 @@ class Roster:
         peer = self._by_name.get(name)
         if peer is None:
             return 0
-        complete = message if isinstance(message, Message) else Message(message)
-        complete = replace(complete, head=self._log.sent_head)
-        sealed = seal_message(peer.session, complete)
-        self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
+        return self._send(peer, message if isinstance(message, Message) else Message(message))
+
+    def _send(self, peer: Peer, message: Message) -> int:
+        """Seal, log and send a message on a session; returns its size [bytes], or 0 if it cannot be delivered."""
+        message = replace(message, head=self._log.sent_head)
+        sealed = seal_message(peer.session, message)
+        self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if not self._listener.send(peer.address, sealed.frames):
-            self._log.note(NoteKind.NOT_DELIVERED, peer=name)
-            self.drop(name)
+            self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+            if self._by_name.get(peer.name) is peer:
+                self.drop(peer.name)
             return 0
         return sealed.size
 

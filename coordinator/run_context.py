@@ -33,6 +33,7 @@ class RunContext:
         trace: availability of the silos.
         data: digest of the prepared data.
         trace_file: digest of the file of ``trace``; empty if there is none.
+        pairs: items of the evaluated split with both modalities, of each silo.
     """
 
     scenario: Scenario
@@ -44,6 +45,7 @@ class RunContext:
     trace: Trace = field(default_factory=Trace)
     data: str = ""
     trace_file: str = ""
+    pairs: tuple[int, ...] = ()
 
     @cached_property
     def script(self) -> FaultSchedule:

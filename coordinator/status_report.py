@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import filterfalse
 
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -21,7 +22,6 @@ from fedmq.runs.status import STATUS_SECONDS, SiloPhase, SiloStatus, Status, Sta
 from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
-from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import Payload, tensor_bytes
 
 #: Interval between two reports to the display [s].
@@ -118,7 +118,7 @@ class StatusReport:
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
             training=len(rounds.pending),
-            missing=tuple(name for name in (*self._names, EVALUATOR) if not roster.online(name)),
+            missing=tuple(filterfalse(roster.online, (*self._names, *self._evaluation.evaluators))),
             refused=(dict(roster.refused), roster.refusal),
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),

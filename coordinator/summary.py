@@ -14,13 +14,17 @@ from fedmq.clock import Clock
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
-from fedmq.federation.population import Population, device_here
+from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluationLine,
     MessageCounts,
+    OwnHeldOut,
+    OwnHeldOutLine,
     Processes,
     ReleaseConfig,
     RunSummary,
@@ -31,21 +35,27 @@ from fedmq.runs.run_records import (
 )
 from fedmq.version import __version__
 
+#: Keys of a line of ``metrics.jsonl`` that a summary does not have.
+_OF_A_LINE = ("kind", "version")
 #: Phases whose time is measured; the rest of the total counts as training.
 _MEASURED = ("startup", "merge", "evaluation")
 
 
-def summary_of(loop: Loop, population: Population, clock: Clock, config: ReleaseConfig) -> RunSummary:
+def summary_of(
+    loop: Loop, data: RunData, clock: Clock, config: ReleaseConfig, stated: AgreementRecord | None
+) -> RunSummary:
     """The summary of a run whose last version is evaluated.
 
     Args:
         loop: the finished loop.
-        population: the silos and their data.
+        data: the run's data, with the numbers of items.
         clock: the run's clock.
         config: configuration of the released model.
+        stated: what the processes stated about their data; None without messages.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
+    own = _last_own_heldout(loop)
     summary = RunSummary(
         protocol=scenario.protocol.name,
         scenario=scenario.name,
@@ -55,9 +65,9 @@ def summary_of(loop: Loop, population: Population, clock: Clock, config: Release
         model_digest=config.model_digest,
         data_digest=config.data_digest,
         metrics=last.metrics,
-        per_silo=_per_silo(loop, population, last),
-        per_silo_mean=means(last.per_silo),
-        fairness=fairness_of(last.per_silo),
+        per_silo=_per_silo(loop, data, last, stated),
+        per_silo_mean=means(last.per_silo) if last.per_silo else {},
+        fairness=fairness_of(last.per_silo) if last.per_silo else {},
         bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
         messages=_messages(loop),
         tasks=TaskCounts(
@@ -65,40 +75,55 @@ def summary_of(loop: Loop, population: Population, clock: Clock, config: Release
         ),
         seconds=_seconds(counters, clock),
         processes=Processes(
-            silos=len(population.silos), peak_pss_mb=round(psutil.Process().memory_full_info().pss / 2**20, 1)
+            silos=len(data.silos), peak_pss_mb=round(psutil.Process().memory_full_info().pss / 2**20, 1)
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, population, config, last))
+    return summary.model_copy(update=_optional_keys(loop, data, config, last, own))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
+    """The evaluator's last evaluation; without an evaluator one without figures."""
     lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, EvaluationLine)]
-    return max(reversed(lines), key=lambda line: line.version)
+    nothing = EvaluationLine(kind="evaluation", version=0, metrics={}, per_silo={})
+    return max(reversed(lines), key=lambda line: line.version, default=nothing)
 
 
-def _per_silo(loop: Loop, population: Population, last: EvaluationLine) -> dict[str, SiloSummary]:
+def _last_own_heldout(loop: Loop) -> OwnHeldOut | None:
+    """The silos' last evaluation; None if they do not evaluate."""
+    lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, OwnHeldOutLine)]
+    if not lines:
+        return None
+    last = max(reversed(lines), key=lambda line: line.version)
+    return OwnHeldOut.model_validate({name: value for name, value in last.plain().items() if name not in _OF_A_LINE})
+
+
+def _per_silo(
+    loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
+) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
-    for silo in population.silos:
+    for silo, pairs in zip(data.silos, data.pairs(loop.run_context.scenario.evaluation.split), strict=True):
+        said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-            "samples": len(population.train[silo.index]),
-            "heldout": len(population.heldout[silo.index]),
+            "samples": data.training_items(silo).all,
+            "heldout": pairs,
             "participations": loop.counters.participations[silo.name],
-            **_without_pair(loop, population, silo),
-            **last.per_silo[silo.name],
+            **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
+            **_without_pair(loop, data, silo),
+            **last.per_silo.get(silo.name, {}),
         }
         result[silo.name] = SiloSummary.model_validate(values)
     return result
 
 
-def _without_pair(loop: Loop, population: Population, silo: SiloFacts) -> dict[str, int]:
+def _without_pair(loop: Loop, data: RunData, silo: SiloFacts) -> dict[str, int]:
     """Counts of the silo's items without a pair, and of those that the method ignores, as far as there are any."""
-    found = population.rows_of(silo)
-    ignored = len(population.train[silo.index]) - population.trained(silo, loop.run_context.traits.unpaired)
-    if silo.paired and len(found.dataset) == 1:
+    found = data.training_items(silo)
+    ignored = found.all - data.trained(silo, loop.run_context.traits.unpaired)
+    if silo.paired and found.dataset == 1:
         ignored += OBJECTIVES.find(loop.run_context.scenario.objective.base).contrasts
-    counts = {"image_only": len(found.image_only), "text_only": len(found.text_only), "ignored": ignored}
+    counts = {"image_only": found.image_only, "text_only": found.text_only, "ignored": ignored}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -137,10 +162,12 @@ def _versions_of(loop: Loop) -> dict[str, str]:
 
 
 def _optional_keys(
-    loop: Loop, population: Population, config: ReleaseConfig, last: EvaluationLine
+    loop: Loop, data: RunData, config: ReleaseConfig, last: EvaluationLine, own: OwnHeldOut | None
 ) -> dict[str, object]:
     """The keys that only some summaries have."""
     traits, optional = loop.run_context.traits, dict[str, object]()
+    if own is not None:
+        optional["own_heldout"] = own
     if config.released_with:
         optional["released_with"] = config.released_with
     if loop.counters.unusable:
@@ -150,15 +177,15 @@ def _optional_keys(
         optional |= {name: value for name, value in line if name.startswith("personal")}
     if loop.evaluation.missing:
         optional["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
-    if own_metrics := described(measures_of(loop.run_context.scenario.evaluation), last.metrics):
+    measures = measures_of(loop.run_context.scenario.evaluation)
+    if own_metrics := described(measures, last.metrics or ({} if own is None else own.metrics)):
         optional["own_metrics"] = own_metrics
     if traits.our_reading:
         optional["our_reading"] = True
     if traits.personal_only:
         optional["personal_only"] = True
-    split = loop.run_context.scenario.evaluation.split
-    if lacking := len(population.prepared.rows(split)) - len(population.evaluated):
-        optional["heldout_without_pair"] = lacking
+    if data.heldout_without_pair:
+        optional["heldout_without_pair"] = data.heldout_without_pair
     if (kept := loop.evaluation.best) is not None and kept.best is not None:
         optional["best"] = kept.best
     if loop.rounds.version < loop.run_context.scenario.rounds:

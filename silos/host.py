@@ -15,8 +15,10 @@ from functools import cached_property
 import torch
 
 from fedmq.clock import Clock, WallClock
+from fedmq.data.item_digests import ItemDigests, item_digests
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.site_data import raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import Logger, open_log
@@ -30,8 +32,8 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.transports.shared import beat_patience
-from silos.personal_state import StateStore
-from silos.program import KEPT_MODELS, Silo, SiloArguments, StateNotes, reply_to
+from silos.personal_state import StateNotes, StateStore
+from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
 from silos.slots import Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that it answered for last.
@@ -101,7 +103,7 @@ class _Host:
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = load_identity(arguments.keys, name)
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
-        return Channel(
+        channel = Channel(
             arguments.connect,
             identity,
             self.accepted,
@@ -113,6 +115,12 @@ class _Host:
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
         )
+        channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)
+        return channel
+
+    @cached_property
+    def _items(self) -> ItemDigests:
+        return item_digests(self.population.prepared, self.arguments.silo.scenario.dealt)
 
     @cached_property
     def _recent(self) -> OrderedDict[str, Silo]:
@@ -171,6 +179,8 @@ def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Call
     if message.header.kind is Kind.LAYOUT:
         agree(message.layout, host.model.layout)
         joined()
+    elif message.header.kind is Kind.ERROR:
+        raise_refused(message, name)
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
         reply_to(host.channels.channels[name], host.silo(name), slots, message, member.logger)
         release_unused_memory()  # memory of a failed task

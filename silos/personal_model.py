@@ -13,7 +13,7 @@ import protocols
 from fedmq.config.resolve import Source, resolve
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
-from fedmq.evaluation.program import HeldOut
+from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.population import Population
 from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import as_measured, read_summary

@@ -7,6 +7,7 @@ repeated task gives the same reply.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.message_log import MessageLog
 
 #: Least time between two snapshots of a task, and from its start to the first one [s].
 SNAPSHOT_SECONDS = 10.0
@@ -132,3 +135,28 @@ class TaskEpochs:
         with contextlib.suppress(FedmqError):
             write_atomically(self._path, lambda path: write_tensors(path, snapshot()))
         self._last = self._clock.stopwatch()
+
+
+class StateNotes:
+    """Notes in a silo's log that it has a personal state, or has lost it since.
+
+    Args:
+        store: the silo's personal state.
+        log: the silo's log, which tells whether there was one before.
+    """
+
+    def __init__(self, store: StateStore, log: MessageLog) -> None:
+        self._store, self._log = store, log
+        records = (record for _, record in read_log(log.path))
+        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
+        if self._kept and store.empty:
+            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
+            self._kept = False
+            log.note(NoteKind.STATE_GONE)
+            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+
+    def after_task(self, number: int) -> None:
+        """Note the first task after which the silo has a state."""
+        if not self._kept and not self._store.empty:
+            self._kept = True
+            self._log.note(NoteKind.STATE_KEPT, task=number)

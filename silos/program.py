@@ -20,15 +20,18 @@ from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
+from fedmq.config.site import Site
+from fedmq.data.item_digests import item_digests
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError, RunError
-from fedmq.evaluation.program import HeldOut
+from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import Encoders, Local, Task
+from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
+from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import QUIET, Logger, LogOptions, open_log
@@ -39,12 +42,12 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload
+from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
-from silos.personal_state import StateStore
+from silos.personal_state import StateNotes, StateStore
 from silos.slots import Slots, slots_folder
 
 #: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
@@ -69,6 +72,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
+        site: the silo's site, which has its data if the silos have data of their own; None without a site file.
         logs: of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
@@ -80,6 +84,7 @@ class SiloArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+    site: Site | None = None
     logs: LogOptions | None = None
     policy: Path | None = None
 
@@ -150,8 +155,8 @@ class Silo:
 
     def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
         """Rows of the data set with the labels that the objective trains on."""
-        share = load_silo_dataset(self.population.prepared, rows, image=image, text=text)
-        columns = self.population.label_columns(self.scenario)
+        share = self.population.load(rows, image=image, text=text)
+        columns = self.population.run_data.label_columns(self.scenario)
         if share.labels is None or len(columns) == share.labels.shape[1]:
             return share
         return replace(share, labels=share.labels[:, columns].contiguous())
@@ -161,7 +166,7 @@ class Silo:
         return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
-        """The payloads of the reply to a message of kind task or evaluate.
+        """The payloads of the answer to a message of kind task, evaluate or evaluate_own.
 
         Raises:
             RemoteWireError: the message has a model whose layout is not this scenario's.
@@ -169,7 +174,13 @@ class Silo:
         for payload in message.payloads:
             if isinstance(payload, Model):
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
-        return self.answer(message) if message.header.kind is Kind.TASK else (self.measure(message),)
+        match message.header.kind:
+            case Kind.TASK:
+                return self.answer(message)
+            case Kind.EVALUATE_OWN:
+                return (self.measure_shared(message),)
+            case _:
+                return (self.measure(message),)
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
         """Train and return the payloads of the reply.
@@ -213,7 +224,30 @@ class Silo:
         # From the state after its last merged task, so that a pending task has no influence.
         encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
-        return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        measured = heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        # Of data of its own the silo's part is all there is.
+        return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
+
+    def measure_shared(self, message: Message) -> OwnMetrics:
+        """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
+
+        Args:
+            message: of kind evaluate_own, with the model and what else its inference needs.
+
+        Raises:
+            RemoteWireError: no model, more than one, or one of another layout.
+        """
+        model, before = self.model, self.model.flat.detach().clone()
+        if not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+            # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
+            model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+        try:
+            load_inference(model, message.payloads)
+            heldout = HeldOut.load(self.scenario, self.population)
+            return heldout.own_metrics(encoders_of(model), binary=model.binary, name=self.facts.name)
+        finally:
+            forget_inference(model)
+            self.model.load(before.cpu().numpy())
 
     def personal_encoders(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
         """The encoders of the silo's personal model, and the towers that they use.
@@ -262,32 +296,37 @@ def run_silo(
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    scenario = arguments.scenario
-    if arguments.name not in scenario.silo_names:
-        raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
+    _check_name(arguments)
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
     log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], logger)
-    slots = Slots(slots_folder(arguments.run.id), scenario.slots)
+    slots = Slots(slots_folder(arguments.run.id), arguments.scenario.slots)
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
-        silo = _loaded(arguments, identity)
-        notes = StateNotes(silo.store, log)
-        log.start(identity, accepted, StartFacts.of(arguments.run, silo.population.prepared.content))
+        start = SiloStart.of(arguments, identity)
+        silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
+        log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
+        link.statement = start.statement
         link.start()
-        logger.info("connecting", uri=arguments.connect, samples=len(silo.dataset))
+        logger.info("connecting", uri=arguments.connect, samples=start.samples)
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
                 break
             last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
-                case Kind.LAYOUT:
+                case Kind.AGREEMENT:
+                    silo = silo or start.agreed(message)
+                    notes = notes or StateNotes(silo.store, log)
+                    confirm(link, message)
+                case Kind.ERROR:
+                    raise_refused(message, arguments.name)
+                case Kind.LAYOUT if silo is not None:
                     agree(message.layout, silo.context.layout)
                     logger.info("joined")
                     joined()
-                case Kind.TASK | Kind.EVALUATE:
+                case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
                     reply_to(link, silo, slots, message, logger)
                     release_unused_memory()  # memory of a failed task
                     notes.after_task(message.header.sequence)
@@ -300,6 +339,12 @@ def run_silo(
         link.close()
         slots.close()
     logger.info("head of the message log", records=log.records, head=log.head)
+
+
+def _check_name(arguments: SiloArguments) -> None:
+    names = arguments.scenario.silo_names
+    if arguments.name not in names:
+        raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
 
 
 def _log_and_channel(
@@ -326,39 +371,63 @@ def _log_and_channel(
     return log, Channel(uri, identity, accepted, run, log, clock, now=now, progress=warn, forbidden=forbidden)
 
 
-def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
-    """Build the silo and load its data."""
-    scenario = arguments.scenario
-    noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
-    here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
-    keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
-    return silo
-
-
-class StateNotes:
-    """Notes in a silo's log that it has a personal state, or has lost it since.
+@dataclass(frozen=True)
+class SiloStart:
+    """A silo before it joins: its data are loaded and described.
 
     Args:
-        store: the silo's personal state.
-        log: the silo's log, which tells whether there was one before.
+        arguments: how it was started.
+        identity: its key.
+        statement: what it states about its data.
+        samples: number of its training items.
+        content: digest of its data, which it declares in its log.
+        silo: ready for tasks; None until the silos have agreed on labels and inputs.
+        data: of a silo with data of its own; None in a simulated partition.
     """
 
-    def __init__(self, store: StateStore, log: MessageLog) -> None:
-        self._store, self._log = store, log
-        records = (record for _, record in read_log(log.path))
-        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
-        if self._kept and store.empty:
-            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
-            self._kept = False
-            log.note(NoteKind.STATE_GONE)
-            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+    arguments: SiloArguments
+    identity: Identity
+    statement: tuple[Payload, ...]
+    samples: int
+    content: str
+    silo: Silo | None
+    data: SiteData | None = None
 
-    def after_task(self, number: int) -> None:
-        """Note the first task after which the silo has a state."""
-        if not self._kept and not self._store.empty:
-            self._kept = True
-            self._log.note(NoteKind.STATE_KEPT, task=number)
+    @classmethod
+    def of(cls, arguments: SiloArguments, identity: Identity) -> SiloStart:
+        """Load the data.
+
+        Raises:
+            InputError: the data cannot be read, or a silo with data of its own has no site file.
+        """
+        scenario, name, run = arguments.scenario, arguments.name, arguments.run
+        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        if scenario.data is None:
+            data = SiteData.load(here, arguments.site, run.id)
+            return cls(arguments, identity, data.statement, data.samples, data.content, None, data)
+        population = build_population(here, folder=arguments.data, pooled=run.pooled)
+        silo = _silo(arguments, identity, population)
+        items = item_digests(population.prepared, scenario.dealt)
+        statement = population.statement(population.facts(name), items, run.id)
+        return cls(arguments, identity, (statement,), len(silo.dataset), population.prepared.content, silo)
+
+    def agreed(self, message: Message) -> Silo:
+        """The silo, once the silos have agreed on labels and inputs.
+
+        Raises:
+            RemoteWireError: the agreement does not fit the silo.
+        """
+        assert self.data is not None  # noqa: S101 - only silos with data of their own are sent an agreement
+        population = self.data.population(self.arguments.name, message.payloads)
+        return _silo(self.arguments, self.identity, population)
+
+
+def _silo(arguments: SiloArguments, identity: Identity, population: Population) -> Silo:
+    scenario = arguments.scenario
+    noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
+    silo = Silo(arguments, population, noise=noise)
+    keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
+    return silo
 
 
 def reportable(error: Exception) -> str:
@@ -404,7 +473,7 @@ def reply_to(
         elif logger is QUIET and reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
-            Kind.ERROR,
+            Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
             (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
@@ -412,6 +481,8 @@ def reply_to(
         )
         return
     number, base = header.sequence, header.base_version
-    link.send(Kind.REPLY, payloads, sequence=number, reply_to=number, base_version=base)
-    done = "trained" if header.kind is Kind.TASK else "evaluated the personal model"
+    kind = Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.REPLY
+    link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
+    personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
+    done = "trained" if header.kind is Kind.TASK else personal
     logger.info(done, seconds=round(time.monotonic() - began, 1), **what)

@@ -23,7 +23,8 @@ from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.evaluation.program import Evaluator, load_inference
+from fedmq.evaluation.heldout import load_inference
+from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import run_name
 from fedmq.federation.protocol import MergeResult, Reply
 from fedmq.runs.results import read_metrics

@@ -414,6 +414,7 @@ def test_a_run_wound_back_to_an_earlier_signature_is_found_by_heads_noted_later(
         content = lines(run, name)
         rewrite(run, name, content[: next(n for n, line in enumerate(content) if '"signed"' in line) + 1])
     (run / "metrics.jsonl").unlink()
+    (run / "agreement.json").unlink()
     code, found = audited(run)
     assert code == 0 and "that the run did not go on" in found["not_proven"]
     assert audited(run, "--expect", str(heads))[0] == 3

@@ -182,7 +182,7 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
     findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
     assert findings == [
-        *(f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")),
+        *(f"evaluator was sent another {kind} than is released" for kind in ("memory", "model")),
         "the log up to here is not what coordinator signed",
     ]
 

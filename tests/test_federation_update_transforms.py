@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from fedmq.config.scenario import Privacy
+from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Task
 from fedmq.federation.update_transforms import transform

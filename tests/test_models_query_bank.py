@@ -15,8 +15,8 @@ from fedmq.config.scenario import Objective
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.evaluation.metrics import Measured, measure
-from fedmq.evaluation.program import HeldOut, load_inference
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.models.query_bank import MORE, STRENGTH, TEMPERATURE, Bank, hubness

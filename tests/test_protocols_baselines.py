@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config.scenario import Objective, Privacy, ProtocolChoice, Training
+from fedmq.config.scenario import Objective, ProtocolChoice, Training
+from fedmq.config.sections import Privacy
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Reply, Task
 from fedmq.federation.update_transforms import transform

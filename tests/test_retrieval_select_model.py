@@ -18,7 +18,7 @@ from fedmq.cli import main as cli
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import recall
-from fedmq.evaluation.program import HeldOut
+from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.population import build_population
 from fedmq.retrieval import pr_curves, search, select_model
 from fedmq.retrieval.gallery import export

@@ -131,7 +131,7 @@ def test_a_wrong_line_is_named_by_its_number_and_key(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl: line 2: evaluation\.version: found 'two'"):
         results.read_metrics(folder)
     folder.metrics.write_text('{"kind": "other", "version": 1}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl: line 1: .*'merge', 'evaluation', 'personal'"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: line 1: .*'merge', 'evaluation', 'own_heldout', 'personal'"):
         results.read_metrics(folder)
 
 

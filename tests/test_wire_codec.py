@@ -30,6 +30,7 @@ from fedmq.wire.payloads import (
     Model,
     Payload,
     SecretShare,
+    SiloModalities,
 )
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -48,6 +49,8 @@ EXAMPLES = (
     "m@5",
     "a" * 128,
     "_x",
+    "float32",
+    "none",
     "z" * 64,
 )
 
@@ -62,7 +65,7 @@ def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
     match spec:
         case Tensor():
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape)
-            return st.sampled_from(spec.dtypes).flatmap(lambda dtype: array_values(dtype, shape))
+            return st.sampled_from(spec.dtypes).flatmap(lambda dtype: array_values(dtype, shape, spec.low or 0))
         case Whole():
             return optional(spec, st.integers(spec.low, spec.high))
         case Real():
@@ -84,11 +87,11 @@ def optional(spec: Whole | Real, values: st.SearchStrategy[Any]) -> st.SearchStr
     return st.none() | values if spec.nullable else values
 
 
-def array_values(dtype: str, shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+def array_values(dtype: str, shape: tuple[int, ...], low: int) -> st.SearchStrategy[Any]:
     if dtype.startswith("float"):
         width = int(dtype[5:])
         return hnp.arrays(dtype, shape, elements=st.floats(width=width, allow_nan=False, allow_infinity=False))
-    return hnp.arrays(dtype, shape, elements=st.integers(0, np.iinfo(dtype).max))
+    return hnp.arrays(dtype, shape, elements=st.integers(low, np.iinfo(dtype).max))
 
 
 @st.composite
@@ -98,6 +101,8 @@ def payloads(draw: st.DrawFn, kind: str) -> Payload:
     values = {name: draw(field_values(spec, sizes)) for name, spec in cls.FIELDS.items()}
     if cls is SecretShare:
         values["modulus_bits"] = values["values"].dtype.itemsize * 8
+    if cls is SiloModalities:
+        values["masks"] = np.full(len(values["silos"]), draw(st.integers(1, 3)), np.int64)
     return cls(**values)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import protocols
-from coordinator import program
+from coordinator import body_limits
 from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sealed_sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
@@ -62,12 +62,13 @@ def describe(spec: Field) -> str:
             bounds = "" if spec.high == float("inf") else f" in [{spec.low:g}, {spec.high:g}]"
             return f"number{bounds}{', or nil' if spec.nullable else ''}"
         case Word():
-            named = {fields.DIGEST: "digest", fields.NAME: "name"}
+            named = {fields.DIGEST: "digest", fields.NAME: "name", payloads.ENCODER: "digest or `none`"}
             return named.get(spec.pattern) or words(spec.pattern)
         case Text():
             return f"str, at most {spec.longest} bytes"
         case Names():
-            return f"array of {spec.least} to {spec.most} layer names"
+            named = {fields.LAYER: "layer names", fields.NAME: "names", fields.LABEL: "label names"}
+            return f"array of {spec.least} to {spec.most} {named[spec.pattern]}"
         case Numbers():
             return f"map of at most {spec.most} metric names to numbers"
         case NumbersByName():
@@ -113,7 +114,11 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     described = rows(section("Messages"))
     assert list(described) == [kind.value for kind in Kind]
     words = {
-        "any but error and refusal": frozenset(PAYLOADS) - {"error", "refusal"},
+        "any of training": frozenset(PAYLOADS)
+        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "own_metrics"},
+        "data_statement, data_format": frozenset({"data_statement", "data_format"}),
+        "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
+        "own_metrics or error": frozenset({"own_metrics", "error"}),
         "metrics or none": frozenset({"metrics"}),
         "exactly one error or refusal": frozenset({"error", "refusal"}),
     }
@@ -167,7 +172,7 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
-    least = f"the largest of {program.LEAST_BODY >> 20} MiB, four times the model's parameters"
+    least = f"the largest of {body_limits.LEAST_BODY >> 20} MiB, four times the model's parameters"
     told = " ".join(section("Transport").split())
     assert f"Of silos and the evaluator that is 1 GiB, of the coordinator {least}" in told
     beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS

@@ -25,6 +25,8 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
+    DataFormat,
+    DataStatement,
     Delta,
     DiscriminatorDelta,
     Error,
@@ -36,12 +38,14 @@ from fedmq.wire.payloads import (
     Metrics,
     ModalityPrototypes,
     Model,
+    OwnMetrics,
     PartialDelta,
     Payload,
     Refusal,
     Representations,
     RouterStatistics,
     SecretShare,
+    SiloModalities,
 )
 from fedmq.wire.sealed_sessions import Session, seal_message
 
@@ -59,8 +63,24 @@ def golden_messages(wire_version: int) -> dict[str, Message]:
     messages = _messages()
     if wire_version == 1:
         return messages
+    messages |= _of_data()
     messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
     return {name: replace(message, head=HEAD) for name, message in messages.items()}
+
+
+def _of_data() -> dict[str, Message]:
+    """Messages about the silos' data and of their own evaluations."""
+    statement = DataStatement(LAYOUT.digest, 3, np.arange(15, dtype=np.int64).reshape(5, 3))
+    nothing = np.zeros(0, np.float32)
+    shapes = np.array([512]), np.array([768])
+    stated = DataFormat(("Katze", "犬"), ("a",), *shapes, "float32", "float32", "none", LAYOUT.digest, nothing, nothing)
+    model = Model(LAYOUT.digest, np.arange(9, dtype=np.float32) / 8)
+    return {
+        "statement": Message(up(Kind.STATEMENT), (statement, stated)),
+        "agreement": Message(down(Kind.AGREEMENT), (stated, SiloModalities(("silo-00", "silo-01"), np.array([3, 1])))),
+        "evaluate_own": Message(down(Kind.EVALUATE_OWN), (model,)),
+        "own_result": Message(up(Kind.OWN_RESULT, reply_to=5), (OwnMetrics(20, {"mean_r1": 0.5}),)),
+    }
 
 
 def _messages() -> dict[str, Message]:

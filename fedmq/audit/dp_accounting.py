@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.config.loader import load
-from fedmq.config.scenario import Privacy
+from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.update_transforms import TRANSFORMED
 from fedmq.storage.run_folder import RunFolder

@@ -29,8 +29,13 @@ from fedmq.wire.payloads import Metrics, digest
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
+#: What processes stated about their data and confirmed, and silos' own evaluations. Earlier releases had none of them.
+_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.OWN_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
-_FIGURES = ("seed", "rounds", "versions", "metrics", "per_silo", "per_silo_mean", "fairness", "public_items")
+_FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
+
+#: Keys of a silo in a summary that it stated about its data; earlier releases did not have them.
+_STATED = {"data_digest", "items"}
 
 #: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
 Key = tuple[str, str, int]
@@ -143,8 +148,10 @@ def _figures(summary: RunSummary) -> dict[str, object]:
         **{name: plain.get(name) for name in _FIGURES},
         # Without the number of held-out items, which older runs do not have.
         "per_silo": {
-            name: silo.model_dump(exclude_unset=True, exclude={"heldout"}) for name, silo in summary.per_silo.items()
+            name: silo.model_dump(exclude_unset=True, exclude=_STATED | {"heldout"})
+            for name, silo in summary.per_silo.items()
         },
+        "stated": {silo: entry.model_dump(include=_STATED) for silo, entry in summary.per_silo.items()},
         # Discarded tasks are left out: they include resent replies, which depend on real time.
         "tasks.merged": summary.tasks.merged,
         "tasks.failed": summary.tasks.failed,
@@ -170,9 +177,11 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
 def _sent(path: Path) -> Iterator[tuple[Key, str]]:
     """Keys and contents of the tasks and replies that a process sent."""
     for _, record in read_log(path):
-        if not isinstance(record, MessageRecord) or record.action != "sent" or record.header.kind not in _KINDS:
+        if not isinstance(record, MessageRecord) or record.action != "sent":
             continue
         header = record.header
+        if header.kind not in _KINDS and (header.kind not in _OF_DATA or header.sender == COORDINATOR):
+            continue
         silo = header.receiver if header.kind is Kind.TASK else header.sender
         held = {"payloads": record.payloads, "digests": record.digests}
         content = json.dumps({**{name: getattr(header, name) for name in _CONTENT}, **held}, sort_keys=True)
@@ -241,9 +250,15 @@ def _outcome_difference(was: Record, now: Record) -> Difference | None:
             return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
     for name in sorted(was.figures.keys() | now.figures.keys()):
         before, after = was.figures.get(name), now.figures.get(name)
-        if before != after and not (name.startswith("personal") and was.measured != now.measured):
+        old = name == "stated" and not (_has_statements(was) and _has_statements(now))
+        if before != after and not old and not (name.startswith("personal") and was.measured != now.measured):
             return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
     return None
+
+
+def _has_statements(record: Record) -> bool:
+    """Whether the silos of a run stated their data; those of earlier releases, and of inline runs, did not."""
+    return any(kind == Kind.STATEMENT for kind, _, _ in record.messages)
 
 
 def _under_way(key: Key, record: Record) -> bool:
@@ -254,6 +269,8 @@ def _under_way(key: Key, record: Record) -> bool:
         record: of the run that has it.
     """
     kind, silo, number = key
+    if kind in _OF_DATA:
+        return True
     if kind == _MEASUREMENT:  # of a personal model: the run does not wait for an offline silo
         return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)

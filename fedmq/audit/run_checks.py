@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from fedmq.audit.data_checks import LoggedData, check_data, never_sent
 from fedmq.audit.traffic_checks import TrafficChecks
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -28,6 +29,7 @@ from fedmq.runs.run_records import (
     Figures,
     MergeLine,
     MetricsLine,
+    OwnHeldOutLine,
     PersonalLine,
     ReleaseConfig,
     RunSummary,
@@ -68,6 +70,7 @@ class LoggedRun:
         personal: digests of the silos' evaluations of their personal models that the coordinator accepted, by silo and
             version.
         refused: silos from which the coordinator refused a message that it could read.
+        data: what the silos stated about their data, and their own evaluations.
         traffic: what the coordinator sent and received.
     """
 
@@ -79,6 +82,7 @@ class LoggedRun:
     measured: dict[int, set[str]] = field(default_factory=dict)
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    data: LoggedData = field(default_factory=LoggedData)
     traffic: TrafficChecks = field(default_factory=TrafficChecks)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
@@ -109,8 +113,11 @@ class LoggedRun:
     def _take_message(self, place: str, record: MessageRecord) -> None:
         """Add a message of the coordinator's log."""
         header = record.header
+        self.data.take(record)
         if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
             self.evaluated[header.base_version] = place, record
+        elif header.kind is Kind.EVALUATE_OWN:
+            self.evaluated.setdefault(header.base_version, (place, record))
         elif header.kind is Kind.REPLY and record.action == "received":
             if header.sender == EVALUATOR:
                 self.measured.setdefault(header.base_version, set()).update(record.digests)
@@ -169,7 +176,8 @@ def check_run_folder(
     yield from files.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
-    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _run_paths(folder))):
+    others = (folder.scenario, folder.metrics, folder.model)
+    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, others)):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:
@@ -187,14 +195,12 @@ def check_run_folder(
                 named.setdefault(silo, folder.summary.name)
     if files.lines is not None:
         yield from _check_metrics(folder, course, files.lines, inline=inline)
+        if not inline:
+            yield from check_data(folder, course.data, files.lines, summary)
         yield from _out_of_bounds(str(folder.metrics), files.lines, summary)
         if summary is not None:
             yield from _check_summary(folder, course, files.lines, summary, inline=inline)
     yield from found
-
-
-def _run_paths(folder: RunFolder) -> tuple[Path, ...]:
-    return folder.scenario, folder.metrics, folder.model
 
 
 def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]) -> _Record | None:
@@ -292,13 +298,13 @@ def _release(
     if summary is None or inline:
         return
     if summary.versions not in course.evaluated:
-        yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary.versions}, which is released"
+        yield from never_sent(summary)
         return
     place, request = course.evaluated[summary.versions]
     sent = dict(zip((kind for kind, _ in request.payloads), request.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
-            yield place, f"the evaluator was sent another {kind} than is released"
+            yield place, f"{request.header.receiver} was sent another {kind} than is released"
 
 
 def _other(path: Path, what: str, found: str, expected: object) -> Iterator[Discrepancy]:
@@ -369,7 +375,7 @@ def _of_the_last_evaluation(
     """
     last = max(evaluations, key=lambda line: line.version, default=None)
     per_silo = {} if last is None else last.per_silo
-    if last is None or summary.metrics != last.metrics:
+    if summary.metrics != ({} if last is None else last.metrics) or (last is None and summary.own_heldout is None):
         yield place, f"metrics are not those of the last evaluation in {metrics}"
     for silo, entry in summary.per_silo.items():
         if entry.figures != per_silo.get(silo, {}):
@@ -396,6 +402,8 @@ def _measured(line: MetricsLine) -> list[Figures]:
             return [line.metrics, *line.per_silo.values()]
         case PersonalLine():
             return [*line.personal_whole_split.values(), *line.personal_per_silo.values()]
+        case OwnHeldOutLine():
+            return [line.metrics, *(each.figures for each in line.per_silo.values())]
         case MergeLine():
             return []
 

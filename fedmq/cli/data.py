@@ -97,7 +97,7 @@ def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool)
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
-    found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
+    found = prepare(scenario.dealt, scenario.backbone, None, scenario.seed, bar(), place)
     if scenario.partition.kind == "dir_clusters" and found.meta.text_dtype != "float32":
         # The partition needs float32 text features, which data prepared for adapters in the blocks do not contain.
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)

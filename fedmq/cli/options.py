@@ -33,7 +33,15 @@ Settings = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
+OwnKeys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="Folder of the process's keys; or [bold]keys[/bold] in the site file."),
+]
 Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
+OwnConnect = Annotated[
+    str | None,
+    typer.Option("--connect", metavar="URI", help="Address of the coordinator; tcp://127.0.0.1:5555 by default."),
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
 LogLevelOption = Annotated[
     LogLevel | None,

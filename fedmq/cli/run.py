@@ -21,7 +21,6 @@ from fedmq.cli.console import bar, err, out, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
-    Connect,
     Device,
     Extend,
     File,
@@ -31,6 +30,8 @@ from fedmq.cli.options import (
     LogLevelOption,
     MetricsPort,
     NewFile,
+    OwnConnect,
+    OwnKeys,
     Quiet,
     Resume,
     Seed,
@@ -39,6 +40,7 @@ from fedmq.cli.options import (
 )
 from fedmq.cli.report import complete_report
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
+from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
@@ -355,7 +357,7 @@ def coordinator_command(
     run = _with_rounds(run, extend)
     scenario = run.scenario
     warn([run])
-    data = build_population(scenario, bar()).prepared.folder
+    data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)
     command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
@@ -393,10 +395,13 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
 
 def silo_command(
     file: File,
-    name: Annotated[str, typer.Option("--name", help="silo-00, silo-01, ...")],
-    keys: Keys,
-    connect: Connect = "tcp://127.0.0.1:5555",
+    name: Annotated[
+        str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
+    ] = None,
+    keys: OwnKeys = None,
+    connect: OwnConnect = None,
     device: Device = None,
+    site: SiteFile = None,
     out_dir: Annotated[
         Path | None,
         typer.Option(
@@ -418,21 +423,21 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
-    check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
-    out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
+    here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
+    place = (here.name, here.connect, here.keys, here.out, here.device)
     logs = _logs_of_a_program(log_level, log_file, log_format)
-    run_silo(SiloArguments(run, name, connect, keys, out_dir, device, policy=policy, logs=logs))
+    run_silo(SiloArguments(run, *place, site=here.site, policy=policy, logs=logs))
 
 
 def evaluator_command(
     file: File,
-    keys: Keys,
-    connect: Connect = "tcp://127.0.0.1:5555",
+    keys: OwnKeys = None,
+    connect: OwnConnect = None,
     device: Device = None,
+    site: SiteFile = None,
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log; runs/<name>-evaluator by default.")
     ] = None,
@@ -448,12 +453,11 @@ def evaluator_command(
     """
     starting()
     from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415
-    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+    from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
-    check_uri(connect, "--connect")
     run = resolved_file(file, settings, seed, manual=True)
-    out_dir = out_dir or Path("runs") / f"{run.scenario.name}-evaluator"
-    arguments = EvaluatorArguments(
-        run, connect, keys, out_dir, device, logs=_logs_of_a_program(log_level, log_file, log_format)
+    here = whereabouts(run, site, name=EVALUATOR, keys=keys, connect=connect, device=device, out=out_dir)
+    place = (here.connect, here.keys, here.out, here.device)
+    run_evaluator(
+        EvaluatorArguments(run, *place, site=here.site, logs=_logs_of_a_program(log_level, log_file, log_format))
     )
-    run_evaluator(arguments)

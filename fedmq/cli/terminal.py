@@ -198,6 +198,14 @@ def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Me
     return table
 
 
+def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
+    """The spread of R@1 over silos as a line, with their numbers of held-out items; empty if none was evaluated."""
+    if not fairness:
+        return ""
+    std, worst, gap = (fairness[f"{name}_r1"] for name in ("std", "worst", "gap"))
+    return f"over silos: R@1 std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
+
+
 def _head(folder: RunFolder) -> str:
     """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
     path = folder.messages(COORDINATOR)
@@ -208,17 +216,24 @@ def _head(folder: RunFolder) -> str:
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
     own = tuple(summary.own_metrics.values())
-    models = [("", summary.metrics)] + ([("personal models, ", summary.personal)] if summary.personal else [])
-    console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
-    for metric in shown(summary.metrics, own):
+    models = ([("", summary.metrics)] if summary.metrics else []) + (
+        [("personal models, ", summary.personal)] if summary.personal else []
+    )
+    heldout, fairness = summary.own_heldout, summary.fairness
+    if heldout is not None and heldout.metrics:
+        models = [*models, ("own held-out items, ", heldout.metrics)]
+        fairness = fairness or heldout.fairness
+    if models:
+        console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
+    for metric in shown(models[0][1], own) if models else ():
         if not metric.way:
-            values = ", ".join(f"{whose}{measured[metric.name]:.4f}" for whose, measured in models)
+            found = [(whose, measured[metric.name]) for whose, measured in models if metric.name in measured]
+            values = ", ".join(f"{whose}{value:.4f}" for whose, value in found)
             console.print(f"{metric.title}: {values}", highlight=False, markup=False, soft_wrap=True)
-    fairness, seconds, traffic, tasks = summary.fairness, summary.seconds, summary.bytes, summary.tasks
+    seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
-        f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
-        f"gap {fairness['gap_r1']:.4f}{_heldout(summary)}\n"
+        f"{_fairness(fairness, _heldout(summary))}"
         f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"

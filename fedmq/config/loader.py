@@ -17,6 +17,9 @@ from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.text import did_you_mean, one_of
 
+#: Keys of a data section that are paths.
+DATA_PATHS = ("path", "annotations", "images")
+
 
 class Overridden(dict[str, object]):
     """A raw scenario with the keys that were overridden, so that errors name the right place.
@@ -289,18 +292,23 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
         InputError: a path is invalid.
     """
     data, trace = scenario.data, scenario.participation.trace
-    places = {key: getattr(data, key) for key in ("path", "annotations", "images")}
-    parts = {
-        "data": {key: _absolute(f"data.{key}", path) for key, path in places.items() if path},
-        "participation": {"trace": _absolute("participation.trace", trace)} if trace else {},
+    places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
+    parts: dict[str, dict[str, object]] = {
+        "data": {key: absolute(f"data.{key}", path) for key, path in places.items() if path},
+        "participation": {"trace": absolute("participation.trace", trace)} if trace else {},
         "backbone": _weights(scenario.backbone) if weights else {},
     }
     return scenario.model_copy(
-        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items()}
+        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items() if changed}
     )
 
 
-def _absolute(key: str, path: Path) -> Path:
+def absolute(key: str, path: Path) -> Path:
+    """An absolute path, with ``~`` expanded; symbolic links are kept.
+
+    Raises:
+        InputError: the path is invalid; its place is the key.
+    """
     try:
         path = path.expanduser()
         path.resolve()

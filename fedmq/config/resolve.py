@@ -146,8 +146,12 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
     """
     try:
         scenario = _adopted(source, adopt=adopt)
-        known.check_data(scenario.data)
+        if scenario.data is not None:
+            known.check_data(scenario.data)
         method = known.method_facts(scenario.protocol, scenario.objective)
+        if scenario.data is None and method.pooled:
+            allowed = "a federated method: with partition.kind own nobody holds the data of all silos"
+            raise InputError("protocol.name", scenario.protocol.label, allowed)
         objective = known.objective_facts(scenario.objective)
         _check_objective(scenario, objective)
         changes: dict[str, object] = {"protocol": scenario.protocol.with_options(method.options)}
@@ -183,12 +187,13 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
         return user_files.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
 
     protocol = named("protocol.name", scenario.protocol.name)
-    base, data = named("objective.base", scenario.objective.base), named("data.name", scenario.data.name)
+    base = named("objective.base", scenario.objective.base)
     changes: dict[str, object] = {
         "protocol": scenario.protocol.model_copy(update={"name": protocol}),
         "objective": scenario.objective.model_copy(update={"base": base}),
-        "data": scenario.data.model_copy(update={"name": data}),
     }
+    if scenario.data is not None:
+        changes["data"] = scenario.data.model_copy(update={"name": named("data.name", scenario.data.name)})
     if metrics := scenario.evaluation.metrics:
         references = tuple(named("evaluation.metrics", each) for each in metrics)
         changes["evaluation"] = scenario.evaluation.model_copy(update={"metrics": references})

@@ -19,7 +19,14 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 #: Keys that were added after the first format, with their defaults, at which they do not enter the id.
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = {
-    "evaluation": {"personal_every": 0, "metrics": [], "keep": "last", "patience": None, "silo_gallery": "whole"},
+    "evaluation": {
+        "personal_every": 0,
+        "metrics": [],
+        "heldout": None,
+        "keep": "last",
+        "patience": None,
+        "silo_gallery": "whole",
+    },
     "participation": {"minimum": None},
     "aggregation": {"task_limit": None},
     "training": {"schedule_rounds": None},

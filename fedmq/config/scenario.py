@@ -23,9 +23,11 @@ from fedmq.config.sections import (
     Part,
     Participation,
     Positive,
+    Privacy,
     Silos,
 )
 from fedmq.config.user_files import label
+from fedmq.errors import InputError
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
@@ -169,10 +171,11 @@ class Objective(BaseModel):
 class Partition(Part):
     """How the training data is partitioned among the silos."""
 
-    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column"] = Field(
+    kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column", "own"] = Field(
         "dir_clusters",
-        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, or one "
-        "silo per value of a column of the data",
+        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, one silo "
+        "per value of a column of the data, or own: each silo has data of its own, which its site file names, and the "
+        "scenario has no `data`",
     )
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None,
@@ -287,29 +290,6 @@ class Training(Part):
         return self.learning_rate * share
 
 
-class Privacy(Part):
-    """Clipping and noise, which a silo applies to its update before sending it."""
-
-    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
-    noise_multiplier: NonNegative = Field(
-        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
-    )
-    noise_from: Literal["seed", "key"] = Field(
-        "seed",
-        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
-        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
-        "launcher inline, which has no keys",
-    )
-
-    @model_validator(mode="after")
-    def _noise_needs_clip(self) -> Privacy:
-        if self.noise_multiplier > 0 and self.clip_norm is None:
-            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
-        if self.noise_from == "key" and self.noise_multiplier == 0:
-            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
-        return self
-
-
 class Scenario(Part):
     """Definition of a run. Equal scenarios give bit-identical models on the same machine."""
 
@@ -321,7 +301,9 @@ class Scenario(Part):
     rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
     participation: Participation = Participation()
     protocol: ProtocolChoice
-    data: Data
+    data: Data | None = Field(
+        None, description="the data set that is partitioned among the silos; none with partition.kind own"
+    )
     backbone: Backbone = Backbone()
     objective: Objective = Objective()
     silos: Silos = Silos()
@@ -386,8 +368,7 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        if self.data.column != self.partition.column:
-            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
+        self._check_data()
         names = set(self.silo_names)
         unknown = sorted(set(self.missing_modality.silos) - names)
         if unknown:
@@ -427,6 +408,50 @@ class Scenario(Part):
                 "sweep: add --processes)"
             )
         return self
+
+    def _check_data(self) -> None:
+        """Refuse sections that do not fit where the data are."""
+        if (self.data is None) is not (self.partition.kind == "own"):
+            raise ValueError(
+                "data is required, except with partition.kind own, where each silo's data are in its site file"
+                if self.data is None
+                else "data with partition.kind own; each silo's data are in its site file, so remove the section"
+            )
+        if self.data is not None and self.data.column != self.partition.column:
+            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
+        if self.data is None and self.missing_modality != MissingModality():
+            raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
+        if self.data is None and self.participation.minimum is not None:
+            raise ValueError("participation.minimum with partition.kind own, where all silos state their data first")
+        chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
+        if chosen and not self.evaluator:
+            raise ValueError("evaluation.keep best and patience need an evaluator: evaluation.heldout shared or both")
+        others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
+        if self.data is None and others:
+            raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")
+        if self.data is not None and self.evaluation.heldout in ("own", "both"):
+            raise ValueError(f"evaluation.heldout {self.evaluation.heldout} needs partition.kind own")
+
+    @property
+    def dealt(self) -> Data:
+        """The data set that is partitioned among the silos.
+
+        Raises:
+            InputError: there is none, as each silo has data of its own.
+        """
+        if self.data is None:
+            raise InputError("data", "nothing", "a data set: with partition.kind own only the sites have data")
+        return self.data
+
+    @property
+    def evaluator(self) -> bool:
+        """Whether the run has an evaluator with held-out items of its own."""
+        return self.data is not None or self.evaluation.heldout in ("shared", "both")
+
+    @property
+    def silos_evaluate(self) -> bool:
+        """Whether silos evaluate the shared model on their own held-out items."""
+        return self.data is None and self.evaluation.heldout != "shared"
 
     @property
     def schedule_rounds(self) -> int:

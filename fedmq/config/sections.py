@@ -1,4 +1,4 @@
-"""Schema of the sections ``aggregation``, ``participation`` and ``cost``, and the base class of all sections."""
+"""Schema of the sections aggregation, participation, cost, evaluation and privacy, and the base of all sections."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+
+
+#: A Python file that defines metrics, or the name of an installed metric.
+MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class Part(BaseModel):
@@ -268,12 +272,14 @@ class Silos(Part):
     needs: Needs = Needs()
 
 
-#: A Python file that defines metrics, or the name of an installed metric.
-MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
-
-
 class Evaluation(Part):
-    """What the evaluator measures and when."""
+    """What is measured on which held-out items, and when."""
+
+    heldout: Literal["shared", "own", "both"] | None = Field(
+        None,
+        description="partition.kind own: held-out items that models are evaluated on: the evaluator's (shared), those "
+        "of each silo, by the silo (own), or both; null: own, and shared with any other partition",
+    )
 
     every: int = Field(
         10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
@@ -339,4 +345,27 @@ class Evaluation(Part):
     def _no_query_finds_itself(self) -> Evaluation:
         if self.within and self.gallery != "database":
             raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+        return self
+
+
+class Privacy(Part):
+    """Clipping and noise, which a silo applies to its update before sending it."""
+
+    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
+    noise_multiplier: NonNegative = Field(
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
+    )
+    noise_from: Literal["seed", "key"] = Field(
+        "seed",
+        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
+        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
+        "launcher inline, which has no keys",
+    )
+
+    @model_validator(mode="after")
+    def _noise_needs_clip(self) -> Privacy:
+        if self.noise_multiplier > 0 and self.clip_norm is None:
+            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
+        if self.noise_from == "key" and self.noise_multiplier == 0:
+            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         return self

@@ -315,14 +315,16 @@ def prepare_raw(
             "content": [raw.image_digest, raw.text_digest(todo.kind)],
             "backbone": backbone.model_dump(mode="json"),
             "weights": [todo.image.digest, todo.text.digest if todo.text else None],
+            "later": todo.image.later,
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
             **save_present(into, raw.present(todo.kind)),
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
         remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
-        scale = {"mean": todo.image.mean, "std": todo.image.std}
-        finish(into, todo.digest, source, raw.keys, raw.label_names, **scale, column=raw.column, remarks=remarks)
+        words = raw.vocabulary if todo.kind == "bag" else ()
+        described = partial(finish, column=raw.column, vocabulary=words, remarks=remarks)
+        described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
 

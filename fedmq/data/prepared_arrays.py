@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from fedmq.data.item_modalities import all_present
 from fedmq.data.remarks import NOTHING, Remarks
@@ -47,6 +47,7 @@ class PreparedMeta(Stored):
         text_dtype: dtype name of the caption inputs.
         captions: maximum number of captions of an item.
         label_names: names of the L labels.
+        vocabulary: words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
         remarks: counts of what is seldom meant.
@@ -62,6 +63,7 @@ class PreparedMeta(Stored):
     text_dtype: str
     captions: int | None = None
     label_names: list[str]
+    vocabulary: list[str] = Field(default_factory=list)
     mean: list[float]
     std: list[float]
     remarks: Remarks = Remarks()
@@ -111,6 +113,11 @@ class Prepared:
     def label_names(self) -> tuple[str, ...]:
         """Names of the L labels; empty if the data set has none."""
         return tuple(self.meta.label_names)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Words of the bags of words, in the order of their columns; empty if unknown, or for other texts."""
+        return tuple(self.meta.vocabulary)
 
     @property
     def inputs(self) -> InputSpec:
@@ -246,6 +253,7 @@ def finish(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     column: Sequence[str] | None = None,
+    vocabulary: Sequence[str] = (),
     remarks: Remarks = NOTHING,
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
@@ -264,6 +272,7 @@ def finish(
         remarks=remarks,
         mean=list(mean),
         std=list(std),
+        **({"vocabulary": list(vocabulary)} if vocabulary else {}),
     )
     if column is not None:
         (folder / "column.json").write_text(json.dumps(list(column)), encoding="utf-8")

@@ -50,6 +50,7 @@ class RawSet:
         pictures: n images or videos.
         captions: n tuples of captions, possibly empty.
         bag: bag of words [n, V] (0/1 or counts), or None.
+        vocabulary: the V words of ``bag``; empty if the data set does not name them.
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
@@ -68,6 +69,7 @@ class RawSet:
     split: U8 | None = None
     stamps: tuple[str, ...] | None = None
     column: tuple[str, ...] | None = None
+    vocabulary: tuple[str, ...] = ()
     unpaired: bool = False
 
     def __len__(self) -> int:

@@ -17,6 +17,16 @@ def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(values[name] for values in by_silo.values()) / len(by_silo) for name in names}
 
 
+def weighted_means(by_silo: Mapping[str, Mapping[str, float]], items: Mapping[str, int]) -> dict[str, float]:
+    """Mean over silos of each metric that all silos have, each silo weighted by its number of items; {} for no silo."""
+    if not by_silo:
+        return {}
+    total = math.fsum(items[silo] for silo in by_silo)
+    first, *others = by_silo.values()
+    names = [name for name in first if all(name in other for other in others)]
+    return {name: math.fsum(items[silo] * by_silo[silo][name] for silo in by_silo) / total for name in names}
+
+
 def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float]:
     """Mean, population standard deviation, worst and gap (best - worst) over silos; zeros for no silo."""
     v = np.asarray(values, dtype=np.float64)

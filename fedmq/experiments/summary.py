@@ -165,7 +165,7 @@ def _names(run: FinishedRun) -> list[str]:
         if isinstance(value, Mapping) and key not in ("metrics", "per_silo")
         for name in value
     ]
-    measured = run.evaluations[-1].metrics if run.summary is None else run.summary.metrics
+    measured = run.evaluations[-1].metrics if run.summary is None or not run.summary.metrics else run.summary.metrics
     return [name for name in (*measured, *below) if run.value(name) is not None]
 
 

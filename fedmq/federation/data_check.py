@@ -332,7 +332,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
     """
-    data, backbone = scenario.data, scenario.backbone
+    data, backbone = scenario.dealt, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
         population = build_population(scenario, progress)
         facts = _prepared_facts(data.name, population, progress)

@@ -10,10 +10,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +20,26 @@ import torch
 
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, MissingModality, Scenario
+from fedmq.config.sections import Modality
 from fedmq.config.user_files import label
 from fedmq.data import partition
+from fedmq.data.item_digests import ItemDigests, salted_digest
 from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_rows, without_dropped
-from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, open_prepared
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
+from fedmq.federation.agreement import as_agreed, counts_of, encoders_of, mask_of, usable
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models.build import build_towers
-from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.federation.run_data import Counts, RunData
 from fedmq.models.two_tower import TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import write_atomically
+from fedmq.wire.payloads import DataStatement
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
@@ -60,6 +61,7 @@ class Population:
         galleries: rows of the database assigned to each silo: its training rows, and its part of the others.
         cache: cache folder, which also holds shared weights.
         dropped: bool [n, 2], the modalities of each item after ``missing_modality.per: item``; None if it drops none.
+        agreed: what the silos have agreed on with ``partition.kind own``; None in a simulated partition.
     """
 
     prepared: Prepared
@@ -71,6 +73,7 @@ class Population:
     galleries: tuple[I64, ...]
     cache: Path
     dropped: Present | None = None
+    agreed: RunData | None = None
 
     def rows_of(self, silo: SiloFacts, rows: I64 | None = None) -> SiloRows:
         """A silo's training rows by what the silo can use of them.
@@ -83,55 +86,71 @@ class Population:
         held = self.train[silo.index] if rows is None else rows
         return silo_rows(held, present, image=silo.image, text=silo.text)
 
-    def trained(self, silo: SiloFacts, unpaired: Literal["ignored", "anchored"]) -> int:
-        """Number of a silo's items that a method trains on, by the ``unpaired`` of its traits."""
-        found = self.rows_of(silo)
-        return len(found.dataset) + (len(found.image_only) + len(found.text_only)) * (unpaired == "anchored")
-
     @cached_property
-    def _by_name(self) -> dict[str, SiloFacts]:
-        return {silo.name: silo for silo in self.silos}
+    def run_data(self) -> RunData:
+        """What all processes of the run know about its data."""
+        if self.agreed is not None:
+            return self.agreed
+        prepared = self.prepared
+        return RunData(self.silos, prepared.inputs, prepared.label_names, self.cache, public=self.public_dataset)
+
+    def counted(self, scenario: Scenario) -> RunData:
+        """The same with the numbers of items and the digests, which only the coordinator needs."""
+        prepared, counts = self.prepared, {silo.name: self.counts_of(silo) for silo in self.silos}
+        labels = prepared.labels
+        return replace(
+            self.run_data,
+            labelled=labels is None or bool(labels[np.concatenate(self.train)].any()),
+            digest=prepared.digest,
+            content=prepared.content,
+            counts=counts,
+            heldout_without_pair=len(prepared.rows(scenario.evaluation.split)) - len(self.evaluated),
+            encoders=encoders_of(prepared),
+        )
+
+    def counts_of(self, silo: SiloFacts) -> Counts:
+        """Numbers of a silo's items, by the modalities that they have."""
+        parts = (self.train[silo.index], self.heldout[silo.index], self.galleries[silo.index])
+        present = self.prepared.present if self.dropped is None else self.dropped
+        return counts_of(self.prepared, np.unique(np.concatenate(parts)), present)
+
+    def statement(self, silo: SiloFacts | None, items: ItemDigests, run: str) -> DataStatement:
+        """What a process of a simulated run states about its data; the digest is that of the whole data set.
+
+        Args:
+            silo: the silo; None for the evaluator.
+            items: digests of the items of the data set.
+            run: the run's id.
+        """
+        digest = salted_digest(items, run)
+        if silo is not None:
+            counts = usable(self.counts_of(silo), image=silo.image, text=silo.text)
+            return DataStatement(digest, mask_of(image=silo.image, text=silo.text), counts)
+        counts = counts_of(self.prepared, np.union1d(self.evaluated, self.database), self.prepared.present)
+        return DataStatement(digest, mask_of(image=True, text=True), counts)
 
     def facts(self, name: str) -> SiloFacts:
         """Facts of one silo."""
-        return self._by_name[name]
+        return self.run_data.facts(name)
 
-    def build_model(
-        self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
-    ) -> TwoTower:
-        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        return build_towers(
-            scenario.backbone,
-            scenario.objective,
-            self.prepared.inputs,
-            self.prepared.label_names,
-            scenario.seed,
-            device,
-            modalities,
-            cache=self.cache,
-        )
+    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
+        """Build the two towers, as :meth:`RunData.build_model`."""
+        return self.run_data.build_model(scenario, device, modalities)
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """The context for both halves of a method."""
-        names = self.prepared.label_names
-        return Context(
-            scenario.seed,
-            scenario.schedule_rounds,
-            self.silos,
-            model.layout,
-            model.dim,
-            scenario.training,
-            scenario.objective,
-            tuple(names[column] for column in self.label_columns(scenario)),
-            max_age=scenario.aggregation.max_age,
-            public=self.public_dataset,
-            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
-        )
+        return self.run_data.context(scenario, model)
 
-    def label_columns(self, scenario: Scenario) -> list[int]:
-        """Columns of the data set's labels that the scenario's objective trains on."""
-        kind = OBJECTIVES.find(scenario.objective.base)
-        return trained_columns(self.prepared.label_names, both_levels=kind.both_levels)
+    def load(self, rows: I64, *, image: bool, text: bool) -> SiloDataset:
+        """Load rows into memory, with the run's labels and vocabulary.
+
+        Args:
+            rows: int64 [n], rows of the data set, in the order to keep.
+            image: whether to load images.
+            text: whether to load captions.
+        """
+        dataset = load_silo_dataset(self.prepared, rows, image=image, text=text)
+        return dataset if self.agreed is None else as_agreed(dataset, self.prepared, self.agreed)
 
     def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None if there are none."""
@@ -211,7 +230,7 @@ def build_population(
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress, device)
+        else prepare(scenario.dealt, scenario.backbone, cache, scenario.seed, progress, device)
     )
     train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
     dropped = None
@@ -247,6 +266,34 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
         alone = silo_rows(train[index], present, image=True, text=True)
         silos.append(SiloFacts(name, index, *held, len(alone.image_only), len(alone.text_only)))
     return tuple(silos)
+
+
+def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: RunData) -> Population:
+    """The population as a process with data of its own sees it: only its own rows.
+
+    Args:
+        scenario: as resolved.
+        name: of the silo, or of the evaluator, which trains on nothing.
+        prepared: its data set.
+        agreed: what the silos have agreed on.
+    """
+    nothing, database = np.zeros(0, np.int64), _database(scenario, prepared)
+    train, evaluated = prepared.rows("train"), prepared.pairs(scenario.evaluation.split)
+
+    def of(rows: I64) -> Parts:
+        return tuple(rows if silo.name == name else nothing for silo in agreed.silos)
+
+    return Population(
+        prepared,
+        agreed.silos,
+        of(train),
+        of(evaluated),
+        evaluated,
+        database,
+        of(database),
+        agreed.cache,
+        agreed=agreed,
+    )
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
@@ -337,7 +384,7 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
     column, values = scenario.partition.column or "", prepared.column
     if values is None:
         allowed = "a column of a manifest, or a key of a features file"
-        raise InputError("partition.column", f"{column} with data.name {label(scenario.data.name)}", allowed)
+        raise InputError("partition.column", f"{column} with data.name {label(scenario.dealt.name)}", allowed)
     silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
     parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
     for name, dealt in zip(("train", scenario.evaluation.split), parts, strict=False):

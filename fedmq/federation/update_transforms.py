@@ -8,7 +8,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedmq import seeds
-from fedmq.config.scenario import Privacy
+from fedmq.config.sections import Privacy
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, PartialDelta
 
 F32 = npt.NDArray[np.float32]

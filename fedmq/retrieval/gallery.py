@@ -334,10 +334,10 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     if chosen is None and (root / own).is_dir():
         return open_gallery(root / own, release.used)
     scenario = release.scenario
-    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    prepared = prepare(scenario.dealt, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
         release.check_data(prepared)
-        source = of_data(scenario.data, scenario.backbone, prepared, own)
+        source = of_data(scenario.dealt, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
     elif not chosen.is_file():
@@ -347,7 +347,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
             "a folder of images, or a scenario file (YAML) for its data",
         )
     else:
-        data = load(chosen).data
+        data = load(chosen).dealt
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")

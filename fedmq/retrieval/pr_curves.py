@@ -17,8 +17,8 @@ import numpy as np
 from fedmq.errors import InputError
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Way, rank
+from fedmq.evaluation.heldout import HeldOut
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
-from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
@@ -71,7 +71,7 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:
-        raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
+        raise InputError(f"data.name of {release.run.root}", scenario.dealt.name, "a data set with labels")
     return population
 
 

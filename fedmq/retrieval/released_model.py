@@ -19,7 +19,7 @@ from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
 from fedmq.encoders.clip_weights import weights_digest as clip_weights_digest
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.program import load_inference
+from fedmq.evaluation.heldout import load_inference
 from fedmq.federation.population import device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build_towers
@@ -257,7 +257,7 @@ class Release:
         Raises:
             InputError: there is none because the data are vectors or bags of words, or it is not that of the run.
         """
-        data = self.scenario.data
+        data = self.scenario.dealt
         allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
         if self.scenario.backbone.name == "features":
             raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)

@@ -186,7 +186,7 @@ Describe = Callable[[int, int, Modality], ReportItem]
 
 def _described(release: Release, population: Population, rows: I64) -> Describe:
     """A function that describes an item by its index, the number of a caption, and the modality to show."""
-    data, backbone, keys = release.scenario.data, release.scenario.backbone, population.prepared.keys
+    data, backbone, keys = release.scenario.dealt, release.scenario.backbone, population.prepared.keys
     known = [keys[row] for row in rows]
     captions = caption_texts(data, backbone, known)
     if backbone.name == "features":

@@ -14,8 +14,8 @@ from fedmq.runs import html_sections as sections
 from fedmq.runs.html_figures import Figure, render
 from fedmq.runs.html_timeline import LogFacts, read_facts, timeline
 from fedmq.runs.report_records import ReportData
-from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
+from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
+from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.wire.messages import COORDINATOR
@@ -27,8 +27,9 @@ def write(folder: RunFolder) -> None:
     Raises:
         InputError: the run is not finished, or its files are invalid.
     """
-    summary, lines = read_summary(folder), read_metrics(folder)
-    evaluations = [line for line in lines if isinstance(line, EvaluationLine)]
+    lines = read_metrics(folder)
+    summary = with_own_figures(read_summary(folder))
+    evaluations = shared_evaluations(lines)
     merges = [line for line in lines if isinstance(line, MergeLine)]
     personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations:
@@ -115,6 +116,7 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
         when = f"Run on {datetime.fromisoformat(facts.began):%d %B %Y, %H:%M UTC}. "
     made = ", ".join(f"{name} {version}" for name, version in summary.versions_of.items())
     part = scenario.partition
+    data = "each silo has its own" if scenario.data is None else scenario.data.name
     missing = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
     lacking = f", {missing} of which lack a modality" if missing else ""
     rate = scenario.participation.rate
@@ -124,7 +126,7 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
     faults = f" {len(scenario.faults)} faults are scripted." if scenario.faults else ""
     return (
         f"{when}Method {summary.protocol}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
-        f"Data: {scenario.data.name}, partition {part.kind}; backbone {scenario.backbone.name}; "
+        f"Data: {data}, partition {part.kind}; backbone {scenario.backbone.name}; "
         f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
     )
 
@@ -160,9 +162,14 @@ def _silo_figures(
     return [*([held] if held else []), *sections.silos(summary)]
 
 
+def _headline(silo: SiloSummary) -> str:
+    """The headline metric of a silo; a dash if it has no held-out items with both modalities."""
+    return f"{silo.figures[HEADLINE]:.4f}" if HEADLINE in silo.figures else "-"
+
+
 def _silo_table(summary: RunSummary) -> list[tuple[str, str, str, int, str]]:
     return [
-        (name, " + ".join(silo.modalities), f"{silo.samples:,}", silo.participations, f"{silo.figures[HEADLINE]:.4f}")
+        (name, " + ".join(silo.modalities), f"{silo.samples:,}", silo.participations, _headline(silo))
         for name, silo in summary.per_silo.items()
     ]
 

@@ -208,7 +208,7 @@ def silos(summary: RunSummary) -> list[Figure]:
             continue
         text = [f"{entries[row].samples:,} training items, {entries[row].participations} replies" for row in rows]
         marker, x = {"color": COLOURS[place]}, [names[row] for row in rows]
-        scores = [entries[row].figures[HEADLINE] for row in rows]
+        scores = [entries[row].figures.get(HEADLINE) for row in rows]
         quality.draw("bar", x=x, y=scores, name=name, marker=marker, hovertext=text)
         counts = [entries[row].participations for row in rows]
         busy.draw("bar", x=x, y=counts, name=name, marker=marker, hovertext=text)

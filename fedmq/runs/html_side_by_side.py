@@ -118,7 +118,7 @@ def _silos(runs: Sequence[_Read]) -> Figure:
     figure = Figure("Retrieval for each silo", "", "R@1", note=note)
     for place, run in enumerate(runs):
         silos = run.summary.per_silo
-        y = [silo.figures["mean_r1"] for silo in silos.values()]
+        y = [silo.figures.get("mean_r1") for silo in silos.values()]
         figure.draw("bar", x=list(silos), y=y, name=run.name, marker={"color": colour(place)})
     figure.layout["barmode"] = "group"
     return figure

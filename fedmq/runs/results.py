@@ -12,7 +12,16 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine, RunSummary
+from fedmq.runs.run_records import (
+    AnyMetricsLine,
+    EvaluationLine,
+    MergeLine,
+    MetricsLine,
+    OwnHeldOutLine,
+    PersonalLine,
+    RunSummary,
+    SiloSummary,
+)
 from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 
@@ -41,6 +50,35 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
 
 
+def with_own_figures(summary: RunSummary) -> RunSummary:
+    """A summary for display: without an evaluator, the figures are those of the silos' own held-out items."""
+    own = summary.own_heldout
+    if own is None or summary.metrics:
+        return summary
+    per_silo = {
+        name: SiloSummary.model_validate(
+            {**entry.model_dump(), **(own.per_silo[name].figures if name in own.per_silo else {})}
+        )
+        for name, entry in summary.per_silo.items()
+    }
+    found = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
+    return summary.model_copy(update={**found, "per_silo": per_silo})
+
+
+def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
+    """The evaluations of the shared model: the evaluator's, or without one those of the silos on their own items."""
+    return [line for line in lines if isinstance(line, EvaluationLine)] or [
+        EvaluationLine(
+            kind="evaluation",
+            version=line.version,
+            metrics=line.metrics,
+            per_silo={name: each.figures for name, each in line.per_silo.items()},
+        )
+        for line in lines
+        if isinstance(line, OwnHeldOutLine)
+    ]
+
+
 def as_measured(scenario: Scenario, summary: RunSummary) -> Scenario:
     """A run's scenario with what its summary shows that its version of fedmq did and had no key for."""
     if summary.silo_gallery is None:
@@ -67,7 +105,7 @@ class EvaluationResult:
     Args:
         version: of the model, the number of merges before it.
         now: the run's time of that version [s].
-        metrics: value by name, on the whole split.
+        metrics: value by name, on the whole split; without an evaluator on the silos' own held-out items.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
         per_silo_mean: mean over silos by metric, each silo on its part of the split.
     """
@@ -114,7 +152,7 @@ class FinishedRun:
     def figures(self) -> Mapping[str, object]:
         """Its results, by the keys of the summary."""
         if self.summary is not None:
-            return self.summary.plain()
+            return with_own_figures(self.summary).plain()
         first = self.evaluations[0]
         return {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
 
@@ -183,7 +221,7 @@ def read(folder: RunFolder) -> FinishedRun:
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
     evaluations, personal = dict[int, EvaluationResult](), dict[int, Personal]()
-    for line in lines:
+    for line in (*shared_evaluations(lines), *(line for line in lines if not isinstance(line, EvaluationLine))):
         version = line.version
         if version not in times:
             article = "an evaluation" if isinstance(line, EvaluationLine) else "a measurement"

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from fedmq.evaluation.metrics import HEADLINE, Metric
+from fedmq.runs.data_records import ItemCounts
 from fedmq.storage.json_files import Digest, Stored
 
 #: Metric name to value.
@@ -42,10 +43,14 @@ def _metric(entry: object) -> Metric:
 class SiloSummary(Stored):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
+    Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
+
     Args:
         modalities: of its items.
         samples: number of training items.
         participations: number of its replies that were merged.
+        data_digest: salted digest of its data, as it stated it.
+        items: numbers of its items by split and modalities, as it stated them.
         heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
             December 2026, whose silos retrieved from their own part of the gallery.
         image_only: of these items, those with an image only, in a silo with both modalities.
@@ -59,6 +64,8 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
     samples: int
     participations: int
+    data_digest: Digest | None = None
+    items: dict[str, ItemCounts] = Field(default_factory=dict)
     heldout: int | None = None
     image_only: int = 0
     text_only: int = 0
@@ -66,14 +73,51 @@ class SiloSummary(Stored):
 
     @model_validator(mode="after")
     def _has_headline(self) -> SiloSummary:
-        if HEADLINE not in self.figures:
+        if self.figures and HEADLINE not in self.figures:
             raise ValueError(f"{HEADLINE} is missing")
         return self
 
     @property
     def figures(self) -> Figures:
-        """Metric name to value, ``mean_r1`` among them."""
+        """Metric name to value, ``mean_r1`` among them; empty without an evaluator."""
         return self.__pydantic_extra__
+
+
+class OwnSiloFigures(Stored):
+    """Evaluation of the shared model by a silo on its own held-out items; all further keys are metrics.
+
+    Args:
+        items: number of these items that have both modalities.
+    """
+
+    __pydantic_extra__: Figures = Field(init=False)
+
+    items: int
+
+    @property
+    def figures(self) -> Figures:
+        """Metric name to value."""
+        return self.__pydantic_extra__
+
+
+class OwnHeldOut(Stored):
+    """Evaluation of the shared model by the silos, each on its own held-out items.
+
+    Args:
+        items: number of held-out pairs of all silos.
+        metrics: means over silos, weighted by their items; metrics that every silo has.
+        per_silo: by silo.
+        per_silo_mean: unweighted means over silos.
+        fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
+        missing: why a silo with held-out pairs has no figures, by silo.
+    """
+
+    items: int
+    metrics: Figures
+    per_silo: dict[str, OwnSiloFigures]
+    per_silo_mean: Figures
+    fairness: Figures
+    missing: dict[str, str] = Field(default_factory=dict)
 
 
 class Traffic(Stored):
@@ -181,7 +225,8 @@ class RunSummary(Stored):
         data_digest: of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
         unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
-        metrics: last evaluation of the shared model, on the whole split.
+        metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
+        own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
         per_silo: facts and metrics of each silo.
         per_silo_mean: mean over silos of each metric, each silo on its part of the split.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
@@ -217,6 +262,7 @@ class RunSummary(Stored):
     released_with: dict[str, Digest] = Field(default_factory=dict)
     unchanged: bool = False
     metrics: Figures
+    own_heldout: OwnHeldOut | None = None
     per_silo: dict[str, SiloSummary]
     per_silo_mean: Figures = Field(default_factory=dict)
     fairness: Figures
@@ -298,6 +344,18 @@ class EvaluationLine(Stored):
     per_silo: BySilo
 
 
+class OwnHeldOutLine(OwnHeldOut):
+    """A line of ``metrics.jsonl`` for an evaluation of the shared model by the silos; further fields as there.
+
+    Args:
+        kind: ``own_heldout``.
+        version: of the model.
+    """
+
+    kind: Literal["own_heldout"]
+    version: int
+
+
 class PersonalLine(Stored):
     """A line of ``metrics.jsonl`` for an evaluation of the personal models; the names are those of the summary.
 
@@ -321,7 +379,7 @@ class PersonalLine(Stored):
 
 
 #: A line of ``metrics.jsonl``, discriminated by ``kind``.
-MetricsLine = MergeLine | EvaluationLine | PersonalLine
+MetricsLine = MergeLine | EvaluationLine | OwnHeldOutLine | PersonalLine
 
 
 class AnyMetricsLine(RootModel[Annotated[MetricsLine, Field(discriminator="kind")]]):

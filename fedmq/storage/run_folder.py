@@ -48,6 +48,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def agreement(self) -> Path:
+        """What the processes stated about their data, and what the silos agreed on."""
+        return self.root / "agreement.json"
+
+    @property
     def status(self) -> Path:
         """The run's status, which its coordinator writes about every second."""
         return self.root / "status.json"

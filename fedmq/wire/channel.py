@@ -67,6 +67,9 @@ class Channel:
             refuses the handshake, or another process answers.
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
+
+    Attributes:
+        statement: what this process states about its data, the first message of each session; set before the start.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Channel:
         self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
 
+        self.statement: tuple[Payload, ...] = ()
         self._session: Session | None = None
         self._initiated: Initiated | None = None
         self._earlier: deque[Initiated] = deque(maxlen=_EARLIER_HELLOS)
@@ -383,6 +387,16 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = now
+        if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
+            header = Header(
+                run=self._run,
+                kind=Kind.STATEMENT,
+                sender=self._identity.name,
+                receiver=COORDINATOR,
+                sequence=0,
+                sent_at=self._now(),
+            )
+            self._send_sealed(connection, session, Message(header, self.statement))
 
     def _on_trouble(self, trouble: Trouble | None) -> None:
         """Report that the connection is not admitted."""

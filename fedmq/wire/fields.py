@@ -24,6 +24,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 LAYER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 #: Names of metrics.
 METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+#: Names of labels and words: any text without control characters.
+LABEL = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,256}")
 #: A SHA-256 in lower-case hexadecimal.
 DIGEST = re.compile(r"[0-9a-f]{64}")
 

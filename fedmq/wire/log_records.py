@@ -37,6 +37,7 @@ class NoteKind(StrEnum):
     EXTENDED = "extended"
     #: Written by the coordinator of an inline run, so that an audit does not take a log without messages for complete.
     INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
+    AGREED = "the silos agreed on labels and inputs"
     ENDED = "ended"
     RELEASED = "released"
     # About silos and their tasks, written by the coordinator.

@@ -11,7 +11,17 @@ from enum import StrEnum
 
 from fedmq.wire.fields import I63, U64, FieldError, check_name, check_real, check_whole, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import PAYLOADS, Error, Metrics, Payload, Refusal
+from fedmq.wire.payloads import (
+    PAYLOADS,
+    DataFormat,
+    DataStatement,
+    Error,
+    Metrics,
+    OwnMetrics,
+    Payload,
+    Refusal,
+    SiloModalities,
+)
 
 WIRE_VERSION = 2
 #: Wire versions supported by this release; the handshake picks the highest common one.
@@ -31,10 +41,14 @@ class Kind(StrEnum):
     WELCOME = "welcome"
     READY = "ready"
     REJECT = "reject"
+    STATEMENT = "statement"
+    AGREEMENT = "agreement"
     LAYOUT = "layout"
     TASK = "task"
     REPLY = "reply"
     EVALUATE = "evaluate"
+    EVALUATE_OWN = "evaluate_own"
+    OWN_RESULT = "own_result"
     HEARTBEAT = "heartbeat"
     STOP = "stop"
     ERROR = "error"
@@ -58,6 +72,7 @@ class Reason(StrEnum):
     TAMPERED = "tampered"
     EXHAUSTED = "exhausted"
     LAYOUT = "layout"
+    DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +127,24 @@ class Header:
         check_whole("wire_version", self.wire_version, 1, 0xFFFF)
 
 
-_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND}
+#: Payloads of the agreement on the data, and of silos' own evaluations.
+_STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
+_AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, OwnMetrics.KIND} - _STATED - _AGREED
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
     Kind.REJECT: frozenset(),
+    Kind.STATEMENT: _STATED,
+    Kind.AGREEMENT: _AGREED,
     Kind.LAYOUT: frozenset(),
     Kind.TASK: _DATA,
     Kind.REPLY: _DATA,
     Kind.EVALUATE: _DATA,
+    Kind.EVALUATE_OWN: _DATA,
+    Kind.OWN_RESULT: frozenset({OwnMetrics.KIND, Error.KIND}),
     Kind.HEARTBEAT: frozenset({Metrics.KIND}),
     Kind.STOP: frozenset({Metrics.KIND}),
     Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),

@@ -21,6 +21,7 @@ from blake3 import blake3
 from fedmq.wire.fields import (
     DIGEST,
     I63,
+    LABEL,
     LAYER,
     METRIC,
     NAME,
@@ -97,6 +98,13 @@ def payload(kind: str) -> Callable[[type[PayloadT]], type[PayloadT]]:
 
 
 _MODALITY = re.compile(r"image|text|both")
+_DTYPE = re.compile(r"float32|uint8|int32|none")
+#: Digest of a frozen encoder, or none.
+ENCODER = re.compile(r"[0-9a-f]{64}|none")
+#: Most label names, and most words of a vocabulary.
+_MOST_LABELS, _MOST_WORDS = 10_000, 50_000
+_SHAPE = Tensor(("int64",), ("r",), low=1, least=0)
+_SCALE = Tensor(("float32",), ("C",), least=0)
 _RULE = re.compile(r"kinds|fields|bytes_per_payload|bytes_per_message|bytes_in_all")
 _DIGEST = Word(DIGEST)
 _SAMPLES = Whole(0, I63)
@@ -311,6 +319,87 @@ class Metrics(Payload):
 
     values: Annotated[Mapping[str, float], _METRICS]
     per_silo: Annotated[Mapping[str, Mapping[str, float]], _METRICS_BY_SILO] = field(default_factory=dict)
+
+
+@payload("own_metrics")
+@dataclass(frozen=True, eq=False)
+class OwnMetrics(Payload):
+    """Metrics of the shared model on a silo's own held-out items.
+
+    Args:
+        items: number of these items that have both modalities.
+        values: metric name to finite float, at most 256; empty without such items.
+    """
+
+    items: Annotated[int, _SAMPLES]
+    values: Annotated[Mapping[str, float], _METRICS]
+
+
+@payload("data_statement")
+@dataclass(frozen=True, eq=False)
+class DataStatement(Payload):
+    """What a silo or the evaluator states about its data before it joins a run.
+
+    Args:
+        data: salted digest of the data, :func:`fedmq.data.item_digests.salted_digest`.
+        mask: the modalities it has (bit 0 image, bit 1 text).
+        counts: (5, 3) int64, at least 0: items of the splits train, val, test, public and database with both
+            modalities, with an image only and with captions only. In a simulated partition those that the silo is
+            dealt.
+    """
+
+    data: Annotated[str, _DIGEST]
+    mask: Annotated[int, _MASK]
+    counts: Annotated[I64, Tensor(("int64",), (5, 3), low=0)]
+
+
+@payload("data_format")
+@dataclass(frozen=True, eq=False)
+class DataFormat(Payload):
+    """Labels and model inputs of a data set; of a silo, or those that all silos of a run agree on.
+
+    Args:
+        label_names: names of the labels, in order.
+        vocabulary: words of the bags of words, in order; empty for other texts.
+        image_shape: shape of an item's image input; empty without images.
+        text_shape: shape of a caption's input; empty without captions.
+        image_dtype: ``float32`` for features, ``uint8`` for pixels, ``none`` without images.
+        text_dtype: ``float32`` for features, ``int32`` for token ids, ``none`` without captions.
+        image_encoder: digest of the frozen image encoder; ``none`` for features from a file.
+        text_encoder: digest of the frozen text encoder and its tokenizer; likewise.
+        mean: (C,) float32, mean of each channel of pixels; empty for features.
+        std: (C,) float32, their standard deviation; likewise.
+    """
+
+    label_names: Annotated[tuple[str, ...], Names(_MOST_LABELS, LABEL, least=0)]
+    vocabulary: Annotated[tuple[str, ...], Names(_MOST_WORDS, LABEL, least=0)]
+    image_shape: Annotated[I64, _SHAPE]
+    text_shape: Annotated[I64, replace(_SHAPE, shape=("d",))]
+    image_dtype: Annotated[str, Word(_DTYPE)]
+    text_dtype: Annotated[str, Word(_DTYPE)]
+    image_encoder: Annotated[str, Word(ENCODER)]
+    text_encoder: Annotated[str, Word(ENCODER)]
+    mean: Annotated[F32, _SCALE]
+    std: Annotated[F32, _SCALE]
+
+
+@payload("silo_modalities")
+@dataclass(frozen=True, eq=False)
+class SiloModalities(Payload):
+    """The silos of a run and the modalities that each has.
+
+    Args:
+        silos: names, in the order of the run.
+        masks: (N,) int64, the modalities of each (bit 0 image, bit 1 text).
+    """
+
+    silos: Annotated[tuple[str, ...], Names(1024, NAME)]
+    masks: Annotated[I64, Tensor(("int64",), ("N",), low=1)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.masks) != len(self.silos) or int(self.masks.max()) > IMAGE | TEXT:
+            raise FieldError("silo_modalities.masks: not one mask of image and text for each silo")
 
 
 @payload("error")

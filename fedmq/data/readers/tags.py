@@ -30,6 +30,11 @@ def _bags(tags: Sequence[Sequence[str]], vocabulary: Sequence[str]) -> U8:
     return bag
 
 
+def _named(words: Sequence[str]) -> tuple[str, ...]:
+    """A vocabulary as :class:`RawSet` has it; none if a word is listed twice."""
+    return tuple(words) if len(set(words)) == len(words) else ()
+
+
 def read_mirflickr(data: Data) -> RawSet:
     """Read MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels.
 
@@ -63,8 +68,7 @@ def mirflickr_photos(data: Data) -> RawSet:
     inner = first_existing([folder / "mirflickr", folder / "mirflickr25k", folder], "data.path", "folder of images")
     root = data.images or inner
     vocabulary = [line.split()[0] for line in read_text(inner / "doc" / "common_tags.txt").splitlines() if line.split()]
-    known = set(vocabulary)
-    if not known:
+    if not (known := set(vocabulary)):
         raise InputError(str(inner / "doc" / "common_tags.txt"), "no tag", "one common tag a line, 1,386 in all")
     places = [
         parent / name
@@ -104,6 +108,7 @@ def mirflickr_photos(data: Data) -> RawSet:
             pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers)),
             captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
+            vocabulary=_named(vocabulary),
             labels=labels,
             label_names=tuple(path.stem for path in files),
         )
@@ -182,6 +187,7 @@ def nuswide_photos(data: Data) -> RawSet:
                 for row in kept
             ),
             bag=bag[kept],
+            vocabulary=_named(words),
             labels=labels[kept],
             label_names=tuple(files[index].stem.removeprefix("Labels_") for index in top),
         )

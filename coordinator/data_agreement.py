@@ -1,0 +1,88 @@
+"""The coordinator's part in the agreement on the data: what it expects of peers, and the wait for all silos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.admission import OwnDataAdmission, SimulatedAdmission, gather
+from coordinator.checkpoint_files import Checkpoint
+from coordinator.roster import Roster
+from fedmq.config.resolve import ResolvedRun
+from fedmq.config.scenario import Scenario
+from fedmq.data.item_digests import item_digests, salted_digest
+from fedmq.federation.population import Population
+from fedmq.federation.run_data import RunData
+from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs.status import Status
+from fedmq.storage.cache import cache_folder
+from fedmq.storage.json_files import read_json
+from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
+
+
+def admission_of(
+    run: ResolvedRun, folder: RunFolder, population: Population | None, saved: Checkpoint | None
+) -> SimulatedAdmission | OwnDataAdmission:
+    """Which peers may join a run.
+
+    Args:
+        run: the run.
+        folder: its folder, which has the agreement of a run that is resumed.
+        population: the simulated partition; None where silos have data of their own.
+        saved: the checkpoint that the run resumes from.
+
+    Raises:
+        InputError: the agreement of a run that is resumed is missing or damaged, or a picture cannot be read.
+    """
+    scenario = run.scenario
+    if population is not None:
+        items = item_digests(population.prepared, scenario.dealt)
+        return SimulatedAdmission(salted_digest(items, run.id), run.id)
+    known = None
+    if saved is not None or folder.agreement.exists():
+        known = read_json(folder.agreement, AgreementRecord, "what the silos of this run agreed on")
+    return OwnDataAdmission(scenario.silo_names, run.id, evaluator=scenario.evaluator, known=known)
+
+
+def gathered(
+    roster: Roster,
+    admission: OwnDataAdmission,
+    scenario: Scenario,
+    folder: RunFolder,
+    log: MessageLog,
+    status: Callable[[Status], None],
+    stop_wanted: Callable[[], bool],
+) -> RunData | None:
+    """Wait until all silos have stated their data, and keep what they agreed on; None if a stop was requested.
+
+    Raises:
+        InputError: no silo has one of the two modalities.
+    """
+
+    def report(missing: tuple[str, ...]) -> None:
+        status(
+            Status(
+                phase="gathering",
+                round=0,
+                rounds=scenario.rounds,
+                training=0,
+                missing=missing,
+                refused=(dict(roster.refused), roster.refusal),
+                online=scenario.silos.count - len(missing),
+                lost=0,
+                loss=None,
+                metrics={},
+                bytes=0,
+                now=0.0,
+                elapsed=roster.elapsed,
+            )
+        )
+
+    if not gather(roster, admission, report=report, stop_wanted=stop_wanted):
+        return None
+    data = admission.run_data(cache_folder())
+    write_json(folder.agreement, admission.record().plain())
+    log.note(NoteKind.AGREED, data_digest=data.digest, silos=len(data.silos), labels=len(data.label_names))
+    roster.offer()
+    return data

@@ -1,0 +1,186 @@
+"""Evaluation of the shared model by silos on their own held-out items, with ``partition.kind own``.
+
+Silos report metrics and numbers of items only. An evaluation is complete when every silo with held-out pairs has
+answered or was given up; its means weight each silo by its number of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from coordinator.peers import Peers
+from coordinator.run_context import RunContext
+from fedmq.errors import RemoteWireError
+from fedmq.evaluation.fairness import fairness_of, means, weighted_means
+from fedmq.evaluation.metrics import HEADLINE, Metric, objection
+from fedmq.federation.protocol import State
+from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
+from fedmq.storage.run_folder import append_line
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Error, OwnMetrics, Payload
+
+
+def own_heldout_line(
+    version: int, answers: Mapping[str, OwnMetrics], missing: Mapping[str, str] | None = None
+) -> OwnHeldOutLine:
+    """The line of an evaluation of a version, from the answers of at least no silo.
+
+    Args:
+        version: of the shared model.
+        answers: of the silos, in their order.
+        missing: why a silo did not answer, by silo.
+    """
+    figures = {name: dict(answer.values) for name, answer in answers.items()}
+    items = {name: answer.items for name, answer in answers.items()}
+    per_silo = {name: OwnSiloFigures.model_validate({"items": items[name], **figures[name]}) for name in figures}
+    plain = {
+        "kind": "own_heldout",
+        "version": version,
+        "items": sum(items.values()),
+        "metrics": weighted_means(figures, items),
+        "per_silo": per_silo,
+        "per_silo_mean": means(figures) if figures else {},
+        "fairness": fairness_of(figures) if figures else {},
+        **({"missing": dict(sorted(missing.items()))} if missing else {}),
+    }
+    return OwnHeldOutLine.model_validate(plain)
+
+
+class OwnHeldOutRequests:
+    """Requests to silos, and their answers.
+
+    Args:
+        run_context: fixed facts of the run.
+        roster: the run's peers.
+        log: the coordinator's message log.
+        evaluated: versions whose line is in ``metrics.jsonl`` already.
+        names: metrics that this run may report.
+        own: the user's own metrics.
+
+    Attributes:
+        last: the line of the last complete evaluation.
+    """
+
+    def __init__(
+        self,
+        run_context: RunContext,
+        roster: Peers,
+        log: MessageLog,
+        evaluated: Iterable[int],
+        names: Iterable[str],
+        own: Sequence[Metric],
+    ) -> None:
+        self._run_context, self._roster, self._log = run_context, roster, log
+        self._evaluated, self._names, self._own_metrics = set(evaluated), tuple(names), tuple(own)
+        silos = zip(run_context.context.silos, run_context.pairs, strict=True)
+        self._items = {silo.name: count for silo, count in silos if count}
+        self._payloads: dict[int, tuple[Payload, ...]] = {}
+        self._owing: dict[int, set[str]] = {}
+        self._answers: dict[int, dict[str, OwnMetrics]] = {}
+        self._missing: dict[int, dict[str, str]] = {}
+        self._sent: set[tuple[str, int]] = set()
+        self.last: OwnHeldOutLine | None = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions whose evaluation is not complete."""
+        return tuple(self._owing)
+
+    @property
+    def owing(self) -> frozenset[str]:
+        """Silos that have not answered a request."""
+        return frozenset().union(*self._owing.values())
+
+    def request(self, version: int, state: State) -> None:
+        """Request the evaluation of a version of all silos with held-out pairs, unless it is done or under way."""
+        if version in self._owing or version in self._evaluated:
+            return
+        self._owing[version] = set(self._items)
+        self._answers[version], self._missing[version] = {}, {}
+        more = self._run_context.protocol.release(state)
+        self._payloads[version] = (state.model(self._run_context.context.layout), *more)
+        for name in self._items:
+            self.send(name)
+        self._close_if_complete(version)
+
+    def send(self, name: str, *, again: bool = False) -> None:
+        """Send a silo the requests that it has not answered.
+
+        Args:
+            name: the silo.
+            again: also those that were sent in an earlier session.
+        """
+        for version, owing in self._owing.items():
+            if name in owing and (again or (name, version) not in self._sent):
+                header = self._roster.header(name, Kind.EVALUATE_OWN, sequence=version, base_version=version)
+                if self._roster.send(name, Message(header, self._payloads[version])):
+                    self._sent.add((name, version))
+
+    def take(self, message: Message) -> bool:
+        """Handle a silo's answer; returns whether the message was one."""
+        header = message.header
+        if header.kind is not Kind.OWN_RESULT:
+            return False
+        name, version = header.sender, header.base_version
+        if name not in self._owing.get(version, ()):
+            return True  # a repeated answer, or one after the silo was given up
+        answer = message.payloads[0] if len(message.payloads) == 1 else None
+        if isinstance(answer, Error):
+            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=answer.text[:300])
+            self._missing[version][name] = answer.text[:300]
+        elif isinstance(answer, OwnMetrics) and (wrong := self._wrong(name, answer)) is None:
+            self._answers[version][name] = answer
+        else:
+            wrong = self._wrong(name, answer) if isinstance(answer, OwnMetrics) else "no metrics"
+            self._missing[version][name] = f"refused: {wrong}"
+            self._roster.refuse(name, RemoteWireError("unexpected", f"an evaluation with {wrong}"), 0)
+        self._owing[version].discard(name)
+        self._close_if_complete(version)
+        return True
+
+    def _wrong(self, name: str, answer: OwnMetrics) -> str | None:
+        """Why a silo's answer is refused; None if it is valid."""
+        if answer.items != self._items[name]:
+            return f"{answer.items} items, the silo stated {self._items[name]}"
+        if HEADLINE not in answer.values:
+            return f"no {HEADLINE}"
+        return objection(answer.values, self._own_metrics, self._names)
+
+    def able(self, name: str) -> bool:
+        """Whether a silo has held-out items with both modalities."""
+        return name in self._items
+
+    def unreadable(self, header: Header) -> bool:
+        """Handle an unreadable answer, which is not requested again; returns whether it was one."""
+        name, version = header.sender, header.base_version
+        if header.kind is not Kind.OWN_RESULT:
+            return False
+        if name in self._owing.get(version, ()):
+            self._missing[version][name] = "refused: its evaluation could not be read"
+            self._owing[version].discard(name)
+            self._close_if_complete(version)
+        return True
+
+    def give_up(self, name: str) -> None:
+        """Complete the evaluations without a silo that stays away."""
+        for version in [version for version, owing in self._owing.items() if name in owing]:
+            self._log.note(NoteKind.NOT_MEASURED, peer=name)
+            self._missing[version][name] = "it stayed away"
+            self._owing[version].discard(name)
+            self._close_if_complete(version)
+
+    def _close_if_complete(self, version: int) -> None:
+        """Write the line of an evaluation once no silo owes an answer."""
+        if self._owing[version]:
+            return
+        answers = {name: self._answers[version][name] for name in self._items if name in self._answers[version]}
+        line = own_heldout_line(version, answers, self._missing[version])
+        append_line(self._run_context.folder.metrics, line.plain())
+        if self.last is None or self.last.version <= version:
+            self.last = line
+        self._evaluated.add(version)
+        self._sent = {each for each in self._sent if each[1] != version}
+        for part in (self._owing, self._answers, self._missing, self._payloads):
+            del part[version]

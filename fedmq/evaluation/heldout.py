@@ -1,0 +1,153 @@
+"""The items on which models are evaluated, and the models as they are released for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.nn.functional import normalize
+
+from fedmq.config.scenario import Scenario
+from fedmq.data.label_levels import fine_columns
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.errors import RemoteWireError
+from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.metrics import Measure, Measured, measure
+from fedmq.evaluation.user_metrics import measures_of
+from fedmq.federation.population import Population
+from fedmq.federation.protocol import Encoders, take
+from fedmq.models.hash_networks import Tower
+from fedmq.models.query_bank import Bank
+from fedmq.models.two_tower import TwoTower
+from fedmq.wire.layout import require_layout
+from fedmq.wire.payloads import ClassPrototypes, Memory, Metrics, Model, OwnMetrics, Payload
+
+
+def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:
+    """Rows in both modalities, with the labels that define relevance: the finer ones if there are two levels."""
+    share = population.load(rows, image=True, text=True)
+    if share.labels is None:
+        return share
+    return replace(share, labels=share.labels[:, fine_columns(population.run_data.label_names)].contiguous())
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The items on which models are evaluated.
+
+    Args:
+        scenario: cut-offs, and the seed of the gallery's order.
+        dataset: the evaluated split, in both modalities.
+        items: indices into the split of each silo's items, by silo.
+        gallery: the items that label metrics retrieve; None takes the split itself.
+        own: indices into the gallery of each silo's items, by silo.
+        measures: the measures to compute.
+    """
+
+    scenario: Scenario
+    dataset: SiloDataset
+    items: Mapping[str, np.ndarray]
+    gallery: SiloDataset | None
+    own: Mapping[str, np.ndarray]
+    measures: tuple[Measure, ...]
+
+    @classmethod
+    def load(cls, scenario: Scenario, population: Population) -> HeldOut:
+        """Load the evaluated split of a population.
+
+        Raises:
+            InputError: a user-defined metric cannot be loaded.
+        """
+        # Rows are sorted, so searchsorted finds their indices.
+        items = {
+            silo.name: np.searchsorted(population.evaluated, rows)
+            for silo, rows in zip(population.silos, population.heldout, strict=True)
+        }
+        own = {
+            silo.name: np.searchsorted(population.database, rows)
+            for silo, rows in zip(population.silos, population.galleries, strict=True)
+        }
+        wanted = scenario.evaluation.gallery == "database" and bool(population.run_data.label_names)
+        gallery = _with_fine_labels(population, population.database) if wanted else None
+        measures = measures_of(scenario.evaluation)
+        return cls(scenario, _with_fine_labels(population, population.evaluated), items, gallery, own, measures)
+
+    def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
+        """Evaluate a model on the whole split, and on the parts of some silos.
+
+        A silo's queries are its part of the split. They retrieve from the whole gallery, so that the figures of silos
+        of different sizes have the same chance level; with ``evaluation.silo_gallery: own`` from the silo's part of it,
+        which has the same proportions as its training items.
+        """
+        evaluation, seed = self.scenario.evaluation, self.scenario.seed
+        embedded = embed(encoders, self.dataset, binary=binary)
+        gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
+        whole = Measured(embedded, evaluation, gallery, seed)
+        per_silo: dict[str, dict[str, float]] = {}
+        for name in names:
+            part = whole.silo(self.items[name])
+            if evaluation.silo_gallery == "own":
+                own = None if gallery is None else gallery.subset(self.own[name])
+                part = Measured(part.queries, evaluation, own, seed)
+            per_silo[name] = measure(part, self.measures)
+        return Metrics(measure(whole, self.measures, whole_split=True), per_silo)
+
+    def own_metrics(self, encoders: Encoders, *, binary: bool, name: str) -> OwnMetrics:
+        """Evaluate a model on a silo's own held-out items; those of other silos are not here.
+
+        Folds larger than the number of items are left out.
+        """
+        evaluation, seed, n = self.scenario.evaluation, self.scenario.seed, len(self.items[name])
+        if evaluation.fold_size is not None and evaluation.fold_size > n:
+            evaluation = evaluation.model_copy(update={"fold_size": None})
+        embedded = embed(encoders, self.dataset, binary=binary)
+        gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
+        whole = Measured(embedded, evaluation, gallery, seed)
+        return OwnMetrics(n, measure(whole, self.measures, whole_split=True))
+
+
+def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
+    """Load a released model: its parameters and, where it has one, its memory or its query bank.
+
+    Raises:
+        RemoteWireError: no model, more than one, one of another layout, or a bank that does not fit it.
+    """
+    received = take(payloads, Model)
+    require_layout({model.layout.digest: model.layout}, received.layout_digest, np.asarray(received.buffer))
+    model.load(np.asarray(received.buffer))
+    for memory in (payload for payload in payloads if isinstance(payload, Memory)):
+        centroids = torch.tensor(memory.centroids, device=model.flat.device)
+        for tower in (model.visual, model.text):
+            if isinstance(tower, Tower):
+                tower.memory = centroids
+    banks = [payload for payload in payloads if isinstance(payload, ClassPrototypes)]
+    model.bank = bank_of(banks[0], model) if banks else None
+
+
+def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
+    """The query bank in a payload: image rows, then the same number of text rows, without those that have no sample.
+
+    Raises:
+        RemoteWireError: the rows do not have the width of the model's embeddings, a modality has no row, or the model
+            is a hash network.
+    """
+    rows = normalize(torch.tensor(payload.prototypes, device=model.flat.device), dim=1)
+    counts = torch.tensor(payload.counts, device=model.flat.device)
+    half, odd = divmod(len(counts), 2)
+    present = counts > 0
+    if model.binary or odd or rows.shape[1] != model.dim or not (present[:half].any() and present[half:].any()):
+        what = f"a query bank of shape {list(rows.shape)}"
+        raise RemoteWireError("layout", f"{what}; here image rows, then as many text rows, [2 J, {model.dim}]")
+    image, text = (slice(0, half), slice(half, None))
+    parts = (x[part][present[part]] for part in (image, text) for x in (rows, counts.float()))
+    return Bank(*parts)
+
+
+def forget_inference(model: TwoTower) -> None:
+    """Remove what :func:`load_inference` loaded beside the parameters."""
+    model.bank = None
+    for tower in (model.visual, model.text):
+        if isinstance(tower, Tower):
+            tower.memory = None

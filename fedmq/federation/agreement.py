@@ -1,0 +1,289 @@
+"""The agreement on the data of silos that share nothing but messages: what each states, and what all agree on.
+
+A silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and model
+inputs. Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are
+the list that all silos have, or else the sorted union, to which each silo maps its columns. The same holds for the
+vocabulary of bags of words. Columns without names (``label-000``, ...) must be the same in number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.data.item_digests import ItemDigests, salted_digest
+from fedmq.data.item_modalities import Present, modalities_held
+from fedmq.data.prepared_arrays import Prepared
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.splits import SPLITS
+from fedmq.encoders.base import InputSpec
+from fedmq.errors import FedmqError
+from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.run_data import Counts, RunData
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, SiloModalities
+
+_UNNAMED = re.compile(r"label-\d{3,}")
+_NONE = "none"
+
+
+class FormatError(FedmqError):
+    """Two silos' data do not fit together; the text names what differs."""
+
+
+def mask_of(*, image: bool, text: bool) -> int:
+    """The modalities as the wire has them."""
+    return IMAGE * image + TEXT * text
+
+
+def counts_of(prepared: Prepared, rows: Sequence[int] | np.ndarray, present: Present) -> Counts:
+    """Numbers of items by split, with both modalities, an image only, and captions only: int64 [5, 3].
+
+    Args:
+        prepared: the data set.
+        rows: rows of the items.
+        present: bool [n, 2], the modalities of each item of the data set.
+    """
+    chosen = np.asarray(rows, np.int64)
+    image, text = np.asarray(present)[chosen].T
+    columns = [image & text, image & ~text, text & ~image]
+    split = prepared.split[chosen]
+    return np.stack([np.bincount(split[each], minlength=len(SPLITS)) for each in columns], axis=1).astype(np.int64)
+
+
+def usable(counts: Counts, *, image: bool, text: bool) -> Counts:
+    """Numbers of items, of which their holder uses some modalities only: int64 [5, 3]."""
+    if image and text:
+        return counts
+    found = np.zeros_like(counts)
+    column = 1 if image else 2
+    found[:, column] = counts[:, 0] + counts[:, column]
+    return found
+
+
+def held_by(prepared: Prepared, *, image: bool, text: bool) -> tuple[bool, bool]:
+    """The modalities that a silo trains on data of its own, out of those it may use: (image, text)."""
+    return modalities_held(prepared.rows("train"), prepared.present, image=image, text=text)
+
+
+def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: bool, text: bool) -> DataStatement:
+    """What a process states about data of its own.
+
+    Args:
+        prepared: its data set.
+        items: digests of the items.
+        run: the run's id.
+        image: whether it uses images.
+        text: whether it uses captions.
+    """
+    counts = usable(counts_of(prepared, np.arange(prepared.n), prepared.present), image=image, text=text)
+    digest = salted_digest(items, run, image=image, text=text)
+    return DataStatement(digest, mask_of(image=image, text=text), counts)
+
+
+def encoders_of(prepared: Prepared) -> dict[str, str]:
+    """Digests of the frozen encoders that encoded a data set, by modality."""
+    weights = prepared.meta.source.get("weights")
+    found = dict(zip(("image", "text"), weights, strict=True)) if isinstance(weights, list) else {}
+    return {modality: value for modality, value in found.items() if isinstance(value, str)}
+
+
+def format_of(prepared: Prepared, *, image: bool, text: bool) -> DataFormat:
+    """The format of a data set, without that of a modality which its holder does not use."""
+    inputs, source = prepared.inputs, prepared.meta.source
+    encoders = encoders_of(prepared)
+    return DataFormat(
+        label_names=prepared.label_names,
+        vocabulary=prepared.vocabulary if text else (),
+        image_shape=np.array(inputs.image_shape if image else (), np.int64),
+        text_shape=np.array(inputs.text_shape if text else (), np.int64),
+        image_dtype=inputs.image_dtype if image else _NONE,
+        text_dtype=inputs.text_dtype if text else _NONE,
+        image_encoder=_encoder(encoders.get("image"), source.get("later")) if image else _NONE,
+        text_encoder=_encoder(encoders.get("text"), None) if text else _NONE,
+        mean=np.array(inputs.mean if image else (), np.float32),
+        std=np.array(inputs.std if image else (), np.float32),
+    )
+
+
+def _encoder(digest: str | None, later: object) -> str:
+    """Digest (hex) of an encoder, and of weights that the model applies to its pixels."""
+    if digest is None:
+        return _NONE
+    return hashlib.sha256(f"{digest} {later or ''}".encode()).hexdigest()
+
+
+#: Fields of a format that must be the same in all silos with the modality, and what they are called.
+_SAME = {
+    "image": (
+        ("image_shape", "image features of width"),
+        ("image_dtype", "image inputs of type"),
+        ("image_encoder", "an image encoder with digest"),
+        ("mean", "pixel means"),
+        ("std", "pixel deviations"),
+    ),
+    "text": (
+        ("text_shape", "text features of width"),
+        ("text_dtype", "text inputs of type"),
+        ("text_encoder", "a text encoder and tokenizer with digest"),
+    ),
+}
+
+
+def difference(name: str, stated: DataFormat, other: str, reference: DataFormat) -> str | None:
+    """What makes two silos' formats incompatible, in words for both operators; None if they fit together.
+
+    Args:
+        name: of the silo in question.
+        stated: its format.
+        other: of the silo that it is compared with.
+        reference: that silo's format.
+    """
+    for modality, fields in _SAME.items():
+        if _NONE in (getattr(stated, f"{modality}_dtype"), getattr(reference, f"{modality}_dtype")):
+            continue
+        for field, what in fields:
+            if field == "text_shape" and stated.vocabulary and reference.vocabulary:
+                continue
+            here, there = _shown(getattr(stated, field)), _shown(getattr(reference, field))
+            if here != there:
+                return f"{name} has {what} {here}, {other} has {there}"
+    return _labels_differ(name, stated.label_names, other, reference.label_names)
+
+
+def _labels_differ(name: str, stated: Sequence[str], other: str, reference: Sequence[str]) -> str | None:
+    unnamed = [bool(names) and all(map(_UNNAMED.fullmatch, names)) for names in (stated, reference)]
+    if not any(unnamed) or not (stated and reference):
+        return None
+    if all(unnamed):
+        if len(stated) == len(reference):
+            return None
+        what = f"{name} has {len(stated)} label columns without names, {other} has {len(reference)}"
+    else:
+        first, second = (name, other) if unnamed[0] else (other, name)
+        what = f"{first} has label columns without names, {second} has names"
+    return f"{what}; give every file label_names"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return " x ".join(f"{each:g}" for each in value.tolist()) or _NONE
+    return str(value)[:16]
+
+
+def agreed_format(stated: Mapping[str, DataFormat]) -> DataFormat:
+    """The format that all silos agree on.
+
+    Args:
+        stated: each silo's format, in the order of the silos.
+
+    Raises:
+        FormatError: two do not fit together, or a modality is in no silo.
+    """
+    (first, merged), *others = stated.items()
+    for name, each in others:
+        if (wrong := difference(name, each, first, merged)) is not None:
+            raise FormatError(wrong)
+        for modality, fields in _SAME.items():
+            if getattr(merged, f"{modality}_dtype") == _NONE:
+                merged = replace(merged, **{field: getattr(each, field) for field, _ in fields})
+    for modality in _SAME:
+        if getattr(merged, f"{modality}_dtype") == _NONE:
+            what = "images" if modality == "image" else "captions"
+            raise FormatError(f"no silo has {what}; retrieval needs both")
+    vocabulary = _union([each.vocabulary for each in stated.values() if each.vocabulary])
+    shape = np.array([len(vocabulary)], np.int64) if vocabulary else merged.text_shape
+    labels = _union([each.label_names for each in stated.values() if each.label_names])
+    return replace(merged, label_names=labels, vocabulary=vocabulary, text_shape=shape)
+
+
+def _union(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The list that all have, or the sorted union of different lists."""
+    different = list(dict.fromkeys(lists))
+    if len(different) <= 1:
+        return different[0] if different else ()
+    return tuple(sorted({name for names in different for name in names}))
+
+
+def silos_of(modalities: SiloModalities, counts: Mapping[str, Counts]) -> tuple[SiloFacts, ...]:
+    """The silos of an agreement, with the numbers of their unpaired items as far as this process knows them."""
+    silos = list[SiloFacts]()
+    for index, (name, mask) in enumerate(zip(modalities.silos, modalities.masks.tolist(), strict=True)):
+        image, text = bool(mask & IMAGE), bool(mask & TEXT)
+        alone = counts[name][SPLITS.index("train"), 1:].tolist() if image and text and name in counts else (0, 0)
+        silos.append(SiloFacts(name, index, image, text, *alone))
+    return tuple(silos)
+
+
+def run_data_of(
+    agreed: DataFormat,
+    modalities: SiloModalities,
+    cache: Path,
+    counts: Mapping[str, Counts],
+    digest: str = "",
+    heldout_without_pair: int = 0,
+) -> RunData:
+    """The facts about the run's data that an agreement contains.
+
+    Args:
+        agreed: the agreed format.
+        modalities: the silos.
+        cache: cache folder of this process.
+        counts: numbers of items, of the silos that this process knows them of.
+        digest: digest (hex) of all silos' statements; empty in a silo.
+        heldout_without_pair: evaluated items of all silos that lack a modality.
+    """
+    inputs = InputSpec(
+        image_shape=tuple(agreed.image_shape.tolist()),
+        text_shape=tuple(agreed.text_shape.tolist()),
+        image_dtype=agreed.image_dtype,
+        text_dtype=agreed.text_dtype,
+        mean=tuple(agreed.mean.tolist()),
+        std=tuple(agreed.std.tolist()),
+    )
+    encoders = {"image": agreed.image_encoder, "text": agreed.text_encoder}
+    return RunData(
+        silos_of(modalities, counts),
+        inputs,
+        agreed.label_names,
+        cache,
+        agreed.vocabulary,
+        digest=digest,
+        content=digest,
+        counts=counts,
+        heldout_without_pair=heldout_without_pair,
+        encoders={modality: value for modality, value in encoders.items() if value != _NONE},
+    )
+
+
+def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> SiloDataset:
+    """A silo's dataset with the columns of the agreed labels and vocabulary.
+
+    Args:
+        dataset: with the columns of its data set.
+        prepared: that data set.
+        agreed: what the silos have agreed on.
+    """
+    labels, text = dataset.labels, dataset.text
+    if prepared.label_names != agreed.label_names:
+        labels = _spread(labels, len(dataset), prepared.label_names, agreed.label_names)
+    if text is not None and prepared.vocabulary != agreed.vocabulary:
+        values = _spread(text.values, len(text.values), prepared.vocabulary, agreed.vocabulary)
+        text = replace(text, values=values)
+    return replace(dataset, labels=labels, text=text)
+
+
+def _spread(values: Tensor | None, n: int, names: Sequence[str], agreed: Sequence[str]) -> Tensor:
+    """Columns [n, ..., L] in their agreed places, [n, ..., A]; columns that the data set lacks are 0."""
+    if values is None:
+        return torch.zeros((n, len(agreed)), dtype=torch.uint8)
+    place = {name: column for column, name in enumerate(agreed)}
+    spread = values.new_zeros((*values.shape[:-1], len(agreed)))
+    spread[..., [place[name] for name in names]] = values
+    return spread

@@ -1,0 +1,116 @@
+"""Data of a site's own, with ``partition.kind own``: loaded, described for the others, and joined to the agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedmq.config.scenario import Scenario
+from fedmq.config.site import Site
+from fedmq.data.item_digests import item_digests
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import Prepared
+from fedmq.data.splits import SPLITS
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
+from fedmq.federation.population import Population, device_here, own_population
+from fedmq.progress import Progress
+from fedmq.storage.cache import cache_folder
+from fedmq.text import printable
+from fedmq.wire.channel import Channel
+from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
+from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """The data of a site, ready to be stated.
+
+    Args:
+        scenario: as resolved.
+        prepared: the data set.
+        statement: its description for the coordinator.
+    """
+
+    scenario: Scenario
+    prepared: Prepared
+    statement: tuple[DataStatement, DataFormat]
+
+    @classmethod
+    def load(cls, scenario: Scenario, site: Site | None, run: str, progress: Progress | None = None) -> SiteData:
+        """Load and describe a site's data.
+
+        Args:
+            scenario: as resolved; its device extracts features.
+            site: the site; its file is required.
+            run: the run's id, the salt of the digest.
+            progress: called with (what, done, total) during long steps.
+
+        Raises:
+            InputError: there is no site file, it has no data, or the data cannot be read.
+        """
+        if site is None or site.data is None:
+            place = "--site" if site is None else site.place("data")
+            raise InputError(place, "nothing", "a site file with data, as partition.kind is own")
+        cache = cache_folder()
+        try:
+            device = device_here(scenario.device)
+            prepared = prepare(site.data, scenario.backbone, cache, scenario.seed, progress, device)
+            items = item_digests(prepared, site.data, progress)
+        except InputError as error:
+            if not error.place.startswith("data."):
+                raise
+            raise InputError(site.place(error.place), error.found, error.allowed) from None
+        image, text = held_by(prepared, image=site.has("image"), text=site.has("text"))
+        stated = stated_alone(prepared, items, run, image=image, text=text)
+        return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
+
+    @property
+    def content(self) -> str:
+        """The salted digest of the data."""
+        return self.statement[0].data
+
+    @property
+    def samples(self) -> int:
+        """Number of training items."""
+        return int(self.statement[0].counts[SPLITS.index("train")].sum())
+
+    def population(self, name: str, agreement: Sequence[Payload]) -> Population:
+        """The population as this site sees it.
+
+        Args:
+            name: of the silo, or of the evaluator.
+            agreement: the payloads of the coordinator's message.
+
+        Raises:
+            RemoteWireError: they are no agreement, or not of this site.
+        """
+        match agreement:
+            case [DataFormat() as agreed, SiloModalities() as modalities]:
+                pass
+            case _:
+                raise RemoteWireError(Reason.UNEXPECTED, "an agreement without data_format and silo_modalities")
+        stated, held = self.statement
+        data = run_data_of(agreed, modalities, cache_folder(), {name: stated.counts})
+        here = [silo for silo in data.silos if silo.name == name]
+        fits = set(held.label_names) <= set(agreed.label_names) and set(held.vocabulary) <= set(agreed.vocabulary)
+        mine = name == EVALUATOR or (here and mask_of(image=here[0].image, text=here[0].text) == stated.mask)
+        if not fits or not mine or tuple(silo.name for silo in data.silos) != self.scenario.silo_names:
+            raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
+        return own_population(self.scenario, name, self.prepared, data)
+
+
+def confirm(link: Channel, agreement: Message) -> None:
+    """Confirm an agreement by sending it back."""
+    link.send(Kind.AGREEMENT, agreement.payloads, sequence=0, reply_to=None, base_version=0)
+
+
+def raise_refused(message: Message, name: str) -> None:
+    """End this process if the coordinator refused its data; it handles other errors itself.
+
+    Raises:
+        RunError: it did.
+    """
+    for payload in message.payloads:
+        if isinstance(payload, Error) and payload.code == Reason.DATA:
+            raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

@@ -1,0 +1,144 @@
+"""``agreement.json`` of a run folder: what each process stated about its data, and what the silos agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedmq.data.splits import SPLITS
+from fedmq.storage.json_files import Digest, Stored
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, SiloModalities
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+Modalities = Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
+
+
+class ItemCounts(Stored):
+    """Numbers of items of a split, by the modalities they have."""
+
+    paired: _Count
+    image_only: _Count
+    text_only: _Count
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+class StatedFormat(Stored):
+    """Labels and model inputs; the fields are those of :class:`fedmq.wire.payloads.DataFormat`."""
+
+    label_names: list[str]
+    vocabulary: list[str]
+    image_shape: list[int]
+    text_shape: list[int]
+    image_dtype: str
+    text_dtype: str
+    image_encoder: str
+    text_encoder: str
+    mean: list[float]
+    std: list[float]
+
+    @classmethod
+    def of(cls, stated: DataFormat) -> StatedFormat:
+        """The record of a payload."""
+        return cls.model_validate({name: _plain(value) for name, value in vars(stated).items()})
+
+    def payload(self) -> DataFormat:
+        """The payload as it was sent."""
+        return DataFormat(
+            label_names=tuple(self.label_names),
+            vocabulary=tuple(self.vocabulary),
+            image_shape=np.array(self.image_shape, np.int64),
+            text_shape=np.array(self.text_shape, np.int64),
+            image_dtype=self.image_dtype,
+            text_dtype=self.text_dtype,
+            image_encoder=self.image_encoder,
+            text_encoder=self.text_encoder,
+            mean=np.array(self.mean, np.float32),
+            std=np.array(self.std, np.float32),
+        )
+
+
+class StatedData(Stored):
+    """What a process stated about its data.
+
+    Args:
+        data_digest: salted digest of the data.
+        modalities: that it uses.
+        items: numbers of items by split; splits without items are left out.
+        format: labels and model inputs; with ``partition.kind own`` only.
+    """
+
+    data_digest: Digest
+    modalities: Modalities
+    items: dict[Literal["train", "val", "test", "public", "database"], ItemCounts]
+    format: StatedFormat | None = None
+
+    @classmethod
+    def of(cls, stated: DataStatement, held: DataFormat | None = None) -> StatedData:
+        """The record of a statement's payloads."""
+        items = {split: _counts(row) for split, row in zip(SPLITS, stated.counts.tolist(), strict=True) if any(row)}
+        masks = (("image", IMAGE), ("text", TEXT))
+        plain = {
+            "data_digest": stated.data,
+            "modalities": [name for name, bit in masks if stated.mask & bit],
+            "items": items,
+            **({} if held is None else {"format": StatedFormat.of(held)}),
+        }
+        return cls.model_validate(plain)
+
+    def payload(self) -> DataStatement:
+        """The statement as it was sent."""
+        counts = np.zeros((len(SPLITS), 3), np.int64)
+        for split, each in self.items.items():
+            counts[SPLITS.index(split)] = each.paired, each.image_only, each.text_only
+        mask = IMAGE * ("image" in self.modalities) + TEXT * ("text" in self.modalities)
+        return DataStatement(self.data_digest, mask, counts)
+
+
+def _counts(row: list[int]) -> ItemCounts:
+    return ItemCounts(paired=row[0], image_only=row[1], text_only=row[2])
+
+
+class AgreementRecord(Stored):
+    """``agreement.json``.
+
+    Args:
+        run: the run's id, the salt of the digests.
+        stated: by process.
+        agreed: what the silos agreed on; with ``partition.kind own`` only.
+    """
+
+    run: str
+    stated: dict[str, StatedData]
+    agreed: StatedFormat | None = None
+
+    def modalities(self, silos: tuple[str, ...]) -> SiloModalities:
+        """The silos' modalities as the coordinator sends them.
+
+        Raises:
+            KeyError: a silo has stated nothing.
+        """
+        masks = [self.stated[name].payload().mask for name in silos]
+        return SiloModalities(silos, np.array(masks, np.int64))
+
+    @classmethod
+    def of(
+        cls,
+        run: str,
+        stated: Mapping[str, tuple[DataStatement, DataFormat | None]],
+        agreed: DataFormat | None = None,
+    ) -> AgreementRecord:
+        """The record of what was stated and agreed on."""
+        plain = {
+            "run": run,
+            "stated": {name: StatedData.of(*each) for name, each in sorted(stated.items())},
+            **({} if agreed is None else {"agreed": StatedFormat.of(agreed)}),
+        }
+        return cls.model_validate(plain)

@@ -1,0 +1,121 @@
+"""Silos with data of their own: separate processes in folders that share only the scenario and public keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, fedmq, of_hospital, outputs
+
+pytestmark = pytest.mark.slow
+
+
+def simulated(root: Path, protocol: object = "rcsr") -> dict[str, Any]:
+    """The same items in one file, dealt by the column of the hospital."""
+    root.mkdir()
+    np.savez(root / "all.npz", **arrays())
+    raw = {
+        "name": "column",
+        **COMMON,
+        "protocol": protocol,
+        "data": {"name": "features", "path": "all.npz"},
+        "partition": {"kind": "column", "column": "hospital"},
+        "missing_modality": {"silos": {IMAGE_ONLY: "image"}},
+    }
+    (root / "column.yaml").write_text(yaml.safe_dump(raw))
+    data = f"data.path={root / 'all.npz'}"
+    done = fedmq("scenario", str(root / "column.yaml"), "--set", data, "--json", "--quiet", "--out", str(root / "run"))
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("protocol", ["rcsr", "fedavg", {"name": "fedbridge"}], ids=str)
+def test_three_sites_compute_what_a_simulation_by_column_computes(tmp_path: Path, protocol: object) -> None:
+    sites = Sites(tmp_path / "sites", f"ipc://{tmp_path}/wire")
+    sites.write(protocol=protocol)
+    printed = outputs([sites.coordinator(), *map(sites.silo, range(3))])
+    assert "stopped by the coordinator" in printed[1], printed
+    own, together = sites.summary(), simulated(tmp_path / "together", protocol)
+    assert own["model_digest"] == together["model_digest"]
+    for name, silo in own["per_silo"].items():
+        for key in ("samples", "modalities", "participations"):
+            assert silo[key] == together["per_silo"][name][key]
+    found = arrays()
+    for index, hospital in enumerate(HOSPITALS):
+        train = (found["hospital"] == hospital) & (found["split"] == "train")
+        assert own["per_silo"][f"silo-{index:02d}"]["samples"] == train.sum()
+
+
+def test_the_audit_of_the_collected_logs_is_clean_and_the_summary_has_counts_and_own_figures(tmp_path: Path) -> None:
+    sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
+    sites.write()
+    outputs([sites.coordinator(), *map(sites.silo, range(3))])
+    sites.collect_logs()
+    audit = fedmq("audit", str(sites.run))
+    assert audit.returncode == 0, audit.stdout
+    summary, found = sites.summary(), arrays()
+    assert summary["metrics"] == {}
+    own = summary["own_heldout"]
+    # The image-only site has no item on which images and captions could find each other.
+    assert own["per_silo"].keys() == {"silo-00", "silo-02"}
+    pairs = found["image_present"] & found["text_present"] & (found["split"] == "test")
+    assert own["items"] == (pairs & (found["hospital"] != HOSPITALS[1])).sum()
+    for name, each in own["per_silo"].items():
+        assert each["items"] == summary["per_silo"][name]["items"]["test"]["paired"]
+    oslo = of_hospital(found, "oslo")
+    train = oslo["split"] == "train"
+    assert summary["per_silo"]["silo-02"]["items"]["train"] == {
+        "paired": int((train & oslo["image_present"] & oslo["text_present"]).sum()),
+        "image_only": int((train & ~oslo["text_present"]).sum()),
+        "text_only": int((train & ~oslo["image_present"]).sum()),
+    }
+    figures = {name: each["mean_r1"] * each["items"] for name, each in own["per_silo"].items()}
+    assert own["metrics"]["mean_r1"] == pytest.approx(sum(figures.values()) / own["items"])
+    agreement = json.loads((sites.run / "agreement.json").read_text())
+    assert agreement["agreed"]["label_names"] == ["ct", "mri", "us", "xray"]
+
+
+def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sides(tmp_path: Path) -> None:
+    sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
+    sites.write()
+    narrow = of_hospital(arrays(), "oslo")
+    np.savez(tmp_path / "oslo" / "site2.npz", **(narrow | {"image": narrow["image"][:, :7]}))
+    coordinator = sites.coordinator()
+    try:
+        others = [sites.silo(0), sites.silo(1)]
+        refused = outputs([sites.silo(2)])[0]
+        assert "silo-02: the coordinator refused this site's data: " in refused
+        assert "image features of width" in refused and "7" in refused and "12" in refused
+        np.savez(tmp_path / "oslo" / "site2.npz", **narrow)
+        printed = outputs([coordinator, sites.silo(2), *others])[0]
+    finally:
+        coordinator.kill()
+    assert "refused: 1 data" in printed
+    assert sites.summary()["versions"] == COMMON["rounds"]
+
+
+def test_a_silo_of_a_simulated_partition_with_another_file_is_refused_by_name(tmp_path: Path) -> None:
+    sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
+    sites.write()
+    found = arrays()
+    raw = {"name": "column", **COMMON, "partition": {"kind": "column", "column": "hospital"}}
+    raw["data"] = {"name": "features", "path": "all.npz"}
+    sites.scenario.write_text(yaml.safe_dump(raw))
+    for folder in ("coordinator", *HOSPITALS):
+        np.savez(tmp_path / folder / "all.npz", **found)
+    np.savez(tmp_path / "oslo" / "all.npz", **(found | {"image": found["image"] + 1}))
+    coordinator = sites.coordinator()
+    try:
+        where = ("--keys", "keys", "--connect", sites.uri)
+        silo = sites.start("silo", str(sites.scenario), "--name", "silo-02", *where, folder="oslo")
+        refused = outputs([silo])[0]
+    finally:
+        coordinator.kill()
+        coordinator.communicate()
+    assert "silo-02 has other data (digest " in refused
+    assert "give every process the same data set" in refused

@@ -433,7 +433,8 @@ def silo_command(
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
     place = (here.name, here.connect, here.keys, here.out, here.device)
     logs = _logs_of_a_program(log_level, log_file, log_format)
-    run_silo(SiloArguments(run, *place, site=here.site, policy=policy, logs=logs))
+    rules = policy or (None if here.site is None else here.site.policy)
+    run_silo(SiloArguments(run, *place, site=here.site, policy=rules, logs=logs))
 
 
 def evaluator_command(

@@ -32,6 +32,7 @@ class Site(Part):
         None, description="address of the coordinator"
     )
     out: Path | None = Field(None, description="folder for the message log and the personal state")
+    policy: Path | None = Field(None, description="policy file: what it forbids does not leave the silo")
     file: Path | None = Field(None, exclude=True, description="set by fedmq: the site file itself")
 
     @field_validator("modalities")
@@ -67,7 +68,7 @@ def read_site(path: Path) -> Site:
     except ValidationError as error:
         raise input_error(error, path, model=Site) from None
     try:
-        places = {key: getattr(site, key) for key in ("keys", "cache", "out")}
+        places = {key: getattr(site, key) for key in ("keys", "cache", "out", "policy")}
         changes: dict[str, object] = {key: _from(path, key, each) for key, each in places.items() if each is not None}
         if site.data is not None:
             inner = {key: getattr(site.data, key) for key in DATA_PATHS}

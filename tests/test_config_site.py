@@ -1,0 +1,53 @@
+"""Site files: paths start at the file, mistakes are named with file, line and key, and the policy is obeyed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedmq.cli import main as cli
+from fedmq.config.site import read_site
+from fedmq.errors import InputError
+from fedmq.wire.keys import init_keys
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "silo.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_of_a_site_file_start_at_its_folder(tmp_path: Path) -> None:
+    text = "data: {name: features, path: site0.npz}\nkeys: keys\ncache: cache\nout: run\npolicy: rules/policy.yaml\n"
+    site = read_site(written(tmp_path, text))
+    assert site.data is not None
+    assert site.data.path == tmp_path / "site0.npz"
+    assert (site.keys, site.cache, site.out) == (tmp_path / "keys", tmp_path / "cache", tmp_path / "run")
+    assert site.policy == tmp_path / "rules" / "policy.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modalities: [sound]", r"silo\.yaml: line 1: modalities"),
+        ("name: silo-00\ncolour: red", r"silo\.yaml: line 2: colour"),
+        ("modalities: [image, image]", "each modality once"),
+        ("file: other.yaml", "no such key"),
+        ("- data", r"silo\.yaml"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_site(written(tmp_path, text))
+
+
+def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "evaluator", *(f"silo-{number:02}" for number in range(4))))
+    (tmp_path / "policy.yaml").write_text("up: {kinds: [nothing]}\n")
+    site = written(tmp_path, "name: silo-00\nkeys: keys\nout: run\npolicy: policy.yaml\n")
+    done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
+    assert isinstance(done.exception, InputError)
+    assert str(tmp_path / "policy.yaml") in str(done.exception)
+    assert "nothing" in str(done.exception)

@@ -102,7 +102,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key; did you mean rounds\?$"),
-        ("silos.number=3", r"--set silos\.number: .* a known key: count, slots$"),
+        ("silos.number=3", r"--set silos\.number: .* a known key: count, slots, hosts, needs$"),
         (
             "aggregation.staleness.kindd=hinge",
             r"--set aggregation\.staleness\.kindd: .* a known key; did you mean kind\?$",
@@ -119,7 +119,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("faults=[{share: 0.1}]", r"faults\.0\.kind: found 'nothing', allowed: a value is required here$"),
         ("faults=[drop]", r"faults\.0: found 'drop', allowed: a mapping with keys of .*kind, "),
         ("faults={kind: drop}", r"--set faults: found {'kind': 'drop'}, allowed: a list$"),
-        ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots$"),
+        ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots, hosts, needs$"),
     ],
 )
 def test_a_bad_setting_is_named_as_a_setting_with_the_nearest_keys(tiny: Path, setting: str, message: str) -> None:

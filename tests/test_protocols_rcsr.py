@@ -111,8 +111,8 @@ def test_in_a_run_without_rounds_the_router_uses_the_table(
         return merge(protocol, state, replies, round_)
 
     monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
-    in_process_run.run(resolved(tiny, "rounds=1", "participation=0.75", *settings), tmp_path)
-    assert seen == [over]
+    in_process_run.run(resolved(tiny, "rounds=4", "participation=0.75", *settings), tmp_path)
+    assert seen == [over] * 4
 
 
 def test_the_router_over_the_table_weights_a_buffer_of_two() -> None:

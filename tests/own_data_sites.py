@@ -63,6 +63,8 @@ class Sites:
     uri: str
     site: dict[int, dict[str, Any]] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    #: Command before each program of a folder, e.g. to run it in a network namespace.
+    prefix: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def scenario(self) -> Path:
@@ -103,7 +105,12 @@ class Sites:
 
     def start(self, *arguments: str, folder: str) -> subprocess.Popen[str]:
         """Start a command in a site's folder."""
-        command = [*FEDMQ, *arguments, *(part for each in self.settings for part in ("--set", each))]
+        command = [
+            *self.prefix.get(folder, ()),
+            *FEDMQ,
+            *arguments,
+            *(part for each in self.settings for part in ("--set", each)),
+        ]
         place = self.root / folder
         return subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

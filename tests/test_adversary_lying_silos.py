@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
@@ -55,10 +56,10 @@ def test_false_metrics_of_one_silo_do_not_affect_those_of_the_others(
         found = measure(silo, message)
         return LIES[lie](found) if silo.facts.name == "silo-00" else found
 
-    held, ended = list[Message](), set[str]()
+    held, ended = list[tuple[Message, Mapping[int, State]]](), set[str]()
 
-    def hold(measuring: EvaluationRequests, message: Message) -> None:
-        held.append(message)
+    def hold(measuring: EvaluationRequests, message: Message, states: Mapping[int, State]) -> None:
+        held.append((message, states))
 
     def release_once_all_measured(measuring: EvaluationRequests, message: Message) -> bool:
         taken = measured(measuring, message)
@@ -66,7 +67,7 @@ def test_false_metrics_of_one_silo_do_not_affect_those_of_the_others(
             ended.add(message.header.sender)
         if len(ended) == 4:
             while held:
-                evaluated(measuring, held.pop(0))
+                evaluated(measuring, *held.pop(0))
         return taken
 
     monkeypatch.setattr(Silo, "measure", answer)
@@ -214,5 +215,5 @@ def test_the_full_text_of_an_error_stays_with_its_silo(
     }
     assert "jane" not in (tmp_path / "messages" / "coordinator.jsonl").read_text()
     kept = capfd.readouterr().err
-    assert "silo-01: task 2: /home/jane/a.npz: found 'no file'" in kept
+    assert "InputError: /home/jane/a.npz: found 'no file'" in kept
     assert "/home/jane/b.npz" in kept

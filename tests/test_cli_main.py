@@ -423,8 +423,9 @@ def test_fingerprints_stay_on_one_line(
     capfd.readouterr()
     assert fedmq(monkeypatch, "keys", "show", tmp_path / "keys") == 0
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
-    assert [name for name, _ in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
-    assert all(len(print_) == 64 for _, print_ in lines)
+    assert [line[0] for line in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
+    assert {len(line) for line in lines} == {10}, "a name, eight words and the fingerprint"
+    assert all(len(line[1]) == 64 or len(line[-1]) == 64 for line in lines)
 
 
 @pytest.mark.parametrize(

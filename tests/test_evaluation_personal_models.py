@@ -340,6 +340,6 @@ def test_personal_models_have_curves_over_merges_and_time_and_a_figure_in_the_re
         assert course[-1][2] == outcome.value(metric)
         assert 0 < course[0][1] < course[1][1]
     report = RunFolder(tmp_path).report.read_text()
-    assert "Personal models on the held-out split" in report
-    assert "Standard deviation of R@1 over silos" in report
+    assert "Retrieval of the personal models" in report
+    assert "How much silos differ" in report
     assert report.count('"personal models"') == 1

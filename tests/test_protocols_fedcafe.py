@@ -20,7 +20,7 @@ from fedmq.config.scenario import Objective, Training
 from fedmq.data.label_levels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation import program
+from fedmq.evaluation import heldout
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.models import hash_networks
 from fedmq.wire.payloads import Memory, Model
@@ -455,13 +455,12 @@ def test_only_shdch_trains_on_the_upper_of_two_label_levels(base: str, tmp_path:
     assert len(digests) == (2 if base == "shdch" else 1)
 
 
-def test_relevance_is_defined_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relevance_is_defined_by_the_fine_labels() -> None:
     whole = share(PAIRED, 5)
-    monkeypatch.setattr(program, "load_silo_dataset", lambda *_, **__: whole)
-    held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
-    assert torch.equal(program._with_fine_labels(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
-    held_out.prepared.label_names = LABELS
-    assert torch.equal(program._with_fine_labels(held_out, np.arange(5)).labels, whole.labels)
+    held_out: Any = SimpleNamespace(run_data=SimpleNamespace(label_names=LEVELS), load=lambda *_, **__: whole)
+    assert torch.equal(heldout._with_fine_labels(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
+    held_out.run_data.label_names = LABELS
+    assert torch.equal(heldout._with_fine_labels(held_out, np.arange(5)).labels, whole.labels)
 
 
 def test_shdch_uses_at_most_as_many_levels_as_the_names_have() -> None:

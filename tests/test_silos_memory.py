@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fedmq.errors import DiskError, RunError
+from fedmq.storage.logs import QUIET
+from fedmq.wire.messages import Kind
 from silos import program
 
 
@@ -34,10 +36,10 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
     monkeypatch.setattr(program, "release_unused_memory", lambda: told.append("given back"))
     silo: Any = SimpleNamespace(respond=respond, facts=SimpleNamespace(name="silo-00"))
     link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
-    header = SimpleNamespace(sequence=1, base_version=0)
+    header = SimpleNamespace(sequence=1, base_version=0, kind=Kind.TASK)
     message: Any = SimpleNamespace(header=header, task=None)
     slots: Any = Slots(told)
-    program.reply_to(link, silo, slots, message, lambda _: None, (*program.FATAL_ERRORS, *fatal))
+    program.reply_to(link, silo, slots, message, QUIET, (*program.FATAL_ERRORS, *fatal))
     return told
 
 

@@ -25,7 +25,7 @@ from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, Kind, Message
+from fedmq.wire.messages import CARRIES, COORDINATOR, Kind, Message
 from fedmq.wire.payloads import PAYLOADS, Error, Loss, Payload, Refusal, tensor_bytes
 from fedmq.wire.transports.registry import listen
 from silos.program import Silo, SiloArguments, run_silo
@@ -38,7 +38,11 @@ SILO, RUN = "silo-00", "policy-0123456789ab"
 SAMPLES: dict[str, Payload] = {
     payload.KIND: payload for message in golden_messages(2).values() for payload in message.payloads
 }
-FORBIDDABLE = sorted(PAYLOADS.keys() - {Refusal.KIND})
+#: Message in which a silo sends each kind of payload; kinds that only the coordinator sends are left out.
+SENT_IN = {
+    kind: message for message in (Kind.ERROR, Kind.STATEMENT, Kind.OWN_RESULT, Kind.REPLY) for kind in CARRIES[message]
+}
+FORBIDDABLE = sorted(SENT_IN.keys() - {Refusal.KIND})
 
 
 @contextmanager
@@ -103,10 +107,10 @@ def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_pat
     if rule == "fields" and getattr(planted, next(iter(PAYLOADS[kind].FIELDS))) is None:
         planted = replace(planted, mask=3)  # the golden payload leaves the field empty
     payloads = (planted,) if kind == Error.KIND else (Loss(0.5), planted)
-    if kind == Loss.KIND:
+    if kind == Loss.KIND or SENT_IN[kind] is not Kind.REPLY:
         payloads = (planted,)
     with coordinator_of(tmp_path, guard(**rules(kind)[rule])) as (link, arrived):
-        message = Kind.ERROR if kind == Error.KIND else Kind.REPLY
+        message = SENT_IN[kind]
         link.send(message, payloads, sequence=7, reply_to=7, base_version=3)
         (answer,) = wait_for(arrived, 1)
     assert answer.header.kind is Kind.ERROR and answer.header.reply_to == 7
@@ -157,6 +161,13 @@ def test_a_policy_for_an_unknown_field_is_refused_with_the_fields_that_exist(tmp
         read_policy(policy)
 
 
+def test_a_policy_without_the_statement_is_refused_at_start_as_its_silo_could_not_join(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("up: {kinds: [delta]}\n")
+    with pytest.raises(InputError, match=r"up\.kinds: found 'a list without data_statement'"):
+        guard_of(policy, SILO, tmp_path / "none.jsonl")
+
+
 def test_a_run_goes_on_without_the_replies_that_a_silo_withholds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +179,7 @@ def test_a_run_goes_on_without_the_replies_that_a_silo_withholds(
 
     monkeypatch.setattr(Silo, "respond", tampered)
     policy, out = tmp_path / "policy.yaml", tmp_path / "run"
-    policy.write_text("up: {kinds: [delta, partial_delta, modality_prototypes, geometry, loss]}\n")
+    policy.write_text("up: {kinds: [data_statement, delta, partial_delta, modality_prototypes, geometry, loss]}\n")
     scenario = resolved(tiny, "rounds=2", "participation=1.0", "clock=wall")
 
     def guarded(uri: str, keys: Path) -> None:

@@ -69,6 +69,8 @@ class Unanswered:
     def warning(self, event: str, **values: object) -> None:
         if self._over.is_set() and "no answer" in event:
             raise RuntimeError(event)
+        if "error" in values:  # a silo's own log has the full text
+            print(f"{event}: {values['error']}", file=sys.stderr)
 
 
 def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:

@@ -9,7 +9,7 @@ from fedmq.audit.policy import Policy, broken_limits, counts_in_all, read_policy
 from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Message
-from fedmq.wire.payloads import Payload, Refusal, WithheldBy, tensor_bytes
+from fedmq.wire.payloads import DataStatement, Payload, Refusal, WithheldBy, tensor_bytes
 
 
 class PolicyGuard:
@@ -33,6 +33,10 @@ class PolicyGuard:
                 raise InputError("--policy: peers", f"a list without {name}", allowed)
         self._rule, self._places = policy.rule(silo, "up")
         self._sent = sent
+
+    def allows(self, kind: str) -> bool:
+        """Whether the policy's list of payload kinds, if it has one, has this kind."""
+        return self._rule.kinds is None or kind in self._rule.kinds
 
     def __call__(self, message: Message, size: int) -> Refusal | None:
         """What forbids a message, which is counted as sent if nothing does.
@@ -85,4 +89,8 @@ def guard_of(file: Path, silo: str, log: Path) -> PolicyGuard:
         for _, record in read_log(log):
             if isinstance(record, MessageRecord) and record.action == "sent" and counts_in_all(record.payloads):
                 sent += record.bytes
-    return PolicyGuard(read_policy(file), silo, sent)
+    guard = PolicyGuard(read_policy(file), silo, sent)
+    if not guard.allows(DataStatement.KIND):
+        allowed = f"a list with {DataStatement.KIND}, without which the silo cannot join; or do not start this silo"
+        raise InputError(f"{file}: up.kinds", f"a list without {DataStatement.KIND}", allowed)
+    return guard

@@ -46,7 +46,7 @@ def write(folder: RunFolder) -> None:
         curves=_curves(evaluations, merges, personal, own, facts),
         examples=[] if data is None else data.examples,
         gallery_items=0 if data is None else data.items,
-        silos=_silo_figures(summary, data, modalities),
+        silos=[*_silo_figures(summary, data, modalities), sections.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
         timeline=timeline(facts, list(summary.per_silo)),
         weights=sections.reported(merges, modalities),

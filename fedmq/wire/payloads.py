@@ -431,7 +431,7 @@ class WithheldBy(StrEnum):
     BYTES_IN_ALL = "bytes_in_all"
 
 
-_WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat")))
+_WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat", "statement", "own_result")))
 
 
 @payload("refusal")

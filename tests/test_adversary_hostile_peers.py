@@ -285,6 +285,7 @@ def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[Connect
     assert welcome is not None
     ready, session = complete(initiated, load_accepted(keys), welcome, 0.0)
     connection.send(ready)
+    threaded_run.state_data(connection, session, scenario, name)
     return connection, session
 
 

@@ -14,12 +14,13 @@ import protocols
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun, Source, read, resolve
 from fedmq.config.scenario import Scenario
+from fedmq.data.item_digests import item_digests
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.federation.population import run_name
+from fedmq.federation.population import build_population, run_name
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.messages import Header, Kind
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
@@ -73,6 +74,16 @@ class Unanswered:
             print(f"{event}: {values['error']}", file=sys.stderr)
 
 
+def state_data(connection: Connection, session: Session, scenario: Scenario, name: str) -> None:
+    """Send a manual silo's statement about its data, after which the coordinator lets it join."""
+    run = run_name(scenario)
+    population = build_population(scenario)
+    items = item_digests(population.prepared, scenario.dealt)
+    stated = population.statement(population.facts(name), items, run)
+    header = Header(run=run, kind=Kind.STATEMENT, sender=name, receiver="coordinator", sequence=0, sent_at=0.0)
+    connection.send(seal_message(session, Message(header, (stated,))).frames)
+
+
 def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
     """A manual silo-00: its connection, its session and the header of its heartbeats."""
     connection, name = connect(uri), run_name(scenario)
@@ -82,6 +93,7 @@ def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Sessio
     assert frames is not None
     ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
     connection.send(ready)
+    state_data(connection, session, scenario, "silo-00")
     beat = Header(run=name, kind=Kind.HEARTBEAT, sender="silo-00", receiver="coordinator", sequence=0, sent_at=0.0)
     return connection, session, beat
 

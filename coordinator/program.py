@@ -151,7 +151,7 @@ def run_coordinator(
     # Merges are sums over one buffer; more threads would only compete with the silos for cores.
     torch.set_num_threads(1)
     keep_buffers()
-    _allow_descriptors(arguments, 0 if peers is not None else len(arguments.scenario.silo_names) + 1)
+    allow_descriptors(arguments, 0 if peers is not None else len(arguments.scenario.silo_names) + 1)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
     population = _population(arguments)
@@ -276,7 +276,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _allow_descriptors(arguments: CoordinatorArguments, peers: int) -> None:
+def allow_descriptors(arguments: CoordinatorArguments, peers: int) -> None:
     """Raise the limit of open files to the system's maximum: each connection takes one; nothing without peers.
 
     Raises:

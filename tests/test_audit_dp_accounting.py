@@ -99,4 +99,4 @@ def test_the_audit_of_a_real_run_reports_its_privacy_guarantee(tiny: Path, tmp_p
     assert set(accounts["silos"]) == set(scenario.silo_names)
     for spent in accounts["silos"].values():
         assert delta_of(spent["epsilon"], 2.0, 3) == pytest.approx(1e-5, rel=1e-3)
-        assert (spent["updates"], spent["beside"]) == (3, ["loss", "modality_prototypes"])
+        assert (spent["updates"], spent["beside"]) == (3, ["data_statement", "loss", "modality_prototypes"])

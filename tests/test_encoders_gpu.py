@@ -119,7 +119,7 @@ def test_an_open_clip_model_computes_the_same_on_a_gpu_as_on_the_cpu(
                 "rounds": 1,
                 "data": data,
                 "backbone": backbone,
-                "silos": {"count": 2},
+                "silos": {"count": 1},
                 "partition": {"kind": "iid"},
                 "protocol": "pfedmma" if "adapter" in more else "rcsr",
             }

@@ -54,6 +54,7 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     return outcome.summary.model_digest, (folder / "messages" / "coordinator.jsonl").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], name: str
@@ -183,6 +184,7 @@ def test_a_refused_peer_is_admitted_once_its_key_is_accepted() -> None:
     assert received is not None
 
 
+@pytest.mark.slow
 def test_connections_that_send_nothing_are_closed_beyond_a_number_and_a_peer_still_gets_in() -> None:
     peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     listener = opened([peer], key)

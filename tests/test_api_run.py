@@ -20,6 +20,8 @@ from fedmq.api.launch import settings_of
 from fedmq.errors import InputError, RunError
 from fedmq.runs.run_records import MergeLine
 
+#: Each run starts a program, which takes seconds.
+pytestmark = pytest.mark.slow
 INLINE = {"launcher": "inline", "progress": False}
 METHOD = '''"""A method from the user's own file."""
 
@@ -140,7 +142,6 @@ def test_an_error_of_a_callback_stops_the_run_and_is_raised(tiny: Path, tmp_path
     assert not fedmq.open_run(tmp_path / "run").finished
 
 
-@pytest.mark.slow
 def test_an_interrupt_stops_real_processes_cleanly(tiny: Path, tmp_path: Path) -> None:
     def interrupt(_: MergeLine) -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -152,7 +153,6 @@ def test_an_interrupt_stops_real_processes_cleanly(tiny: Path, tmp_path: Path) -
     assert "coordinator" in set(stopped.messages["process"])
 
 
-@pytest.mark.slow
 def test_a_plain_script_needs_no_main_guard_and_runs_a_method_of_its_own_file(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(METHOD)
     script = tmp_path / "script.py"
@@ -168,7 +168,6 @@ def test_a_plain_script_needs_no_main_guard_and_runs_a_method_of_its_own_file(ti
     assert done.stdout.count("once 1") == 1, done.stderr
 
 
-@pytest.mark.slow
 def test_a_comparison_has_a_row_for_each_method(tiny: Path, tmp_path: Path) -> None:
     found = fedmq.compare(
         tiny, seeds=[0, 1], vary={"protocol": ["fedavg", "rcsr"]}, rounds=1, out=tmp_path / "compared", progress=False
@@ -181,7 +180,6 @@ def test_a_comparison_has_a_row_for_each_method(tiny: Path, tmp_path: Path) -> N
         fedmq.compare(tiny, seeds=[0], protocol="nothing", out=tmp_path / "other", progress=False)
 
 
-@pytest.mark.slow
 def test_the_page_on_python_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[1]
     text = (root / "docs" / "howto" / "python.md").read_text(encoding="utf-8")

@@ -44,6 +44,7 @@ def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path
     assert not audit_run(tmp_path).findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_goes_on(
     tiny: Path, tmp_path: Path, mode: str

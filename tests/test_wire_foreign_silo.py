@@ -15,6 +15,7 @@ import pytest
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.audit.log_checks import audit_run
+from fedmq.data.item_digests import item_digests
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
 from fedmq.wire.keys import init_keys
@@ -54,12 +55,14 @@ def test_its_digests_are_those_of_the_logs(payload: Payload) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.xfail(reason="the foreign silo does not send the data statement of wire version 2 yet", run=False)
 def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path) -> None:
     scenario = resolved(SMOKE)
     made, keys, name = run_of(scenario), tmp_path / "keys", scenario.silo_names[-1]
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
-    samples = len(build_population(scenario).train[-1])
+    population, data = build_population(scenario), tmp_path / "data.npz"
+    items = item_digests(population.prepared, scenario.dealt)
+    stated = population.statement(population.facts(name), items, made.id)
+    np.savez(data, items=items, counts=stated.counts)
     facts, threads = tmp_path / "run.json", list[threading.Thread]()
     started: list[subprocess.Popen[str]] = []
 
@@ -69,7 +72,7 @@ def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path)
         start = next(record for record in records if isinstance(record, StartRecord))
         facts.write_text(start.model_dump_json(include={"run", "scenario", "protocol", "privacy", "data"}))
         options = (*("--connect", uri), *("--keys", keys), *("--name", name), *("--run", facts))
-        command = [sys.executable, SILO, *options, "--samples", str(samples), "--log", log]
+        command = [sys.executable, SILO, *options, "--data", data, "--log", log]
         started.append(subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True))
         tasks = [partial(run_silo, SiloArguments(made, each, uri, keys, tmp_path)) for each in scenario.silo_names[:-1]]
         tasks.append(partial(run_evaluator, EvaluatorArguments(made, uri, keys, tmp_path)))
@@ -86,4 +89,4 @@ def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path)
     assert not outcome.summary.unusable_replies
     audit = audit_run(tmp_path)
     assert not audit.findings
-    assert set(audit.left[name]) == {"partial_delta", "modality_prototypes", "geometry", "loss"}
+    assert set(audit.left[name]) == {"data_statement", "partial_delta", "modality_prototypes", "geometry", "loss"}

@@ -1,9 +1,11 @@
 """A silo written from docs/reference/wire.md and message_logs.md alone, without fedmq and torch.
 
-    python silo.py --connect tcp://127.0.0.1:5555 --keys keys --name silo-03 --run run.json --samples 90 \
+    python silo.py --connect tcp://127.0.0.1:5555 --keys keys --name silo-03 --run run.json --data data.npz \
         --log runs/hand/messages/silo-03.jsonl
 
-``run.json`` has ``run``, ``scenario``, ``protocol``, ``privacy`` and ``data`` of the coordinator's start record.
+``data.npz`` has ``items``, the three digests of each item of the data set (uint8 [n, 3, 32]), and ``counts``, the
+numbers of the silo's own items by split and modality (int64 [5, 3]). ``run.json`` has ``run``, ``scenario``,
+``protocol``, ``privacy`` and ``data`` of the coordinator's start record.
 
 It takes part in a run of RCSR as a silo with captions only. Its training is weight decay: it minimises half the squared
 length of the parameters it trains, for which it needs no data.
@@ -39,6 +41,7 @@ FIELDS = {
     "modality_prototypes": (("image", "text", "mask"), ("image", "text")),
     "geometry": (("values",), ("values",)),
     "loss": (("value",), ()),
+    "data_statement": (("data", "mask", "counts"), ("counts",)),
     "error": (("code", "text"), ()),
 }
 
@@ -172,7 +175,10 @@ class Silo:
 
     def __init__(self, options):
         facts = json.loads(options.run.read_text())
-        self.name, self.run, self.samples = options.name, facts["run"], options.samples
+        self.name, self.run = options.name, facts["run"]
+        with np.load(options.data, allow_pickle=False) as data:
+            self.items, self.counts = data["items"], data["counts"]
+        self.samples = int(self.counts[0].sum())
         self.key = serialization.load_pem_private_key((options.keys / f"{self.name}.key").read_bytes(), None)
         pem = (options.keys / "accepted" / f"{COORDINATOR}.pub").read_bytes()
         self.coordinator = serialization.load_pem_public_key(pem)
@@ -262,6 +268,11 @@ class Silo:
         self.log.message("received", header, plain["payloads"], frames, plain["head"])
         return header, plain
 
+    def state_data(self):
+        """Send the first message of the session: what data this silo has, which must be the coordinator's data set."""
+        salted = hashlib.sha256(f"fedmq data\0{self.run}\0".encode() + self.items.tobytes()).hexdigest()
+        self.send("statement", [("data_statement", {"data": salted, "mask": 2, "counts": self.counts})])
+
     # --------------------------------------------------------------------------------------------------------- training
     def trained(self, task, payloads):
         """The payloads of a reply of RCSR, from one step of weight decay on the layers without the image branch."""
@@ -322,12 +333,13 @@ def main():
     parser.add_argument("--keys", required=True, type=Path)
     parser.add_argument("--name", required=True)
     parser.add_argument("--run", required=True, type=Path)
-    parser.add_argument("--samples", required=True, type=int)
+    parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--log", required=True, type=Path)
     options = parser.parse_args()
     assert re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", options.name), options.name
     silo = Silo(options)
     silo.handshake()
+    silo.state_data()
     silo.serve()
     silo.log.write(action="note", text="ended")
     silo.log.sign("end")

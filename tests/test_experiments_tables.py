@@ -54,14 +54,14 @@ def test_the_baseline_is_a_method_or_a_named_row(tiny: Path) -> None:
     assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
     by_row = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr, silos.count=4"))
     assert by_row["fedavg, silos.count=5"] == "rcsr, silos.count=4"
-    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4.*nobody"):
+    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4.*none"):
         made_rows.baselines(ComparisonPlan(rows, (0,), baseline="moon"))
 
 
 def test_without_a_matching_baseline_no_differences_are_shown(study: Study) -> None:
     plan, rows = study
     finished = {row.entry.name: row.outcomes for row in rows[1:]}
-    plan = replace(plan, baseline="nobody")
+    plan = replace(plan, baseline="none")
     grid = tables.grid(made_rows.rows(plan, {}, finished), plan)
     assert grid.head == ("", "mean_r1", "fairness.worst_r1", "seconds to mean_r1 0.55")
     assert not any(cell.best for line in grid.body for cell in line)

@@ -130,6 +130,6 @@ def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
 
 
 def never_sent(summary: RunSummary) -> Iterator[Discrepancy]:
-    """The finding that nobody was sent the released version, unless no silo had items to evaluate it on."""
+    """The finding that no silo was sent the released version, unless no silo had items to evaluate it on."""
     if summary.own_heldout is None or summary.own_heldout.items or summary.own_heldout.missing:
-        yield f"{COORDINATOR}.jsonl", f"nobody was ever sent version {summary.versions} to evaluate it"
+        yield f"{COORDINATOR}.jsonl", f"no silo was sent version {summary.versions} to evaluate it"

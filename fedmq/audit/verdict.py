@@ -48,7 +48,7 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         noted = " and with the heads noted before" if evidence.heads else ""
         return Verdict(
             f"{agree}{noted}.",
-            "Not proven: that nobody who held all of these logs changed them"
+            "Not proven: that no holder of all these logs changed them"
             + (" before the heads were noted" if evidence.heads else "")
             + ", as they are not signed (an earlier fedmq wrote them, or their signatures were removed).",
         )

@@ -94,7 +94,7 @@ Baseline = Annotated[
     typer.Option(
         "--baseline",
         metavar="NAME",
-        help="Method or row to which the others are compared; the first by default. nobody: no baseline.",
+        help="Method or row to which the others are compared; the first by default; none for no baseline.",
     ),
 ]
 Across = Annotated[

@@ -107,7 +107,7 @@ def keys_init(
 ) -> None:
     """Create keys for the coordinator, the evaluator and every silo at once, all of them accepted. For simulations.
 
-    Whoever runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust one
+    The person who runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust one
     machine.
 
     Example: [bold]fedmq keys init keys --silos 4[/bold]

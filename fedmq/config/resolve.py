@@ -150,7 +150,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
             known.check_data(scenario.data)
         method = known.method_facts(scenario.protocol, scenario.objective)
         if scenario.data is None and method.pooled:
-            allowed = "a federated method: with partition.kind own nobody holds the data of all silos"
+            allowed = "a federated method: with partition.kind own no process holds the data of all silos"
             raise InputError("protocol.name", scenario.protocol.label, allowed)
         objective = known.objective_facts(scenario.objective)
         _check_objective(scenario, objective)

@@ -120,7 +120,7 @@ class ComparisonPlan:
 
 
 #: In place of a baseline's name.
-NO_BASELINE = "nobody"
+NO_BASELINE = "none"
 
 #: Keys that the runs on the validation split set themselves, so that ``--select`` cannot.
 _NOT_CHOSEN = ("evaluation.split", "evaluation.every", "evaluation.personal_every", "launcher")

@@ -85,7 +85,7 @@ class ChannelGroup:
                     everyone = now - checked >= STEP_SECONDS
                     checked = now if everyone else checked
                     links = _step(links, everyone=everyone)
-                    with contextlib.suppress(RemoteWireError):  # not two frames: nobody can tell whose they were
+                    with contextlib.suppress(RemoteWireError):  # not two frames: their silo is unknown
                         shared.pump(STEP_SECONDS)
             finally:
                 shared.close()

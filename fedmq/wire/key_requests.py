@@ -1,8 +1,8 @@
 """Requests to accept a key: what a site sends to the coordinator's operator, and the other way round.
 
-A request is a public file. Its signature shows that whoever made it holds the private key; that the key belongs to the
-site is for the operators to check, by comparing the words of the fingerprint over the telephone. A request that
-replaces an accepted key is also signed with that key.
+A request is a public file. Its signature shows that its maker holds the private key. The operators check that the key
+belongs to the site, by comparing the words of the fingerprint over the telephone. A request that replaces an accepted
+key is also signed with that key.
 """
 
 from __future__ import annotations

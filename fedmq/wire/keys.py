@@ -187,7 +187,7 @@ def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
 
 
 def _refuse_writable(path: Path) -> None:
-    """Whoever can write an accepted key can join the run in its name."""
+    """Refuse a file that others can write: with their own key in it they could join the run under its name."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o002:
         raise InputError(str(path), f"mode {mode:04o}", f"what others cannot write: run `chmod o-w {path}`")

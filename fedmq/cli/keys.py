@@ -107,8 +107,8 @@ def keys_init(
 ) -> None:
     """Create keys for the coordinator, the evaluator and every silo at once, all of them accepted. For simulations.
 
-    The person who runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust one
-    machine.
+    The person who runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust
+    one machine.
 
     Example: [bold]fedmq keys init keys --silos 4[/bold]
     """

@@ -15,7 +15,7 @@ from fedmq.runs.html_figures import Figure, render
 from fedmq.runs.html_timeline import LogFacts, read_facts, timeline
 from fedmq.runs.report_records import ReportData
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
-from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary, SiloSummary
+from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.wire.messages import COORDINATOR
@@ -43,7 +43,7 @@ def write(folder: RunFolder) -> None:
         headline=headline(summary, evaluations[0].metrics),
         facts=_facts(summary),
         about=_about(summary, scenario, facts),
-        curves=_curves(evaluations, merges, personal, own, facts),
+        curves=sections.curves(evaluations, merges, personal, own, facts.bytes_at),
         examples=[] if data is None else data.examples,
         gallery_items=0 if data is None else data.items,
         silos=[*_silo_figures(summary, data, modalities), sections.spread(evaluations, personal)],
@@ -129,30 +129,6 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
         f"Data: {data}, partition {part.kind}; backbone {scenario.backbone.name}; "
         f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
     )
-
-
-def _curves(
-    evaluations: list[EvaluationLine],
-    merges: list[MergeLine],
-    personal: list[PersonalLine],
-    own: tuple[Metric, ...],
-    facts: LogFacts,
-) -> list[Figure]:
-    versions = {line.version for line in evaluations}
-    axes: dict[str, dict[int, float]] = {"rounds": {version: float(version) for version in versions}}
-    if len(facts.bytes_at) > 1:
-        axes["traffic"] = {version: facts.bytes_at[version] / 1e6 for version in versions if version in facts.bytes_at}
-    axes["time"] = {0: 0.0, **{line.version: line.now for line in merges if line.version in versions}}
-    shared = [(line.version, line.metrics) for line in evaluations]
-    note = (
-        "The shared model on the whole held-out split, mean of image to text and text to image. Round 0 is untrained."
-    )
-    figures = sections.retrieval("Retrieval on the held-out split", shared, own, axes, note)
-    if len(personal) > 1:
-        means = [(line.version, line.personal) for line in personal]
-        note = "Each silo's personal model on the whole held-out split; means over silos."
-        figures += sections.retrieval("Retrieval of the personal models", means, own, axes, note)
-    return [*figures, *sections.losses(merges)]
 
 
 def _silo_figures(

@@ -36,6 +36,39 @@ _REPORTED: Mapping[str, tuple[str, str, str]] = {
 _PLACES = {"rounds": "round", "traffic": "traffic [MB]", "time": "the run's time [s]"}
 
 
+def curves(
+    evaluations: Sequence[EvaluationLine],
+    merges: Sequence[MergeLine],
+    personal: Sequence[PersonalLine],
+    own: Sequence[Metric],
+    bytes_at: Mapping[int, int],
+) -> list[Figure]:
+    """Retrieval and training loss over a run.
+
+    Args:
+        evaluations: of the shared model; may be empty while a run begins.
+        merges: of the run.
+        personal: evaluations of the personal models.
+        own: user-defined metrics.
+        bytes_at: payload bytes in both directions until the first message about each version.
+    """
+    figures: list[Figure] = []
+    versions = {line.version for line in evaluations}
+    axes: dict[str, dict[int, float]] = {"rounds": {version: float(version) for version in versions}}
+    if len(bytes_at) > 1:
+        axes["traffic"] = {version: bytes_at[version] / 1e6 for version in versions if version in bytes_at}
+    axes["time"] = {0: 0.0, **{line.version: line.now for line in merges if line.version in versions}}
+    if evaluations:
+        shared = [(line.version, line.metrics) for line in evaluations]
+        note = "The shared model on the whole held-out split, mean of both directions. Round 0 is the untrained model."
+        figures += retrieval("Retrieval on the held-out split", shared, own, axes, note)
+    if len(personal) > 1:
+        means = [(line.version, line.personal) for line in personal]
+        note = "Each silo's personal model on the whole held-out split; means over silos."
+        figures += retrieval("Retrieval of the personal models", means, own, axes, note)
+    return [*figures, *losses(merges)]
+
+
 def retrieval(
     title: str,
     found: Sequence[tuple[int, Mapping[str, float]]],
@@ -135,7 +168,7 @@ def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]
 
     Args:
         merges: of the run.
-        modalities: of each silo, by name.
+        modalities: of each silo, by name; empty for a silo whose modalities are not known.
     """
     found: dict[str, dict[int, float]] = {}
     for line in merges:
@@ -167,7 +200,7 @@ def _stacked(
     versions = [line.version for line in merges]
     for silo in sorted(weights, key=lambda name: (len(modalities[name]) == 1, name)):
         y = [weights[silo].get(version, 0.0) for version in versions]
-        name = f"{silo} ({' + '.join(modalities[silo])})"
+        name = f"{silo} ({' + '.join(modalities[silo])})" if modalities[silo] else silo
         figure.draw("bar", x=versions, y=y, name=name, marker={"line": {"width": 0}})
     figure.layout |= {"barmode": "stack", "bargap": 0}
     return figure

@@ -84,21 +84,20 @@ class GrowingRun:
         return complete.split(b"\n") if complete else []
 
     def figures(self) -> list[Figure]:
-        """The figures of the records so far, the same as those of the report."""
+        """The figures of the records so far, as the report draws them."""
         evaluations = [line for line in self.lines if isinstance(line, EvaluationLine)]
         merges = [line for line in self.lines if isinstance(line, MergeLine)]
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
-        found: list[Figure] = []
-        if evaluations:
-            shared = [(line.version, line.metrics) for line in evaluations]
-            axes = {"rounds": {line.version: float(line.version) for line in evaluations}}
-            note = "The shared model on the whole held-out split, mean of both directions. Round 0 is untrained."
-            found += sections.retrieval("Retrieval on the held-out split", shared, (), axes, note)
-            found.append(sections.spread(evaluations, personal))
-        found += sections.losses(merges)
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
-        drawn = [timeline(self.facts, names), sections.staleness(merges)]
-        return [*found, *filter(None, drawn), *sections.reported(merges, dict.fromkeys(names, ("image", "text")))]
+        found = [
+            *sections.curves(evaluations, merges, personal, (), self.facts.bytes_at),
+            sections.spread(evaluations, personal) if evaluations else None,
+            timeline(self.facts, names),
+            # The modalities of the silos are known only at the end of the run.
+            *sections.reported(merges, dict.fromkeys(names, ())),
+            sections.staleness(merges),
+        ]
+        return [figure for figure in found if figure is not None]
 
     def status(self) -> dict[str, Any]:
         """What the run is doing, for the head of the page."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.data_agreement import admission_of, gathered
+from coordinator.descriptors import allow_descriptors
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
@@ -61,9 +61,6 @@ from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared import beat_patience
-
-#: File descriptors of the coordinator other than its peers' connections: files, threads, connections not admitted yet.
-_SPARE_DESCRIPTORS = 96
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,6 @@ def run_coordinator(
     # Merges are sums over one buffer; more threads would only compete with the silos for cores.
     torch.set_num_threads(1)
     keep_buffers()
-    allow_descriptors(arguments, 0 if peers is not None else len(arguments.scenario.silo_names) + 1)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
     population = _population(arguments)
@@ -235,7 +231,9 @@ def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext
 
 def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
-    keys = ListenerKeys(identity.key, accepted, (*arguments.scenario.silo_names, EVALUATOR))
+    peers = (*arguments.scenario.silo_names, EVALUATOR)
+    allow_descriptors(math.ceil(len(peers) / arguments.silos_per_connection), arguments.bind)
+    keys = ListenerKeys(identity.key, accepted, peers)
     queue = QUEUE * arguments.silos_per_connection
     return listen(arguments.bind, max_frame=2 * max_body, queue=queue, keys=keys)
 
@@ -274,23 +272,6 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
-
-
-def allow_descriptors(arguments: CoordinatorArguments, peers: int) -> None:
-    """Raise the limit of open files to the system's maximum: each connection takes one; nothing without peers.
-
-    Raises:
-        InputError: the maximum is too low for the run's connections.
-    """
-    if not peers:
-        return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    connections = math.ceil(peers / arguments.silos_per_connection)
-    needed = connections + _SPARE_DESCRIPTORS
-    if most != resource.RLIM_INFINITY and most < needed:
-        allowed = f"at least {needed} for {connections} connections: raise `ulimit -Hn`, or LimitNOFILE= of systemd"
-        raise InputError("open files of this process (ulimit -Hn)", most, allowed)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:

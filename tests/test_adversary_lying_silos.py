@@ -159,11 +159,11 @@ def test_a_second_reconnect_within_a_heartbeat_waits_for_the_next_one() -> None:
 @pytest.mark.slow
 def test_the_coordinator_raises_its_limit_of_open_files_to_the_system_maximum(tmp_path: Path) -> None:
     program = (
-        "import resource\nfrom types import SimpleNamespace\n"
-        "from coordinator.program import allow_descriptors\n"
+        "import resource\n"
+        "from coordinator.descriptors import allow_descriptors\n"
         "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, most), most))\n"
-        "allow_descriptors(SimpleNamespace(silos_per_connection=1), 3)\n"
+        "allow_descriptors(3, 'tcp://127.0.0.1:*')\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from coordinator.descriptors import OTHER_DESCRIPTORS
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.wire.transports.shared import MAX_BRANCHES
@@ -17,8 +18,6 @@ from fedmq.wire.transports.shared import MAX_BRANCHES
 _SILO_MEMORY, _OTHER_MEMORY = 60 << 20, 1 << 30
 #: File descriptors that the command keeps per process it started.
 _DESCRIPTORS = 2
-#: File descriptors of any process of a run: its imports, locks, sockets and ZeroMQ's threads.
-_OTHER_DESCRIPTORS = 64
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -82,14 +81,14 @@ def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
     """
     names = scenario.silo_names
     # A host keeps two files of each silo open: its message log, and the log for operators if there is one.
-    room = int(min((limits.descriptors - _OTHER_DESCRIPTORS) / 2, MAX_BRANCHES))
+    room = int(min((limits.descriptors - OTHER_DESCRIPTORS) / 2, MAX_BRANCHES))
     if room < 1:
-        allowed = f"at least {_OTHER_DESCRIPTORS + 16} open files per process: raise the limit with `ulimit -n`"
+        allowed = f"at least {OTHER_DESCRIPTORS + 16} open files per process: raise the limit with `ulimit -n`"
         raise InputError("open files", int(limits.descriptors), allowed)
     if scenario.silos.hosts is not None:
         return Hosting(_dealt(names, min(scenario.silos.hosts, len(names)), room))
     count = len(names)
-    memory, descriptors = count * _SILO_MEMORY + _OTHER_MEMORY, _DESCRIPTORS * count + _OTHER_DESCRIPTORS
+    memory, descriptors = count * _SILO_MEMORY + _OTHER_MEMORY, _DESCRIPTORS * count + OTHER_DESCRIPTORS
     if descriptors > limits.descriptors:
         need = f"{descriptors} open files, and {limits.descriptors:.0f} are allowed"
     elif memory > limits.memory:

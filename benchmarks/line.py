@@ -17,6 +17,7 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
 
@@ -55,17 +56,11 @@ def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[t
     """
     keys = folder / "keys"
     init_keys(keys, (COORDINATOR, *names))
-    clock = WallClock()
-    listener = listen(bind)
+    clock, identity, accepted = WallClock(), load_identity(keys, COORDINATOR), load_accepted(keys)
+    listener = listen(bind, keys=ListenerKeys(identity.key, accepted, tuple(names)))
     log = MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock)
     try:
-        yield (
-            listener,
-            Roster(
-                listener, load_identity(keys, COORDINATOR), load_accepted(keys), RUN, log, clock, max_body=_MAX_BODY
-            ),
-            log,
-        )
+        yield listener, Roster(listener, identity, accepted, RUN, log, clock, max_body=_MAX_BODY), log
     finally:
         listener.close()
         log.close()

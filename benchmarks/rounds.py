@@ -98,7 +98,7 @@ def _run_context(scenario: Scenario, folder: Path) -> RunContext:
     size = context.layout.nbytes
     cost = CostModel(scenario.cost, 0, scenario.silo_names, 1, size, size)
     method = Constant(_NoOptions(), context)
-    return RunContext(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder))
+    return RunContext(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder), pairs=(1,) * len(silos))
 
 
 def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:

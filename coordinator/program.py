@@ -367,7 +367,8 @@ def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tu
             if not held:
                 what = "both modalities" if state.paired else "an image" if state.image else "captions"
                 raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
-        if silo.paired and contrasts and found[silo] == 1:
+        # A silo that lost a modality from the first round on never trains as it is described.
+        if silo.paired and contrasts and found.get(silo) == 1:
             what = f"{silo.name} with one pair, which has no other to be contrasted with"
             raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
     return tuple(samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,17 @@ class Sites:
     def silo(self, index: int) -> subprocess.Popen[str]:
         folder = HOSPITALS[index]
         return self.start("silo", str(self.scenario), "--site", "silo.yaml", folder=folder)
+
+    def wait_for_statements(self, *silos: str) -> None:
+        """Wait until the coordinator has received what silos state about their data."""
+        log, until = self.run / "messages" / "coordinator.jsonl", time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            lines = log.read_text().split("\n")[:-1] if log.is_file() else []
+            found = [json.loads(line) for line in lines]
+            if set(silos) <= {each["sender"] for each in found if each.get("kind") == "statement"}:
+                return
+            time.sleep(0.05)
+        raise TimeoutError(f"no statement from all of {silos}")
 
     def collect_logs(self) -> None:
         """Copy the silos' message logs into the coordinator's run folder, as an auditor does."""

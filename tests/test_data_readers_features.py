@@ -238,8 +238,10 @@ def test_the_wikipedia_file_is_read_except_for_its_pickled_labels(tmp_path: Path
         plain = {key: opened[key] for key in ("image", "text", "split")}
     np.savez(tmp_path / "plain.npz", **plain)
     found = read_features(tmp_path / "plain.npz")
-    assert found.image.shape == (2866, 128)
-    assert np.bincount(found.split, minlength=4).tolist() == [2173, 0, 693, 0]
+    # Six of its 2,866 rows repeat an image of their split: six items have two captions.
+    assert found.image.shape == (2860, 128) and found.text.shape[0] == found.captions.sum() == 2866
+    split = np.bincount(np.repeat(found.split, found.captions), minlength=4)
+    assert split.tolist() == [2173, 0, 693, 0]
 
 
 COLUMN = np.array([0, 1] * 5)

@@ -88,6 +88,7 @@ def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sid
     coordinator = sites.coordinator()
     try:
         others = [sites.silo(0), sites.silo(1)]
+        sites.wait_for_statements("silo-00", "silo-01")  # the first to state its data is not the one refused
         refused = outputs([sites.silo(2)])[0]
         assert "silo-02: the coordinator refused this site's data: " in refused
         assert "image features of width" in refused and "7" in refused and "12" in refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 import signal
 import sys
 import time
@@ -102,10 +103,13 @@ def scenario_command(
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.runs.tracking import tracking  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
+    trackers.check(run.scenario.track)
     device_of(run.scenario.device)
     warn([run])
     new = out_dir is None or not out_dir.expanduser().exists()
@@ -116,14 +120,17 @@ def scenario_command(
         _begin(folder, run.scenario)
     elif extend is not None:
         begin_extension(folder, run.scenario)
-    with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
-        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
-        simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
-    if simulated.outcome.summary is None:
-        _exit_stopped(f"fedmq scenario --resume {folder.root}")
-    summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
-    write_json(folder.summary, summary.plain())
-    complete_report(folder, None if quiet else bar())
+    with tracking(run, folder, _notice):
+        with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
+            launch = (
+                supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
+            )
+            simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
+        if simulated.outcome.summary is None:
+            _exit_stopped(f"fedmq scenario --resume {shlex.quote(str(folder.root))}")
+        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
+        write_json(folder.summary, summary.plain())
+        complete_report(folder, None if quiet else bar())
     _print_summary(summary, folder, as_json=as_json)
 
 
@@ -348,12 +355,15 @@ def coordinator_command(
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.runs.tracking import tracking  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
     run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
+    trackers.check(run.scenario.track)
     if resume is None:
         folder = _manual_run_folder(run.scenario, out_dir)
     else:
@@ -364,7 +374,7 @@ def coordinator_command(
     data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)
-    command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
+    command = shlex.join(["fedmq", "coordinator", "--resume", str(folder.root), "--keys", str(keys), "--bind", bind])
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of_a_program(level, log_file, log_format)
@@ -372,10 +382,11 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
-    with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
-        outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
-    if outcome.summary is None:
-        _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
+    with tracking(run, folder, _notice):
+        with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
+            outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
+        if outcome.summary is None:
+            _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     terminal.print_summary(outcome.summary, folder, out)
 
 

@@ -23,6 +23,7 @@ from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.retrieval.released_model import ModelFolder, Release
+    from fedmq.retrieval.search import SearchHits
     from fedmq.runs.find_runs import Runs
 
 #: Opens a released model by run folder, device, silo of a personal model, and progress function.
@@ -136,17 +137,21 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             top=top,
             progress=show,
         )
-        measure = "distance" if found.gallery.binary else "cosine"
-        if as_json:
-            facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
-            results = [dataclasses.asdict(hit) for hit in found.hits]
-            print(json.dumps({**facts, "results": results}, ensure_ascii=not writes_unicode()))
-            return
-        table = Table("rank", measure, Column("item", overflow="fold"), "caption")
-        for hit in found.hits:
-            score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
-            table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
-        Console().print(table)
+        _print(found, as_json=as_json)
+
+
+def _print(found: SearchHits, *, as_json: bool) -> None:
+    measure = "distance" if found.gallery.binary else "cosine"
+    if as_json:
+        facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
+        results = [dataclasses.asdict(hit) for hit in found.hits]
+        print(json.dumps({**facts, "results": results}, ensure_ascii=not writes_unicode()))
+        return
+    table = Table("rank", measure, Column("item", overflow="fold"), "caption")
+    for hit in found.hits:
+        score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
+        table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
+    Console().print(table)
 
 
 def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:

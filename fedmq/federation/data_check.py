@@ -31,6 +31,7 @@ from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
+from fedmq.text import printable
 
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
@@ -399,11 +400,6 @@ def _on_vectors(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"backbone": backbone, "partition": partition})
 
 
-def _printable(text: str) -> str:
-    """Escape bytes of file names that are not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
-
-
 def _shared_by_all(facts: DataFacts) -> list[str]:
     """Labels that all items have."""
     names = list(facts.labels)
@@ -420,7 +416,7 @@ def show(facts: DataFacts, out: Console) -> None:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)
     for label in _shared_by_all(facts):
-        line = f"every item has the label {_printable(label)}, so each item is relevant to all others"
+        line = f"every item has the label {printable(label)}, so each item is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
@@ -435,15 +431,15 @@ def show(facts: DataFacts, out: Console) -> None:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
-                out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
+                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
     for line in () if facts.remarks is None else sentences(facts.remarks):
-        out.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"papers on this data set use {usual}: some of its files may be missing"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in facts.problems:
-        out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
     if facts.silos is not None:
         _show_silos(facts.silos, facts.labels, out)
     elif facts.usable:
@@ -460,10 +456,10 @@ def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Con
         alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
         kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
         samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
-        table.add_row(name, " + ".join(silo.modalities), samples, str(silo.heldout))
+        table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
     out.print(table)
     if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
-        table = Table("silo", *(name.removeprefix("silo-") for name in silos))
+        table = Table("silo", *(escape(name.removeprefix("silo-")) for name in silos))
         for label in labels:
             table.add_row(escape(label), *(str(silo.labels[label]) for silo in silos.values()))
         out.print("training items of each label", table, sep="\n")

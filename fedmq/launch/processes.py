@@ -22,6 +22,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
+from fedmq.text import print_line
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
 
@@ -79,7 +80,7 @@ def _ignore_sigterm() -> None:
 
 
 def _print_error(error: FedmqError) -> int:
-    print(f"fedmq: {error}", file=sys.stderr, flush=True)
+    print_line(f"fedmq: {error}", error=True)
     return 2 if isinstance(error, InputError) else 1
 
 

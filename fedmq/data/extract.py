@@ -275,7 +275,13 @@ def plan(
 
 
 def prepare_raw(
-    data: Data, backbone: Backbone, cache: Path, seed: int, progress: Progress | None, device: str = "cpu"
+    data: Data,
+    backbone: Backbone,
+    cache: Path,
+    seed: int,
+    progress: Progress | None,
+    device: str = "cpu",
+    before: Callable[[ExtractionPlan], None] | None = None,
 ) -> Prepared:
     """Prepare a data set on disk, or reuse its prepared folder from the cache.
 
@@ -287,6 +293,7 @@ def prepare_raw(
         progress: receives progress while encoding.
         device: device of the frozen encoders. It is not part of the cache key: the process that extracts first
             determines the floating-point rounding.
+        before: called before features are extracted; not if the folder is cached.
 
     Raises:
         InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
@@ -296,6 +303,8 @@ def prepare_raw(
     folder = cache / "data" / todo.digest
     if folder.is_dir():
         return open_prepared(folder)
+    if before is not None:
+        before(todo)
     raw, n, rows = todo.raw, len(todo.raw), cache / "features"
     counts = np.array([len(captions) for captions in raw.captions] if todo.text else [1] * n, dtype=np.int64)
     frames = data.frames if raw.pictures.clips else 1

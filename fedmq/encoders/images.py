@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -152,22 +153,40 @@ def decode(path: Path) -> Pixels:
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
-    image, ops = (package(f"PIL.{part}", "embedded", str(path)) for part in ("Image", "ImageOps"))
+    if path.exists():
+        check_regular(path, MAX_FILE, "an image")
+    return _decoded(path, str(path))
+
+
+def decode_bytes(content: bytes, place: str) -> Pixels:
+    """Decode the bytes of an image file, like :func:`decode`.
+
+    Args:
+        content: of the file.
+        place: of the picture in error messages.
+
+    Raises:
+        InputError: as of :func:`decode`.
+    """
+    return _decoded(io.BytesIO(content), place)
+
+
+def _decoded(source: Path | io.BytesIO, place: str) -> Pixels:
+    image, ops = (package(f"PIL.{part}", "embedded", place) for part in ("Image", "ImageOps"))
     try:
-        if path.exists():
-            check_regular(path, MAX_FILE, "an image")
-        with image.open(path) as opened:
+        with image.open(source) as opened:
             if opened.width * opened.height > MAX_PIXELS:
-                raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
-            _check_sides(str(path), *opened.size)
-            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), str(path))
+                raise InputError(place, f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
+            _check_sides(place, *opened.size)
+            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), place)
     except FileNotFoundError:
-        raise InputError(str(path), "no such file", "an image") from None
+        raise InputError(place, "no such file", "an image") from None
     except InputError:
         raise
     except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
-        reason = str(error).replace(str(path), "file") or type(error).__name__
-        raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
+        reason = str(error).replace(place, "file") or type(error).__name__
+        reason = re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "file", reason)
+        raise InputError(place, reason, "a readable image; fedmq data check lists all that are not") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
@@ -352,18 +371,17 @@ class Files:
 
 
 class Stack(Protocol):
-    """A stored array of n pictures, opened and read lazily."""
+    """n pictures stored together, in an array or an archive, opened and read lazily."""
 
     def __len__(self) -> int: ...
 
-    @property
-    def place(self) -> str:
-        """Name of the array in error messages."""
+    def name(self, row: int) -> str:
+        """Name of one picture in error messages."""
         ...
 
     @property
     def stamp(self) -> str:
-        """Fingerprint of the array, which changes if its file is replaced."""
+        """Fingerprint of the pictures and their order, which changes if a file of theirs is replaced."""
         ...
 
     def picture(self, row: int) -> Pixels:
@@ -373,11 +391,11 @@ class Stack(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Pictures that are rows of an array in a file.
+    """Pictures that are stored together, as the rows of an array or in an archive.
 
     Args:
-        stack: the array.
-        rows: row of each picture in the array.
+        stack: the stored pictures.
+        rows: row of each picture in the stack.
     """
 
     stack: Stack
@@ -392,12 +410,12 @@ class Rows:
         return False
 
     def name(self, row: int) -> str:
-        """File, array and row."""
-        return f"{self.stack.place}[{self.rows[row]}]"
+        """As the stack calls it: file, array and row."""
+        return self.stack.name(self.rows[row])
 
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The array's fingerprint, the row, and the version of the decoding."""
-        del on_progress  # one file
+        """The stack's fingerprint, the row, and the version of the decoding."""
+        del on_progress  # few files
         stamp = self.stack.stamp
         return tuple(f"{stamp}|{row}|{PIXELS_VERSION}" for row in self.rows)
 

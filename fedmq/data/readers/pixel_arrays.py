@@ -39,6 +39,10 @@ class PixelArray:
         """Name of the array in error messages."""
         return self.stored.place
 
+    def name(self, row: int) -> str:
+        """Name of one picture in error messages."""
+        return f"{self.place}[{row}]"
+
     @cached_property
     def stamp(self) -> str:
         """The digest of the file, and the array's name."""
@@ -83,7 +87,7 @@ class PixelArray:
         # MATLAB stores arrays in HDF5 with reversed axes.
         picture = picture.transpose() if self.stored.matlab else picture
         picture = picture.transpose(1, 2, 0) if picture.shape[2] != 3 and picture.shape[0] == 3 else picture
-        place = f"{self.place}[{row}]"
+        place = self.name(row)
         if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype.kind not in "uif":
             raise InputError(place, f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
         if picture.dtype != np.uint8:

@@ -208,13 +208,13 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
             image nor caption.
     """
     items: dict[str, Item] = {}
-    more = () if column is None else (column,)
+    more = (column,) if column is not None else tuple[str, ...]()
     for number, record in READERS[path.suffix.lower()](path, more, strict=strict):
         place = f"{path}: line {number}"
         image, file = _image(place, record, root)
         key, split = _key(place, record, image, number), record.get("split")
         split = "" if split is None else str(split).strip()
-        value = _value(place, record, more[0]) if more else ""
+        value = "" if column is None else _value(place, record, column)
         item = items.setdefault(key, Item(number, file, split, value))
         item.file = item.file or file
         if file and item.file and os.path.normpath(file) != os.path.normpath(item.file):
@@ -224,7 +224,7 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
             allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
             raise InputError(f"{place}: split", split or "nothing", allowed)
         if value != item.value:
-            raise InputError(f"{place}: {more[0]}", value, f"{item.value}, as in line {item.line} for {key!a}")
+            raise InputError(f"{place}: {column}", value, f"{item.value}, as in line {item.line} for {key!a}")
         item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
         item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
     for item in items.values():

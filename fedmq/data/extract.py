@@ -291,8 +291,7 @@ def prepare_raw(
         cache: cache folder.
         seed: seed of random weights.
         progress: receives progress while encoding.
-        device: device of the frozen encoders. It is not part of the cache key: the process that extracts first
-            determines the floating-point rounding.
+        device: of the frozen encoders; no part of the cache key, although it determines the last bits.
         before: called before features are extracted; not if the folder is cached.
 
     Raises:
@@ -331,11 +330,15 @@ def prepare_raw(
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
         remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
-        words = raw.vocabulary if todo.kind == "bag" else ()
-        described = partial(finish, column=raw.column, vocabulary=words, remarks=remarks)
+        described = partial(finish, column=raw.column, vocabulary=_words(todo), remarks=remarks)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
+
+
+def _words(todo: ExtractionPlan) -> tuple[str, ...]:
+    """The words of the bags of words; none for sentences."""
+    return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
 def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 @dataclass(frozen=True)
 class PixelArray:
-    """Pictures in one stored array, for ``images.Rows``; pictures in an HDF5 file are read one by one.
+    """Pictures in one stored array, for ``stored_pictures.Rows``; pictures in an HDF5 file are read one by one.
 
     Args:
         stored: array of four dimensions: pictures first or last, and three channels before or after height and width.

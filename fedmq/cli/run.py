@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import shlex
 import signal
 import sys
@@ -45,7 +44,7 @@ from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
-from fedmq.text import printable
+from fedmq.text import print_json, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -182,7 +181,7 @@ def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = Fa
     from fedmq.cli import terminal  # noqa: PLC0415
 
     if as_json:
-        print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
+        print_json({"folder": str(folder.root), **summary.plain()})
         terminal.print_warnings(summary, err)
     else:
         terminal.print_summary(summary, folder, out)

@@ -26,6 +26,7 @@ from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.extras import package
 from fedmq.launch.process_group import PeerArguments
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
@@ -110,10 +111,10 @@ class RayProcess:
         try:
             ended: Ended = self._ray.get(self._reference)
         except self._ray.exceptions.RayError as error:
-            print(f"{self.name}: {type(error).__name__}", file=sys.stderr, flush=True)
+            print_line(f"{self.name}: {type(error).__name__}", error=True)
             return _DIED
         if ended.error:
-            print(f"{self.name}: {ended.error}", file=sys.stderr, flush=True)
+            print_line(f"{self.name}: {ended.error}", error=True)
         for path, content in ended.files.items():
             target = self._folder.root / path
             target.parent.mkdir(parents=True, exist_ok=True)

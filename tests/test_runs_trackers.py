@@ -18,8 +18,8 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments.grid import digest, named_by
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.tracking import tracking
 from fedmq.runs.trackers import TRACKERS, End, TrackedRun, Value, check, values_of
+from fedmq.runs.tracking import tracking
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
 from tests.threaded_run import resolved, run_of

@@ -328,7 +328,7 @@ class Scenario(Part):
     )
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
         (),
-        description="experiment trackers that receive the run's parameters, metrics and report, see docs/howto/track.md",
+        description="experiment trackers that receive the run's parameters, metrics and files, see docs/howto/track.md",
     )
 
     @model_validator(mode="before")

@@ -19,7 +19,7 @@ class AppendedLines:
     position: int = 0
 
     def new(self) -> tuple[list[bytes], bool]:
-        """Complete lines appended since the last call, and whether the file was cut, so that these are all its lines."""
+        """Complete lines appended since the last call, and whether the file was cut and these are all its lines."""
         try:
             with self.path.open("rb") as file:
                 cut = file.seek(0, 2) < self.position

@@ -258,13 +258,14 @@ class TensorBoard:
 
     def finish(self, end: End, result: Mapping[str, float]) -> None:
         """As :meth:`Tracker.finish`; files are kept as texts, the report stays in the run folder."""
-        from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 - an extra
+        from torch.utils.tensorboard import summary  # noqa: PLC0415 - an extra
 
         if end is End.FINISHED:
             self._text("summary", self._run.folder.summary)
             known = {key: _plain(value) for key, value in self._run.parameters.items()}
-            for proto in hparams(known, {f"evaluation/{name}": value for name, value in result.items()}):
-                self._writer._get_file_writer().add_summary(proto)
+            metrics = {f"evaluation/{name}": value for name, value in result.items()}
+            for proto in summary.hparams(known, metrics):  # type: ignore[no-untyped-call]
+                self._writer._get_file_writer().add_summary(proto)  # type: ignore[no-untyped-call]
         self._writer.close()
 
     def _text(self, name: str, path: Path) -> None:

@@ -100,17 +100,12 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
-    from fedmq.runs import trackers  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
-    from fedmq.runs.tracking import tracking  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
-    trackers.check(run.scenario.track)
-    device_of(run.scenario.device)
-    warn([run])
+    _check_here(run, device=True)
     new = out_dir is None or not out_dir.expanduser().exists()
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
@@ -119,7 +114,7 @@ def scenario_command(
         _begin(folder, run.scenario)
     elif extend is not None:
         begin_extension(folder, run.scenario)
-    with tracking(run, folder, _notice):
+    with _tracked(run, folder):
         with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
             launch = (
                 supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
@@ -131,6 +126,32 @@ def scenario_command(
         write_json(folder.summary, summary.plain())
         complete_report(folder, None if quiet else bar())
     _print_summary(summary, folder, as_json=as_json)
+
+
+def _check_here(run: ResolvedRun, *, device: bool) -> None:
+    """Refuse what this machine lacks, and warn of settings without effect.
+
+    Args:
+        run: the run.
+        device: also check its device.
+
+    Raises:
+        InputError: there is no such device, or a tracker's package is missing.
+    """
+    from fedmq.federation.population import device_of  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
+
+    trackers.check(run.scenario.track)
+    if device:
+        device_of(run.scenario.device)
+    warn([run])
+
+
+def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
+    """Pass the run's records on to its trackers while the block runs."""
+    from fedmq.runs.tracking import tracking  # noqa: PLC0415
+
+    return tracking(run, folder, _notice)
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
@@ -354,22 +375,19 @@ def coordinator_command(
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
-    from fedmq.runs import trackers  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
-    from fedmq.runs.tracking import tracking  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
     run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
-    trackers.check(run.scenario.track)
     if resume is None:
         folder = _manual_run_folder(run.scenario, out_dir)
     else:
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    warn([run])
+    _check_here(run, device=False)
     data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)
@@ -381,7 +399,7 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
-    with tracking(run, folder, _notice):
+    with _tracked(run, folder):
         with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
             outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
         if outcome.summary is None:

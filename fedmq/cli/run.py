@@ -101,7 +101,6 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
-    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
@@ -110,10 +109,8 @@ def scenario_command(
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
-    if resume is None:
-        _begin(folder, run.scenario)
-    elif extend is not None:
-        begin_extension(folder, run.scenario)
+    if resume is None or extend is not None:
+        _begin(folder, run.scenario, extended=extend is not None)
     with _tracked(run, folder):
         with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
             launch = (
@@ -297,14 +294,18 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _begin(folder: RunFolder, scenario: Scenario) -> None:
-    """Write a run's scenario into its folder, which claims the folder.
+def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool) -> None:
+    """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
 
     Raises:
         InputError: another run has claimed it while this one prepared its data.
     """
+    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
+    if extended:
+        begin_extension(folder, scenario)
+        return
     with writing(folder.scenario):
         try:
             with folder.scenario.open("x", encoding="utf-8") as file:

@@ -136,7 +136,7 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
         3e-2: TrialState.PRUNED,
     }
     keys = {"pruning": "median", "evaluate_every": 1, "startup": 1, "batch": 1, "trials": 12, "sampler": "random"}
-    path = spec(tiny, tmp_path, search={"training.learning_rate": list(rates)}, seed=1, **keys)
+    path = spec(tiny, tmp_path, search={"training.learning_rate": list(rates)}, seed=2, **keys)
     found = tuned(path, tmp_path / "out")
     states = [each.state for each in found.trials]
     assert len(states) == 12 and len(here) <= 12 and set(states) == set(rates.values()), states

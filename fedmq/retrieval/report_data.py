@@ -109,9 +109,10 @@ def _principal_plane(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
     arbitrary; here the largest coordinate along it is positive.
     """
     left, scale, _ = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)
-    plane = left[:, :2] * scale[:2]
+    plane: npt.NDArray[np.float64] = left[:, :2] * scale[:2]
     largest = plane[np.abs(plane).argmax(axis=0), [0, 1]]
-    return plane * np.where(largest < 0, -1.0, 1.0)
+    plane *= np.where(largest < 0, -1.0, 1.0)
+    return plane
 
 
 def _examples(release: Release, population: Population, rows: I64, items: Embedded) -> list[Example]:

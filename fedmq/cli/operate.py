@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
-from fedmq.text import printable
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -54,7 +53,7 @@ def add_status(app: typer.Typer) -> None:
         while True:
             status = read_status(path)
             if as_json:
-                print(json.dumps(status.model_dump(mode="json"), indent=None if watch else 2), flush=True)
+                print_json(status.model_dump(mode="json"), indent=None if watch else 2)
             else:
                 if watch and out.is_terminal:
                     out.clear()
@@ -91,12 +90,12 @@ def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None
         pruning = plan_pruning(folder, personalised=personalised)
         size = f"{pruning.size / 1e6:.1f} MB"
         if not pruning.paths:
-            print(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
+            print_line(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
             return
         if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
             raise InputError("prune", "no", "yes, or --yes")
         prune(folder, pruning)
-        print(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
+        print_line(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
 
 
 def _ago(at: str | None, now: datetime) -> str:
@@ -128,7 +127,9 @@ def _show(status: StatusFile, now: datetime) -> None:
         style = "red" if silo.phase in _BAD else None
         traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
         error = escape(printable(silo.error))
-        table.add_row(name, silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style)
+        table.add_row(
+            escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style
+        )
     out.print(table)
 
 

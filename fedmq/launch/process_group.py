@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from fedmq.launch.hosting import Hosting
 from fedmq.launch.remote_peer import Cluster, RemoteProcess
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.transports.shared import SHARED
 from silos.host import HostArguments
@@ -223,7 +223,7 @@ class ProcessGroup:
         """Print once that the run is still stopping, if that takes long."""
         if self.stopping is not None and time.monotonic() - self.stopping > _SLOW_STOP_SECONDS:
             self.stopping = None
-            print("stopping: waiting for the processes to end", file=sys.stderr, flush=True)
+            print_line("stopping: waiting for the processes to end", error=True)
 
     def _wait(self, running: Sequence[ForkServerProcess | RemoteProcess]) -> None:
         """Wait a moment for one of the processes to end."""

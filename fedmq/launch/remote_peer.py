@@ -7,7 +7,6 @@ its arguments and its private key, which is made for this run only.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
@@ -87,7 +87,7 @@ class RemoteProcess(ABC):
 
     def say(self, text: str) -> None:
         """Print a line about this process to standard error; standard output is for the result of the command."""
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        print_line(f"{self.name}: {text}", error=True)
 
     def collect(self, ended: Ended) -> int:
         """Print the error of a process that has ended and store its files; returns its exit code."""

@@ -15,7 +15,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from fedmq.launch.remote_peer import (
     run_peer,
 )
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
+from fedmq.text import print_line
 
 #: Environment variable that runs the jobs on this machine if its value is :data:`_LOCAL`.
 _PLACE, _LOCAL = "FEDMQ_SLURM", "local"
@@ -123,7 +123,7 @@ class SlurmJobs:
         waiting = [why for number, state, why in rows if number in self.states and state == "PENDING" and why != "None"]
         for why in sorted(set(waiting) - self.reasons):
             self.reasons.add(why)
-            print(f"slurm: jobs in the queue: {waiting.count(why)} ({why})", file=sys.stderr, flush=True)
+            print_line(f"slurm: jobs in the queue: {waiting.count(why)} ({why})", error=True)
 
     def terminate(self, job: Any) -> None:
         """See the interface."""

@@ -96,8 +96,8 @@ class SiteData:
         here = [silo for silo in data.silos if silo.name == name]
         fits = set(held.label_names) <= set(agreed.label_names) and set(held.vocabulary) <= set(agreed.vocabulary)
         mine = name == EVALUATOR or (here and mask_of(image=here[0].image, text=here[0].text) == stated.mask)
-        some = self.scenario.participation.minimum is not None
-        known = set(modalities.silos) <= set(names) if some else modalities.silos == names
+        # Silos that will state their data later are not listed.
+        known = modalities.silos == tuple(silo for silo in names if silo in modalities.silos)
         if not fits or not mine or not known:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
         return own_population(self.scenario, name, self.prepared, data)

@@ -154,7 +154,7 @@ class Loop:
         for name in self.evaluation.asked:
             if name in self._reconnects.waiting or not self.evaluation.ask(name):
                 self._absent_since.setdefault(name, self.clock.stopwatch())
-        if not self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=final):
+        if not self.evaluation.wait(self._poll, self.stop_wanted, final=final):
             return False
         self.evaluation.record_saved(version)
         return True
@@ -293,8 +293,7 @@ class Loop:
         self._absent_since.pop(name, None)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
-            for version in self.evaluation.pending:
-                self.evaluation.evaluate(version, self.states[version])
+            self.evaluation.rejoined(self.states)
             return
         if name in self.evaluation.asked:
             self.evaluation.ask(name, again=True)
@@ -490,7 +489,7 @@ class Loop:
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
         waits = self.evaluation.crowded or self.evaluation.decides
-        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
+        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._outcomes.get(item.silo, item.sequence)

@@ -124,6 +124,7 @@ def scenario_command(
     write_json(folder.summary, summary.plain())
     complete_report(folder, None if quiet else bar())
     _print_summary(summary, folder, as_json=as_json)
+    _fail_if_not_evaluated(summary, f"fedmq scenario --resume {folder.root}")
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
@@ -167,6 +168,17 @@ def _exit_stopped(command: str, others: str = "") -> NoReturn:
     """Print the command that continues a stopped run, and exit."""
     text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
     err.print(text, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
+    """Exit if the evaluator did not answer, and print the command that has the last version evaluated."""
+    from fedmq.cli import terminal  # noqa: PLC0415
+
+    if not (text := terminal.not_evaluated(summary)):
+        return
+    again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
+    err.print(f"{escape(text)}{again}", highlight=False, soft_wrap=True)
     sys.exit(FAILED)
 
 
@@ -376,6 +388,7 @@ def coordinator_command(
     if outcome.summary is None:
         _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     terminal.print_summary(outcome.summary, folder, out)
+    _fail_if_not_evaluated(outcome.summary, command)
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -16,7 +16,7 @@ from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.data_check import Fits
+    from fedmq.federation.early_check import Fits
 
 
 def data_list(

@@ -20,7 +20,7 @@ from fedmq.errors import InputError
 from fedmq.text import print_json, printable
 
 if TYPE_CHECKING:
-    from fedmq.retrieval.released_model import Release
+    from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
     from fedmq.runs.find_runs import Runs
 
@@ -51,6 +51,24 @@ OwnModel = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _released(
+    folder: Path, device: str | None, silo: str | None, opened: Opened, show: Callable[[str, int, int], None]
+) -> Release | ModelFolder:
+    """A run, or the folder of a model without its run.
+
+    Raises:
+        InputError: it is neither, or a model without its run has no personal models.
+    """
+    import protocols  # noqa: F401, PLC0415 - registers the objectives
+    from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
+
+    if not is_model(folder):
+        return opened(folder, device, silo, show)
+    if silo is not None:
+        raise InputError("--silo", silo, "no silo: personal models need the run folder, RUN")
+    return open_model(folder, device)
 
 
 class Side(StrEnum):
@@ -91,11 +109,14 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
-        """Search a gallery with a run's released model: images by text, captions by picture.
+        """Search a gallery with a released model: images by text, captions by picture.
 
-        The first search encodes the gallery and keeps it in RUN/model/gallery; see [bold]fedmq export[/bold].
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
+        the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
 
         Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+
+        Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
 
         Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
         """
@@ -107,7 +128,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         query = search.Query(text, image, item, None if side is None else side.value)
         show = bar()
         found = search.find(
-            opened(run, device, silo, show),
+            _released(run, device, silo, opened, show),
             query,
             chosen=chosen,
             among=None if among is None else among.value,
@@ -139,7 +160,9 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     def export_command(
         run: Run, chosen: Chosen = None, silo: OwnModel = None, device: Device = None, as_json: AsJson = False
     ) -> None:
-        """Encode a gallery with a run's released model: embeddings or packed hash codes (.npz), and faiss indexes.
+        """Encode a gallery with a released model: embeddings or packed hash codes (.npz), and indexes of large ones.
+
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR.
 
         Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
 
@@ -148,7 +171,7 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
         show = bar()
-        gallery = galleries.export(opened(run, device, silo, show), chosen, show)
+        gallery = galleries.export(_released(run, device, silo, opened, show), chosen, show)
         facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
         files = sorted(path.name for path in gallery.folder.iterdir())
         if as_json:

@@ -137,7 +137,9 @@ SETS: Mapping[str, DataSet] = {
         items=1000,
         labels=20,
     ),
-    "manifest": DataSet("any set: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
+    "manifest": DataSet(
+        "any set: a CSV, TSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"
+    ),
 }
 
 #: Not a :class:`RawSet`: precomputed features need no encoder, see ``fedmq.data.readers.features``.

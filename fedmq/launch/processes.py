@@ -19,6 +19,7 @@ from typing import Any
 from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.resolve import ResolvedRun
+from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
@@ -166,6 +167,11 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled)
+
+    def fits(scenario: Scenario, placeholders: Path) -> None:
+        here = scenario.model_copy(update={"device": "cpu"})
+        check(here, build_population(here, folder=placeholders, pooled=run.pooled))
+
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=fits)
     check(run.scenario, population)
     return population.prepared.folder

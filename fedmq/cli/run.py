@@ -123,8 +123,7 @@ def scenario_command(
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
     complete_report(folder, None if quiet else bar())
-    _print_summary(summary, folder, as_json=as_json)
-    _fail_if_not_evaluated(summary, f"fedmq scenario --resume {folder.root}")
+    _print_summary(summary, folder, f"fedmq scenario --resume {folder.root}", as_json=as_json)
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
@@ -182,7 +181,8 @@ def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
     sys.exit(FAILED)
 
 
-def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = False) -> None:
+def _print_summary(summary: RunSummary, folder: RunFolder, command: str, *, as_json: bool = False) -> None:
+    """Print the result; exit if the evaluator did not answer, which ``command`` makes up for."""
     from fedmq.cli import terminal  # noqa: PLC0415
 
     if as_json:
@@ -190,6 +190,7 @@ def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = Fa
         terminal.print_warnings(summary, err)
     else:
         terminal.print_summary(summary, folder, out)
+    _fail_if_not_evaluated(summary, command)
 
 
 def _notice(text: str) -> None:
@@ -387,8 +388,7 @@ def coordinator_command(
         outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
     if outcome.summary is None:
         _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
-    terminal.print_summary(outcome.summary, folder, out)
-    _fail_if_not_evaluated(outcome.summary, command)
+    _print_summary(outcome.summary, folder, command)
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -36,8 +36,8 @@ _HALF_BYTES = 1 << 20
 def free_port() -> int:
     """A port of 127.0.0.1 on which nobody listens.
 
-    It is not one of those from which the system takes ports for outgoing connections: attacks open thousands, and one of
-    them could get the port before the coordinator listens on it, or even connect to itself.
+    It is not one of those from which the system takes ports for outgoing connections: attacks open thousands, and one
+    of them could get the port before the coordinator listens on it, or even connect to itself.
     """
     first = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else 32768
     while True:

@@ -20,9 +20,8 @@ from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.federation.protocol import State
-from fedmq.runs.results import read_metrics
+from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
-from fedmq.storage.run_folder import append_line
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
@@ -123,6 +122,7 @@ class EvaluationRequests:
         run_context: fixed facts of the run.
         roster: the run's peers.
         log: the coordinator's message log.
+        clock: the run's clock.
         evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
         clock: the run's clock.
 
@@ -142,11 +142,17 @@ class EvaluationRequests:
     """
 
     def __init__(
+<<<<<<< HEAD
         self, run_context: RunContext, roster: Peers, log: MessageLog, evaluated: Iterable[int], clock: Clock
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
         self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
         self.given_up: set[int] = set()
+=======
+        self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
+    ) -> None:
+        self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
+>>>>>>> main
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self._over: dict[tuple[str, int, int], bool] = {}  # True: answered; False: given up
@@ -161,7 +167,7 @@ class EvaluationRequests:
         self._names = known_names(run_context.scenario.evaluation, measures)
         self._own_metrics, self._refusal = own_metrics(measures), ""
         done = [line.version for line in read_metrics(run_context.folder) if isinstance(line, OwnHeldOutLine)]
-        self.own = OwnHeldOutRequests(run_context, roster, log, done, self._names, self._own_metrics)
+        self.own = OwnHeldOutRequests(run_context, roster, log, clock, done, self._names, self._own_metrics)
         self._like: Metrics | None = None
         self._early: dict[str, tuple[int, Payload | None]] = {}
 
@@ -262,8 +268,13 @@ class EvaluationRequests:
         if self.metrics_version is None or version > self.metrics_version:  # an answer may be late
             self.metrics, self.metrics_version = dict(payload.values), version
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
+<<<<<<< HEAD
         line = EvaluationLine(kind="evaluation", version=version, metrics=dict(payload.values), per_silo=per_silo)
         append_line(self._run_context.folder.metrics, line.plain())
+=======
+        line = EvaluationLine(kind="evaluation", version=version, metrics=dict(self.metrics), per_silo=per_silo)
+        append_metrics(self._run_context.folder, line, self._clock)
+>>>>>>> main
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)
@@ -301,7 +312,7 @@ class EvaluationRequests:
     def record_saved(self, version: int) -> None:
         """Append the line of the personal models at a version to ``metrics.jsonl``, if configured."""
         if self._run_context.scenario.evaluation.personal_every and self.personal:
-            append_line(self._run_context.folder.metrics, personal_figures(version, self.personal).plain())
+            append_metrics(self._run_context.folder, personal_figures(version, self.personal), self._clock)
 
     def _give_up_evaluator(self) -> None:
         """Stop waiting for the evaluator; silos' evaluations that are judged against its own are not kept."""

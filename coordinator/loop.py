@@ -46,7 +46,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import Reply, SiloFacts, State
-from fedmq.storage.run_folder import append_line
+from fedmq.runs.results import append_metrics
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -479,7 +479,7 @@ class Loop:
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
-        append_line(self.run_context.folder.metrics, line.plain(), durable=True)
+        append_metrics(self.run_context.folder, line, self.clock, durable=True)
         self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version, last=self.evaluation.ends_after(version)), cause)

@@ -36,7 +36,7 @@ from fedmq.runs.run_records import (
 from fedmq.version import __version__
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
-_OF_A_LINE = ("kind", "version")
+_OF_A_LINE = ("kind", "version", "wall")
 #: Phases whose time is measured; the rest of the total counts as training.
 _MEASURED = ("startup", "merge", "evaluation")
 

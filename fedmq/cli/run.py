@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import signal
 import sys
 import time
@@ -99,18 +100,16 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.federation.population import device_of  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
-    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
-    device_of(run.scenario.device)
-    warn([run])
+    _check_here(run, device=True)
     new = out_dir is None or not out_dir.expanduser().exists()
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
+<<<<<<< HEAD
     if resume is None:
         _begin(folder, run.scenario)
     elif extend is not None:
@@ -124,6 +123,48 @@ def scenario_command(
     write_json(folder.summary, summary.plain())
     complete_report(folder, None if quiet else bar())
     _print_summary(summary, folder, f"fedmq scenario --resume {folder.root}", as_json=as_json)
+=======
+    if resume is None or extend is not None:
+        _begin(folder, run.scenario, extended=extend is not None)
+    with _tracked(run, folder):
+        with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
+            launch = (
+                supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
+            )
+            simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
+        if simulated.outcome.summary is None:
+            _exit_stopped(f"fedmq scenario --resume {shlex.quote(str(folder.root))}")
+        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
+        write_json(folder.summary, summary.plain())
+        complete_report(folder, None if quiet else bar())
+    _print_summary(summary, folder, as_json=as_json)
+>>>>>>> main
+
+
+def _check_here(run: ResolvedRun, *, device: bool) -> None:
+    """Refuse what this machine lacks, and warn of settings without effect.
+
+    Args:
+        run: the run.
+        device: also check its device.
+
+    Raises:
+        InputError: there is no such device, or a tracker's package is missing.
+    """
+    from fedmq.federation.population import device_of  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
+
+    trackers.check(run.scenario.track)
+    if device:
+        device_of(run.scenario.device)
+    warn([run])
+
+
+def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
+    """Pass the run's records on to its trackers while the block runs."""
+    from fedmq.runs.tracking import tracking  # noqa: PLC0415
+
+    return tracking(run, folder, _notice)
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
@@ -282,14 +323,18 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _begin(folder: RunFolder, scenario: Scenario) -> None:
-    """Write a run's scenario into its folder, which claims the folder.
+def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool) -> None:
+    """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
 
     Raises:
         InputError: another run has claimed it while this one prepared its data.
     """
+    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
+    if extended:
+        begin_extension(folder, scenario)
+        return
     with writing(folder.scenario):
         try:
             with folder.scenario.open("x", encoding="utf-8") as file:
@@ -372,11 +417,11 @@ def coordinator_command(
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    warn([run])
+    _check_here(run, device=False)
     data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)
-    command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
+    command = shlex.join(["fedmq", "coordinator", "--resume", str(folder.root), "--keys", str(keys), "--bind", bind])
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of_a_program(level, log_file, log_format)
@@ -384,11 +429,20 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
+<<<<<<< HEAD
     with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
         outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
     if outcome.summary is None:
         _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     _print_summary(outcome.summary, folder, command)
+=======
+    with _tracked(run, folder):
+        with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
+            outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
+        if outcome.summary is None:
+            _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
+    terminal.print_summary(outcome.summary, folder, out)
+>>>>>>> main
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

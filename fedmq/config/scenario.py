@@ -326,6 +326,10 @@ class Scenario(Part):
         "coordinator, evaluator and silos are launched manually with their own commands; ray: evaluator and silos are "
         "processes on the machines of a Ray cluster, see docs/howto/clusters.md",
     )
+    track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
+        (),
+        description="experiment trackers that receive the run's parameters, metrics and files, see docs/howto/track.md",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -360,6 +364,18 @@ class Scenario(Part):
     @classmethod
     def _short_objective(cls, value: object) -> object:
         return {"base": value} if isinstance(value, str) else value
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("track")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for name in value if value.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice")
+        return value
 
     @field_validator("participation", mode="before")
     @classmethod

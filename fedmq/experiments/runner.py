@@ -44,6 +44,7 @@ _SHARED: Mapping[str, bool | set[str]] = {
 #: Keys without effect on the result: how silos are started, and where the data are.
 _HERE: Mapping[str, bool | set[str]] = {
     "launcher": True,
+    "track": True,
     "silos": {"slots"},
     "data": {"path", "annotations", "images"},
 }

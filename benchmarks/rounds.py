@@ -147,11 +147,7 @@ def run(*, smoke: bool = False) -> Result:
             with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
                 clock, counters = VirtualClock(), Counters()
                 evaluation = EvaluationRequests(
-<<<<<<< HEAD
-                    context, peers, log, range(rounds + 1), clock
-=======
                     context, peers, log, clock, range(rounds + 1)
->>>>>>> main
                 )  # all marked as evaluated
                 loop = Loop(
                     context,

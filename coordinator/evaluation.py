@@ -142,17 +142,11 @@ class EvaluationRequests:
     """
 
     def __init__(
-<<<<<<< HEAD
-        self, run_context: RunContext, roster: Peers, log: MessageLog, evaluated: Iterable[int], clock: Clock
+        self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
         self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
         self.given_up: set[int] = set()
-=======
-        self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
-    ) -> None:
-        self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
->>>>>>> main
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self._over: dict[tuple[str, int, int], bool] = {}  # True: answered; False: given up
@@ -268,13 +262,8 @@ class EvaluationRequests:
         if self.metrics_version is None or version > self.metrics_version:  # an answer may be late
             self.metrics, self.metrics_version = dict(payload.values), version
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
-<<<<<<< HEAD
         line = EvaluationLine(kind="evaluation", version=version, metrics=dict(payload.values), per_silo=per_silo)
-        append_line(self._run_context.folder.metrics, line.plain())
-=======
-        line = EvaluationLine(kind="evaluation", version=version, metrics=dict(self.metrics), per_silo=per_silo)
         append_metrics(self._run_context.folder, line, self._clock)
->>>>>>> main
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)

@@ -408,11 +408,7 @@ def _loop(
     else:
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
-<<<<<<< HEAD
-    evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version), clock)
-=======
     evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
->>>>>>> main
     if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
         rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
     loop = Loop(

@@ -319,12 +319,12 @@ class Scenario(Part):
         "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
     )
     device: Device = Field("cpu", description="device of every silo and the evaluator: auto, cpu, cuda or cuda:N")
-    launcher: Literal["local", "inline", "none", "ray"] = Field(
+    launcher: Literal["local", "inline", "none", "ray", "slurm"] = Field(
         "local",
         description="local: silos are processes on this machine; inline: silos run in the coordinator's process "
         "without messages, which gives a bit-identical model and logs only the coordinator's notes; none: "
-        "coordinator, evaluator and silos are launched manually with their own commands; ray: evaluator and silos are "
-        "processes on the machines of a Ray cluster, see docs/howto/clusters.md",
+        "coordinator, evaluator and silos are launched manually with their own commands; ray, slurm: evaluator and "
+        "silos are processes on the machines of a Ray cluster, or jobs of Slurm, see docs/howto/clusters.md",
     )
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
         (),

@@ -253,10 +253,12 @@ class Cost(Part):
 
 
 class Needs(Part):
-    """What the processes of silos and the evaluator need of a cluster's machines (launcher ray)."""
+    """What the processes of silos and the evaluator need of a cluster's machines (launchers ray and slurm)."""
 
-    cpus: float = Field(1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction")
-    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one")
+    cpus: float = Field(
+        1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction, which Slurm rounds up"
+    )
+    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one, not on Slurm")
     memory_gb: Positive | None = Field(None, description="memory of each process [GB]; null: not considered")
 
 

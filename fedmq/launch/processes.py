@@ -72,7 +72,7 @@ def _report(line: Connection, item: object) -> None:
         os._exit(_ORPHANED)
 
 
-def _ignore_sigterm() -> None:
+def ignore_sigterm() -> None:
     """Ignore SIGTERM, with which the parent stops silos that have not joined and an evaluator without a result.
 
     From then on, the coordinator stops this process by a message.
@@ -115,7 +115,7 @@ def silo_process(arguments: SiloArguments) -> None:
     """Run a silo."""
     _set_up_child()
     try:
-        run_silo(arguments, joined=_ignore_sigterm)
+        run_silo(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -124,7 +124,7 @@ def host_process(arguments: HostArguments) -> None:
     """Run a host of several silos."""
     _set_up_child()
     try:
-        run_host(arguments, joined=_ignore_sigterm)
+        run_host(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -133,7 +133,7 @@ def evaluator_process(arguments: EvaluatorArguments) -> None:
     """Run the evaluator."""
     _set_up_child()
     try:
-        run_evaluator(arguments, measured=_ignore_sigterm)
+        run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 

@@ -146,7 +146,9 @@ def run(*, smoke: bool = False) -> Result:
             assert isinstance(method, Constant)
             with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
                 clock, counters = VirtualClock(), Counters()
-                evaluation = EvaluationRequests(context, peers, log, range(rounds + 1))  # all marked as evaluated
+                evaluation = EvaluationRequests(
+                    context, peers, log, clock, range(rounds + 1)
+                )  # all marked as evaluated
                 loop = Loop(
                     context,
                     Rounds(context.plan),

@@ -7,7 +7,6 @@ audit.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
+from fedmq.text import print_line
 from fedmq.wire.fields import all_finite
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -68,7 +68,7 @@ class InProcessPeers:
             raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:
             if not isinstance(error, FedmqError):  # the text of a known error suffices
-                traceback.print_exc(file=sys.stderr)
+                print_line(traceback.format_exc(), error=True)
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
             payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
         return Message(

@@ -45,7 +45,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import SiloFacts, State
-from fedmq.storage.run_folder import append_line
+from fedmq.runs.results import append_metrics
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -158,7 +158,7 @@ class Loop:
         for name in self.evaluation.asked:
             if name in self._reconnects.waiting or not self.evaluation.ask(name):
                 self._absent_since.setdefault(name, self.clock.stopwatch())
-        if not self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=final):
+        if not self.evaluation.wait(self._poll, self.stop_wanted, final=final):
             return False
         self.evaluation.record_saved(version)
         return True
@@ -302,8 +302,7 @@ class Loop:
         self._absent_since.pop(name, None)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
-            for version in self.evaluation.pending:
-                self.evaluation.evaluate(version, self.states[version])
+            self.evaluation.rejoined(self.states)
             return
         if name in self.evaluation.asked:
             self.evaluation.ask(name, again=True)
@@ -485,7 +484,7 @@ class Loop:
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
-        append_line(self.run_context.folder.metrics, line.plain(), durable=True)
+        append_metrics(self.run_context.folder, line, self.clock, durable=True)
         self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         last = version >= self.rounds.plan.rounds or self.evaluation.ends_after(version)
@@ -497,4 +496,4 @@ class Loop:
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
         waits = self.evaluation.crowded or self.evaluation.decides
-        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=False)
+        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
+from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
 from fedmq.evaluation.metrics import HEADLINE, Metric, objection
 from fedmq.federation.protocol import State
+from fedmq.runs.results import append_metrics
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
-from fedmq.storage.run_folder import append_line
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
@@ -55,6 +56,7 @@ class OwnHeldOutRequests:
         run_context: fixed facts of the run.
         roster: the run's peers.
         log: the coordinator's message log.
+        clock: the run's clock.
         evaluated: versions whose line is in ``metrics.jsonl`` already.
         names: metrics that this run may report.
         own: the user's own metrics.
@@ -68,11 +70,12 @@ class OwnHeldOutRequests:
         run_context: RunContext,
         roster: Peers,
         log: MessageLog,
+        clock: Clock,
         evaluated: Iterable[int],
         names: Iterable[str],
         own: Sequence[Metric],
     ) -> None:
-        self._run_context, self._roster, self._log = run_context, roster, log
+        self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
         self._evaluated, self._names, self._own_metrics = set(evaluated), tuple(names), tuple(own)
         silos = zip(run_context.context.silos, run_context.pairs, strict=True)
         self._items = {silo.name: count for silo, count in silos if count}
@@ -177,7 +180,7 @@ class OwnHeldOutRequests:
             return
         answers = {name: self._answers[version][name] for name in self._items if name in self._answers[version]}
         line = own_heldout_line(version, answers, self._missing[version])
-        append_line(self._run_context.folder.metrics, line.plain())
+        append_metrics(self._run_context.folder, line, self._clock)
         if self.last is None or self.last.version <= version:
             self.last = line
         self._evaluated.add(version)

@@ -353,13 +353,8 @@ class _Process:
         revoked: frozenset[str],
         counters: Counters,
     ) -> Loop:
-        plan, issued, log, clock, roster = (
-            run_context.plan,
-            saved.issued if saved else {},
-            self.log,
-            self.clock,
-            self.roster,
-        )
+        plan, log, clock, roster = run_context.plan, self.log, self.clock, self.roster
+        issued = saved.issued if saved else {}
         fault_injector = FaultInjector(
             run_context.script, run_context.folder, log, clock, order=self.order, wired=roster.wired, issued=issued
         )
@@ -367,7 +362,7 @@ class _Process:
             rounds, states, due = Rounds(plan), {0: run_context.protocol.initial(theta)}, dict[str, float]()
         else:
             rounds, states, due = Rounds.from_record(plan, saved.rounds), dict(saved.states), dict(saved.due)
-        evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
+        evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
         if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
             rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
         loop = Loop(

@@ -1,17 +1,88 @@
-"""Text that is safe to print on a terminal, and suggestions for misspelt names."""
+"""Text that is safe to print on a terminal, and suggestions for misspelt names.
+
+Names, labels, paths and error texts come from other people's files and from peers. What a command prints goes through
+:func:`print_line`, :func:`print_json` or :class:`fedmq.safe_console.SafeConsole`; there is no other use of ``print``.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
+import sys
+import traceback
+import unicodedata
 from collections.abc import Collection
+from types import TracebackType
 
 #: Smallest similarity (difflib ratio) at which a name is suggested.
 _NEAR = 0.8
 
 
-def printable(text: str) -> str:
-    """Untrusted text as one line without control characters."""
-    return "".join(each if each.isprintable() else "?" for each in text)
+#: What only arranges text: line ends, tabs.
+_LAYOUT = "\n\t"
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Text in which no character controls a terminal: such characters are Python escapes, e.g. ``\x1b``.
+
+    These are control characters (C0, DEL, C1), which begin the ANSI and OSC sequences; characters that change the
+    direction of text or have no width; line and paragraph separators; surrogates, which stand for bytes of file names
+    that are not UTF-8. Spaces of any width become a space.
+
+    Args:
+        text: of any origin.
+        keep: control characters to leave as they are.
+    """
+    return text if text.isprintable() else "".join(_shown(each, keep) for each in text)
+
+
+def _shown(each: str, keep: str) -> str:
+    if each.isprintable() or each in keep:
+        return each
+    return " " if unicodedata.category(each) == "Zs" else each.encode("unicode_escape").decode()
+
+
+def printable_lines(text: str) -> str:
+    """As :func:`printable`, for text of several lines: line ends and tabs are kept."""
+    return printable(text, _LAYOUT)
+
+
+def print_line(text: str, *, error: bool = False) -> None:
+    """Print text of one or several lines, without characters that control a terminal.
+
+    Args:
+        text: of any origin.
+        error: print it to standard error.
+    """
+    print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an unexpected error to standard error, in place of ``sys.excepthook``."""
+    print_line("".join(traceback.format_exception(kind, error, trace)).rstrip(), error=True)
+
+
+def json_text(value: object, *, indent: int | None = None, ascii_only: bool = True) -> str:
+    """JSON in which characters that control a terminal are JSON escapes.
+
+    Args:
+        value: what to encode.
+        indent: spaces per level; None for one line.
+        ascii_only: also escape all other characters that are not ASCII.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+
+    def escaped(found: re.Match[str]) -> str:
+        return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+    # Outside its strings JSON is ASCII without control characters, except for line ends.
+    return re.sub(r"[^\x20-\x7e\n]", escaped, text)
+
+
+def print_json(value: object, *, indent: int | None = 2, ascii_only: bool = True) -> None:
+    """Print JSON; arguments as of :func:`json_text`."""
+    print(json_text(value, indent=indent, ascii_only=ascii_only), flush=True)  # noqa: T201 - the one place
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

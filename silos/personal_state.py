@@ -7,7 +7,6 @@ repeated task gives the same reply.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+from fedmq.text import print_line
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 
@@ -153,7 +153,7 @@ class StateNotes:
             # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
             self._kept = False
             log.note(NoteKind.STATE_GONE)
-            print(f"{log.process}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+            print_line(f"{log.process}: {NoteKind.STATE_GONE}", error=True)
 
     def after_task(self, number: int) -> None:
         """Note the first task after which the silo has a state."""

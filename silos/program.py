@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import QUIET, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable
+from fedmq.text import print_line, printable
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
@@ -469,9 +468,9 @@ def reply_to(
         reported = reportable(error)
         logger.warning("failed", error=f"{type(error).__name__}: {error}", **what)
         if not isinstance(error, FedmqError):
-            traceback.print_exc(file=sys.stderr)
+            print_line(traceback.format_exc(), error=True)
         elif logger is QUIET and reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
-            print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
+            print_line(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", error=True)
         link.send(
             Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
             (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),

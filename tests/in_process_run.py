@@ -68,6 +68,7 @@ def notes(out: Path, kind: NoteKind, process: str = "coordinator") -> list[Mappi
 
 
 def lines(out: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` of a kind."""
+    """The lines of ``metrics.jsonl`` of a kind, without the real time, in which equal runs differ."""
     path = RunFolder(out).metrics
-    return [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "wall"} for line in found if line["kind"] == kind]

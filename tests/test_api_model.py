@@ -15,9 +15,10 @@ import yaml
 from PIL import Image
 
 import fedmq
-from fedmq.api import model as models
+from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.retrieval import gallery as galleries
+from fedmq.retrieval.nearest import flat_index, nearest
 from fedmq.retrieval.released_model import open_release
 from tests.threaded_run import resolved, run
 
@@ -67,7 +68,6 @@ def alone(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone: Path, photos: Path) -> None:
-    pytest.importorskip("faiss")
     exported = galleries.export(open_release(finished), None)
     model = fedmq.load(alone)
     names = [f"{index:02}.png" for index in range(PHOTOS)]
@@ -200,7 +200,68 @@ def test_faiss_and_numpy_rank_alike(binary: bool) -> None:
         vectors, query = RNG.integers(0, 256, (500, 8), np.uint8), RNG.integers(0, 256, (1, 8), np.uint8)
     else:
         vectors, query = (RNG.normal(size=(n, 16)).astype(np.float32) for n in (500, 1))
-    scores, rows = models.nearest(vectors, query, 500)
-    with_faiss, _ = models.nearest(vectors, query, 500, faiss_from=1)
-    assert sorted(rows) == list(range(500))
-    assert np.allclose(scores, with_faiss, atol=1e-5)
+    found = nearest(vectors, query, 500)
+    with_faiss = nearest(vectors, query, 500, flat_index(vectors))
+    assert sorted(row for _, row in found) == list(range(500))
+    assert np.allclose([score for score, _ in found], [score for score, _ in with_faiss], atol=1e-5)
+
+
+def search(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", "search", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
+    alone: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gallery = ("--gallery", photos, "--top", 3, "--json")
+    assert search(monkeypatch, alone, "--image", photos / "07.png", *gallery) == 0
+    by_image = json.loads(capfd.readouterr().out)
+    assert by_image["results"][0]["item"] == "07.png"
+    assert by_image["results"][0]["score"] == pytest.approx(1, abs=1e-6)
+    assert search(monkeypatch, alone, "a green wall", *gallery) == 0
+    by_text = json.loads(capfd.readouterr().out)
+    assert by_text["gallery"] == by_image["gallery"]  # kept in the model's folder, and encoded once
+    expected = fedmq.load(alone).search("a green wall", photos, top=3)
+    assert [hit["item"] for hit in by_text["results"]] == [found.item.name for found in expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a wall",), "--gallery: found 'nothing', allowed: a folder of images"),
+        (("a wall", "--gallery", "nowhere"), "nowhere, which is no folder"),
+        (("a wall", "--gallery", ".", "--silo", "silo-00"), "--silo: found 'silo-00', allowed: no silo"),
+        (("--image", "nowhere.png", "--gallery", "."), "nowhere.png: found 'no such file'"),
+    ],
+)
+def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(
+    arguments: tuple[str, ...],
+    words: str,
+    alone: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert search(monkeypatch, alone, *arguments) == 2
+    error = capfd.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("texts", "words"), [("vectors", "precomputed features"), ("bag", "bags of words")])
+def test_a_model_without_encoders_says_so(
+    texts: str,
+    words: str,
+    alone: Path,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(alone, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "texts": texts}))
+    assert search(monkeypatch, tmp_path / "model", "a red wall", "--gallery", photos) == 2
+    assert words in capfd.readouterr().err

@@ -48,7 +48,7 @@ def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) 
             show(Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed))
         show(Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
     shown = screen.getvalue().splitlines()[1:]
-    refused_frames = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b?round 4/4"
+    refused_frames = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b\\nround 4/4"
     assert shown[:2] == [
         f"waiting for silo-02, silo-03 and the evaluator  refused: {refused_frames}",
         f"waiting for the evaluator  refused: {refused_frames}",
@@ -82,7 +82,9 @@ def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
             "title",
         )
     )
-    assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x?" in screen.getvalue()
+    assert (
+        "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x\\x1b" in screen.getvalue()
+    )
 
 
 def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
@@ -98,3 +100,14 @@ def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
     with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
         show(replace(base, slow=slow[:1]))
     assert "waiting for silo-02, training for 95 s (limit 120 s)" in screen.getvalue()
+
+
+def test_metrics_are_shown_with_the_round_that_they_are_of(tiny: Path) -> None:
+    status = Status("collecting", 7, 9, 2, (), ({}, ""), 4, 0, 0.5, {"mean_r1": 0.25}, 0, 0.0, 20.0, metrics_round=4)
+    screen = io.StringIO()
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        show(status)
+    assert "round 7/9" in screen.getvalue() and "R@1 0.250 (of round 4)" in screen.getvalue()
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(terminal.status_table(status, "-", "title"))
+    assert "R@1 0.250 (of round 4)" in screen.getvalue()

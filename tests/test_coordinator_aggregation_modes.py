@@ -164,7 +164,8 @@ def inline(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
 
 
 def merges(out: Path) -> list[dict[str, Any]]:
-    return [line.plain() for line in read_metrics(RunFolder(out)) if line.kind == "merge"]
+    lines = [line for line in read_metrics(RunFolder(out)) if line.kind == "merge"]
+    return [{key: value for key, value in line.plain().items() if key != "wall"} for line in lines]
 
 
 def notes(out: Path) -> str:

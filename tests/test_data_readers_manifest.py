@@ -54,7 +54,14 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
         ("list.csv", "picture\na\n", "line 1: found 'picture'"),
-        ("list.txt", "", r"\.csv or \.jsonl"),
+        ("list.txt", "", r"\.csv, \.tsv, \.jsonl"),
+        (
+            "list.tsv",
+            "filepath\ttitle\na,b\n",
+            "line 2: found '1 fields', allowed: as many fields",
+        ),
+        ("list.csv", "image,filepath,caption\na,b,c\n", "line 1: found 'columns image and filepath'"),
+        ("list.jsonl", '{"image": "a", "file_name": "b"}', "line 1: found 'fields image and file_name'"),
         ("list.csv", "image,labels,labels\na,b,c\n", "line 1: found \"'labels' twice\""),
         ("list.jsonl", '{"image": "a", "caption": "x", "caption": "y"}', "line 1: found \"'caption' twice\""),
         ("list.csv", "image,caption\na,b\n.,c\n", r"line 3: image: found '\.'"),
@@ -70,6 +77,22 @@ def test_errors_in_a_manifest_name_the_line(name: str, content: str, expected: s
     with pytest.raises(InputError, match=expected) as caught:
         read("manifest", data_set_folders.write(tmp_path / name, content))
     str(caught.value).encode()
+
+
+OTHER_PROGRAMS = {
+    "open_clip.csv": "filepath\ttitle\na.png\tone | two, three\nb.png\tfour\n",
+    "open_clip.tsv": 'filepath\ttitle\na.png\t"one | two, three"\nb.png\tfour\n',
+    "commas.csv": 'filepath,title\na.png,"one | two, three"\nb.png,four\n',
+    "metadata.csv": 'file_name,text\na.png,"one | two, three"\nb.png,four\n',
+    "metadata.jsonl": '{"file_name": "a.png", "text": "one | two, three"}\n{"file_name": "b.png", "text": "four"}\n',
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_lists_of_open_clip_and_of_hugging_face_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    found = read("manifest", data_set_folders.write(tmp_path / name, OTHER_PROGRAMS[name]))
+    assert found.keys == ("a.png", "b.png")
+    assert found.captions == (("one | two, three",), ("four",))
 
 
 ONE_CAPTION_A_LINE = {

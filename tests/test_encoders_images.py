@@ -12,7 +12,8 @@ import torch
 
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.encoders import images
-from fedmq.encoders.images import Files, Pixels, Rows, decode, fit
+from fedmq.encoders.images import Files, Pixels, decode, fit
+from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")

@@ -313,6 +313,31 @@ def test_text_clusters_and_devices_are_not_checked_before_the_run(
     assert fedmq(monkeypatch, "data", "check", path, "--set", clusters, "--set", "device=cuda:7") == 0
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("partition={kind: dir_clusters, clusters: 50}", "allowed: at most 3, the training samples with captions"),
+        ("silos.count=9", "allowed: at most 3"),
+        ("protocol=fedproto", "a method that needs no labels"),
+    ],
+)
+def test_a_run_that_its_data_cannot_serve_is_refused_before_features_are_extracted(
+    own_cache: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    setting: str,
+    words: str,
+) -> None:
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(data_set_folders.flickr(tmp_path / "set"))})
+    for command in (("scenario", path, "--quiet", "--out", tmp_path / "run"), ("data", "check", path)):
+        assert fedmq(monkeypatch, *command, "--set", setting, "--set", "launcher=inline") == 2
+        shown = capfd.readouterr()
+        assert words in shown.out + shown.err
+    assert not (tmp_path / "cache" / "features").exists()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(
     own_cache: None, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

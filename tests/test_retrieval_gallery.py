@@ -89,6 +89,14 @@ def hashing(tiny: Path, tmp_path: Path) -> Release:
     return open_release(released(tmp_path / "run", scenarios.load(tiny, [DCMH])))
 
 
+@pytest.fixture
+def indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether faiss ranks; by default it does, however small the gallery."""
+    ranks = bool(getattr(request, "param", True))
+    monkeypatch.setattr(gallery, "FAISS_FROM", 1 if ranks else gallery.FAISS_FROM)
+    return ranks
+
+
 def outputs(release: Release) -> tuple[np.ndarray, np.ndarray]:
     """The model's outputs for all images and captions."""
     prepared = prepare(release.scenario.data, release.scenario.backbone)
@@ -103,6 +111,7 @@ def by_item(release: Release, key: str, **options: Any) -> search.SearchHits:
     return search.find(release, search.Query(item=key), **options)
 
 
+@pytest.mark.usefixtures("indexed")
 def test_embeddings_are_exported_with_their_names_and_an_exact_index(embeddings: Release) -> None:
     made = export(embeddings)
     image, text = outputs(embeddings)
@@ -114,6 +123,7 @@ def test_embeddings_are_exported_with_their_names_and_an_exact_index(embeddings:
     assert (index.ntotal, index.d, type(index).__name__) == (300, 24, "IndexFlatIP")
 
 
+@pytest.mark.usefixtures("indexed")
 def test_codes_are_exported_packed(hashing: Release) -> None:
     made = export(hashing)
     image, text = outputs(hashing)
@@ -136,8 +146,10 @@ def test_images_are_ranked_by_their_cosine(embeddings: Release) -> None:
     assert [hit.rank for hit in found.hits] == [1, 2, 3, 4, 5]
 
 
-def test_equally_distant_codes_are_ranked_in_gallery_order(hashing: Release) -> None:
+@pytest.mark.parametrize("indexed", [True, False], indirect=True, ids=["faiss", "numpy"])
+def test_equally_distant_codes_are_ranked_in_gallery_order(hashing: Release, indexed: bool) -> None:
     image, _ = outputs(hashing)
+    assert (export(hashing).folder / "images.faiss").is_file() == indexed
     distance = hamming.hamming(image[7:8], image)[0]
     order = np.argsort(distance, kind="stable")
     for top in (1, 9, 40, 150, 1000):  # twelve bits: hardly any cut falls between two distances
@@ -146,13 +158,15 @@ def test_equally_distant_codes_are_ranked_in_gallery_order(hashing: Release) -> 
         assert [hit.score for hit in found.hits] == distance[order[:top]].tolist()
 
 
-def test_equal_images_are_ranked_in_gallery_order(embeddings: Release) -> None:
+@pytest.mark.parametrize("indexed", [True, False], indirect=True, ids=["faiss", "numpy"])
+def test_equal_images_are_ranked_in_gallery_order(embeddings: Release, indexed: bool) -> None:
     made = export(embeddings)
     rows = np.repeat(made.array("image")[:1], 150, axis=0)
+    assert (made.folder / "images.faiss").is_file() == indexed
     rows[30] = made.array("text")[2 * 7]  # one is nearer than all others, which are equal
     arrays = {name: made.array(name) for name in ("owner", "keys", "text")}
     np.savez(made.vectors, image=rows, **arrays, allow_pickle=False)
-    gallery._index(rows, made.folder / "images.faiss")
+    gallery._write_index(rows, made.folder / "images.faiss")
     for top in (1, 4, 40, 150):
         found = search.find(embeddings, search.Query(item="000007", side="text"), top=top)
         wanted = [30, *(place for place in range(150) if place != 30)][:top]
@@ -181,12 +195,13 @@ def test_another_model_gets_a_separate_gallery(embeddings: Release, tmp_path: Pa
     assert export(other).folder.name != export(embeddings).folder.name
 
 
+@pytest.mark.usefixtures("indexed")
 def test_a_failed_export_leaves_no_partial_files(embeddings: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gallery, "_index", die)
+        patch.setattr(gallery, "_write_index", die)
         export(embeddings)
     assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
     assert isinstance(export(embeddings), Gallery)
@@ -266,6 +281,7 @@ def test_a_damaged_release_is_a_one_line_error(hashing: Release) -> None:
         export(hashing)
 
 
+@pytest.mark.usefixtures("indexed")
 def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
     made = export(embeddings)
     for path in made.folder.glob("*.faiss"):
@@ -277,6 +293,7 @@ def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
         made.array("image")
 
 
+@pytest.mark.usefixtures("indexed")
 @pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
 def test_an_index_of_other_vectors_is_refused(tiny: Path, tmp_path: Path, settings: list[str]) -> None:
     release = open_release(released(tmp_path / "run", scenarios.load(tiny, settings)))
@@ -284,10 +301,10 @@ def test_an_index_of_other_vectors_is_refused(tiny: Path, tmp_path: Path, settin
     vectors = made.array("image")
     others = (vectors[:, : vectors.shape[1] // 2], vectors[:-1], vectors[:0], vectors[::-1])
     for other in others:
-        gallery._index(np.ascontiguousarray(other), made.folder / "images.faiss")
+        gallery._write_index(np.ascontiguousarray(other), made.folder / "images.faiss")
         with pytest.raises(InputError, match=r"images\.faiss: found .an index of other vectors"):
             by_item(release, "000003", among="images")
-    gallery._index(vectors, made.folder / "images.faiss")
+    gallery._write_index(vectors, made.folder / "images.faiss")
     assert by_item(release, "000003", among="images").hits
 
 
@@ -309,6 +326,7 @@ def test_a_gallery_with_fewer_names_than_vectors_is_refused(embeddings: Release)
         by_item(embeddings, "000003", top=60)
 
 
+@pytest.mark.usefixtures("indexed")
 def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_gallery(
     embeddings: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +360,7 @@ def test_parameters_that_are_not_the_runs_are_refused(tiny: Path, tmp_path: Path
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     with pytest.raises(InputError, match="found 'bfloat16', allowed: float32"):
         export(own)
-    assert not [path for path in (own.run.model / "gallery").iterdir() if path.is_dir()]
+    assert not [path for path in own.run.model.glob("gallery/*") if path.is_dir()]
 
 
 def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:

@@ -32,6 +32,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
+from fedmq.safe_console import SafeConsole
 
 OnMerge = Callable[[MergeLine], None]
 OnEvaluation = Callable[[EvaluationLine], None]
@@ -283,7 +284,7 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=SafeConsole()) as bar:
         task: TaskID = bar.add_task(scenario.name, total=scenario.rounds, metrics="starting the silos")
 
         def show(line: MetricsLine) -> None:
@@ -292,6 +293,6 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
             elif isinstance(line, EvaluationLine):
                 found = [name for name in BRIEF if name in line.metrics]
                 text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
-                bar.update(task, metrics=text)
+                bar.update(task, metrics=f"{text} (of round {line.version})")
 
         yield show

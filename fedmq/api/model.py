@@ -15,20 +15,18 @@ import torch
 from torch.nn.functional import normalize
 
 import protocols  # noqa: F401 - registers the objectives
-from fedmq.encoders.base import Encoder, InputSpec
-from fedmq.encoders.images import IMAGE_ENDINGS, as_pixels, files_below
+from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.extras import package
 from fedmq.models.two_tower import TwoTower
-from fedmq.retrieval.released_model import ModelFolder, open_model
+from fedmq.retrieval.gallery import pictures_below
+from fedmq.retrieval.nearest import nearest
+from fedmq.retrieval.released_model import ModelFolder, described, open_model
 from fedmq.runs.run_records import ReleaseConfig
 
 #: A picture: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
 Picture = Any
 Floats = npt.NDArray[np.float32]
-#: Number of gallery items from which faiss ranks instead of NumPy.
-FAISS_FROM = 10_000
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Model:
     def __init__(self, files: ModelFolder) -> None:
         self._files = files
         self.folder = files.folder
-        self._inputs, self._label_names = _described(files)
+        self._inputs, self._label_names = described(files)
 
     @property
     def config(self) -> ReleaseConfig:
@@ -112,7 +110,7 @@ class Model:
         Raises:
             InputError: a picture cannot be read, or the model was trained on vectors instead of pictures.
         """
-        encoder = self._encoder("image")
+        encoder = self._files.encoder("image")
 
         def rows() -> Iterator[npt.NDArray[Any]]:
             for number, batch in enumerate(_batches(_sequence(images, "images"), batch_size)):
@@ -140,7 +138,7 @@ class Model:
         """
         if isinstance(texts, str):
             raise InputError("texts", "one text", f"a list of texts: [{texts!r}]")
-        encoder = self._encoder("text")
+        encoder = self._files.encoder("text")
         for index, text in enumerate(texts):
             if not isinstance(text, str) or not text.strip():
                 raise InputError(f"texts[{index}]", repr(text), "a text that is not empty")
@@ -176,9 +174,7 @@ class Model:
             folder = Path(images)
             if not folder.is_dir():
                 raise InputError("gallery", str(folder), "a folder of images, or a list of pictures")
-            images = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
-            if not images:
-                raise InputError(f"gallery {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+            images = pictures_below(folder, "gallery")
         pictures = _sequence(images, "gallery")
         named = [each if isinstance(each, str | os.PathLike) else number for number, each in enumerate(pictures)]
         return Embeddings(tuple(named), self._ranked(self.embed_images(pictures)))
@@ -207,10 +203,8 @@ class Model:
             raise InputError("top", top, "1 or more")
         found = gallery if isinstance(gallery, Embeddings) else self.gallery(gallery)
         outputs = self.embed_texts([query]) if isinstance(query, str) else self.embed_images([query])
-        scores, rows = nearest(found.vectors, self._ranked(outputs), min(top, len(found)))
-        return [
-            Found(rank, score, found.items[row]) for rank, (score, row) in enumerate(zip(scores, rows, strict=True), 1)
-        ]
+        ranked = nearest(found.vectors, self._ranked(outputs), top)
+        return [Found(rank, score, found.items[row]) for rank, (score, row) in enumerate(ranked, 1)]
 
     def __repr__(self) -> str:
         what = f"{self.dim}-bit codes" if self.config.objective.get("bits") else f"{self.dim}-dimensional embeddings"
@@ -224,16 +218,6 @@ class Model:
     @cached_property
     def _towers(self) -> TwoTower:
         return self._files.build(self._inputs, self._label_names)
-
-    def _encoder(self, modality: Any) -> Encoder:
-        what = self.config.texts
-        if what == "vectors":
-            raise InputError(
-                str(self.folder), "a model of precomputed features", "a model trained on pictures and texts"
-            )
-        if modality == "text" and what == "bag":
-            raise InputError(str(self.folder), "a model whose texts are bags of words", "embed_images only")
-        return self._files.encoder(modality)
 
     def _embedded(
         self, modality: str, batches: Iterable[npt.NDArray[Any]], progress: Callable[[int], None] | None
@@ -272,26 +256,6 @@ def load(path: str | os.PathLike[str], *, device: str | None = None, weights: st
     return Model(open_model(folder, device, weights))
 
 
-def _described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
-    config, place = files.config, str(files.folder / "config.json")
-    if config.inputs is None:
-        allowed = "a model released by this version; search older runs with fedmq search RUN, which reads their data"
-        raise InputError(place, "a configuration without the model's inputs", allowed)
-    if config.personal_only:
-        allowed = "fedmq search RUN --silo NAME, which rebuilds a silo's personal model"
-        raise InputError(place, f"{config.protocol}, which trains the shared model in part or not at all", allowed)
-    found = config.inputs
-    inputs = InputSpec(
-        tuple(found.image_shape),
-        tuple(found.text_shape),
-        found.image_dtype,
-        found.text_dtype,
-        tuple(found.mean),
-        tuple(found.std),
-    )
-    return inputs, tuple(config.label_names)
-
-
 def _sequence(pictures: Iterable[Picture], place: str) -> Sequence[Picture]:
     if isinstance(pictures, str | os.PathLike):
         raise InputError(place, "one path", f"a list of pictures: [{os.fspath(pictures)!r}]")
@@ -304,34 +268,3 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     if size < 1:
         raise InputError("batch_size", size, "1 or more")
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def nearest(
-    vectors: npt.NDArray[Any], query: npt.NDArray[Any], top: int, *, faiss_from: int = FAISS_FROM
-) -> tuple[list[float], list[int]]:
-    """The rows nearest to a query, by Hamming distance of packed codes, else by inner product.
-
-    Args:
-        vectors: float32 [n, d], or packed codes uint8 [n, bytes].
-        query: one row of the same kind, [1, d] or [1, bytes].
-        top: number of rows.
-        faiss_from: number of vectors from which faiss ranks instead of NumPy.
-
-    Returns:
-        Scores and rows, nearest first; with NumPy, ties are in the order of the rows.
-    """
-    binary = vectors.dtype == np.uint8
-    if len(vectors) >= faiss_from:
-        faiss = package("faiss", "search", "a gallery of 10,000 items or more")
-        width = vectors.shape[1]
-        index = faiss.IndexBinaryFlat(8 * width) if binary else faiss.IndexFlatIP(width)
-        index.add(np.ascontiguousarray(vectors))
-        scores, rows = index.search(np.ascontiguousarray(query), top)
-        return [float(each) for each in scores[0]], [int(each) for each in rows[0]]
-    if binary:
-        distances = np.bitwise_count(vectors ^ query).sum(axis=1)
-        order = np.argsort(distances, kind="stable")[:top]
-        return [float(distances[row]) for row in order], [int(row) for row in order]
-    similar = vectors @ query[0]
-    order = np.argsort(-similar, kind="stable")[:top]
-    return [float(similar[row]) for row in order], [int(row) for row in order]

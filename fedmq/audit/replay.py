@@ -56,7 +56,7 @@ class Record:
         events: in order; those that a resumed coordinator discarded because they came after its checkpoint are left
             out.
         messages: the distinct contents of each task and reply; more than one is an inconsistency.
-        lines: of ``metrics.jsonl``, by kind and version.
+        lines: of ``metrics.jsonl`` without the real date and time, by kind and version.
         measured: silos whose personal models were evaluated at the end of the run.
         made_with: versions of fedmq, torch and Python, and the kind of processor.
         resumed: number of times the coordinator resumed from a checkpoint.
@@ -127,11 +127,15 @@ def read_record(folder: RunFolder) -> Record:
         figures=_figures(summary),
         events=_events(log),
         messages={key: tuple(contents) for key, contents in messages.items()},
-        lines={(line.kind, line.version): line for line in read_metrics(folder)},
+        lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
         resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(log)),
     )
+
+
+def _without_wall(line: MetricsLine) -> MetricsLine:
+    return type(line).model_validate(line.model_dump(exclude_unset=True, exclude={"wall"}))
 
 
 def _files(folder: RunFolder) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fedmq.cli.console import DIFFERENT, err
 from fedmq.errors import InputError
-from fedmq.text import printable
+from fedmq.safe_console import SafeConsole
+from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
@@ -182,12 +181,12 @@ def _audit(run: Path, options: _Options) -> bool:
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
         results = {"policy": policy_result, "accounts": accounts, "probe": measured}
         facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
-        print(json.dumps(facts | ({"error": str(deferred)} if deferred else {}), indent=2))
+        print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured)
-        print(f"heads of the logs: {heads.digest}" + (f" in {options.heads}" if options.heads else ""))
+        print_line(f"heads of the logs: {heads.digest}" + (f" in {options.heads}" if options.heads else ""))
         if reported is not None:
-            print(f"report: {printable(str(reported))}, and audit.csv beside it")
+            print_line(f"report: {reported}, and audit.csv beside it")
     if deferred and not findings:
         raise deferred
     if deferred:
@@ -245,7 +244,7 @@ def _show(
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
     from fedmq.cli.audit_output import print_audit  # noqa: PLC0415
 
-    out = Console()
+    out = SafeConsole()
     print_audit(audit, sentences, out)
     if policy_result is not None:
         policy.show(policy_result, out)

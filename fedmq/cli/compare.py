@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -22,6 +21,8 @@ from fedmq.cli.options import AsJson, Quiet
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
+from fedmq.safe_console import SafeConsole
+from fedmq.text import print_json
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -356,7 +357,7 @@ def carry_out(options: Options, roots: Roots) -> None:
     from fedmq.experiments.grid import default_folder, scenarios  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
-    out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
+    out, err, command = SafeConsole(), SafeConsole(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
     roots.warn(scenarios(plan, roots.resolve))
     if RunFolder(folder).scenario.exists():
@@ -379,7 +380,8 @@ def carry_out(options: Options, roots: Roots) -> None:
     table = tables.grid(comparison.rows, plan)
     _write_tables(comparison, plan, table, folder, command)
     if options.as_json:
-        print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
+        rows = tables.plain(comparison.rows)
+        print_json({"folder": str(folder), "rows": rows, "errors": comparison.errors}, indent=None)
     else:
         files = [options.source] if options.source else options.files
         title = f"{options.kind}: {', '.join(map(str, files))}"

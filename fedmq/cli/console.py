@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 
-from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+
+from fedmq.safe_console import SafeConsole
 
 #: Exit code of an audit or replay with findings.
 DIFFERENT = 3
 
-out = Console()
-err = Console(stderr=True)
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 
 
 def print_anything() -> None:
@@ -43,6 +46,9 @@ def bar() -> Callable[[str, int, int], None]:
         if what == shown[0] and done < total and now - shown[1] < (0.5 if err.is_terminal else 10.0):
             return
         shown = (what, now)
-        err.print(f"{what}: {done}/{total}", end="\r" if err.is_terminal and done < total else "\n", highlight=False)
+        again = err.is_terminal and done < total
+        err.print(f"{what}: {done}/{total}", end="" if again else "\n", highlight=False, markup=False)
+        if again:
+            err.control(Control(ControlType.CARRIAGE_RETURN))
 
     return show

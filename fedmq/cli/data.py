@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,11 +12,11 @@ from rich.table import Table
 from fedmq.cli.console import DIFFERENT, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
-from fedmq.text import printable
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.data_check import Fits
+    from fedmq.federation.early_check import Fits
 
 
 def data_list(
@@ -62,7 +61,7 @@ def data_digest(run: Run, site: Annotated[Path, typer.Option("--site", metavar="
     found = SiteData.load(resolved.scenario, read_site(site), resolved.id).content
     record = read_json(folder.agreement, AgreementRecord, "what the sites of a run stated about their data")
     names = [name for name, stated in sorted(record.stated.items()) if stated.data_digest == found]
-    print(f"{found}  {', '.join(names) or 'stated by no site of this run'}")
+    print_line(f"{found}  {', '.join(names) or 'stated by no site of this run'}")
     if not names:
         sys.exit(DIFFERENT)
 
@@ -97,7 +96,7 @@ def add_data(
 
         facts = data_check.check(resolved_file(file, settings, seed).scenario, fits, bar())
         if as_json:
-            print(json.dumps(facts.to_plain(), indent=2))
+            print_json(facts.to_plain())
         else:
             data_check.show(facts, out)
         if not facts.usable:
@@ -127,7 +126,7 @@ def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool)
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
     facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print(json.dumps({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)}, indent=2))
+        print_json({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
         out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)

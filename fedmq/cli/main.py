@@ -18,6 +18,7 @@ from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED
+from fedmq.text import print_line, print_traceback
 from fedmq.version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command line; errors become one line and an exit code."""
     print_anything()
+    sys.excepthook = print_traceback
     try:
         code = app(prog_name="fedmq", standalone_mode=False)
         if code == _INTERRUPTED:
@@ -85,7 +87,7 @@ def _fail_usage(error: Any) -> NoReturn:
         allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
         _fail(InputError(option, given, allowed[:1].lower() + allowed[1:]), BAD_INPUT)
     if text := error.format_message().strip():  # empty if the help has been shown
-        print(f"fedmq: {text.rstrip('.')}; see {path} --help", file=sys.stderr)
+        print_line(f"fedmq: {text.rstrip('.')}; see {path} --help", error=True)
     sys.exit(BAD_INPUT)
 
 
@@ -101,7 +103,7 @@ def _given(option: str) -> str | None:
 
 
 def _fail(error: FedmqError, code: int) -> NoReturn:
-    print(f"fedmq: {error}", file=sys.stderr)
+    print_line(f"fedmq: {error}", error=True)
     sys.exit(code)
 
 
@@ -185,5 +187,5 @@ search.add_tsne(app, bar, _open_model)
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        print(f"fedmq {__version__}")
+        print_line(f"fedmq {__version__}")
         raise typer.Exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -17,8 +16,9 @@ from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
-from fedmq.text import printable
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -54,7 +54,7 @@ def add_status(app: typer.Typer) -> None:
         while True:
             status = read_status(path)
             if as_json:
-                print(json.dumps(status.model_dump(mode="json"), indent=None if watch else 2), flush=True)
+                print_json(status.model_dump(mode="json"), indent=None if watch else 2)
             else:
                 if watch and out.is_terminal:
                     out.clear()
@@ -91,12 +91,12 @@ def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None
         pruning = plan_pruning(folder, personalised=personalised)
         size = f"{pruning.size / 1e6:.1f} MB"
         if not pruning.paths:
-            print(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
+            print_line(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
             return
         if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
             raise InputError("prune", "no", "yes, or --yes")
         prune(folder, pruning)
-        print(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
+        print_line(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
 
 
 def _ago(at: str | None, now: datetime) -> str:
@@ -117,6 +117,11 @@ def _show(status: StatusFile, now: datetime) -> None:
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
     out.print(text, highlight=False, markup=False)
+    if measured := ", ".join(
+        f"{metric_of(name).heading} {status.metrics[name]:.4f}" for name in BRIEF if name in status.metrics
+    ):
+        of = "" if status.metrics_round is None else f" (of round {status.metrics_round})"
+        out.print(f"metrics: {measured}{of}", highlight=False, markup=False)
     if status.phase not in _ENDED and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow", highlight=False)
@@ -128,7 +133,9 @@ def _show(status: StatusFile, now: datetime) -> None:
         style = "red" if silo.phase in _BAD else None
         traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
         error = escape(printable(silo.error))
-        table.add_row(name, silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style)
+        table.add_row(
+            escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style
+        )
     out.print(table)
 
 

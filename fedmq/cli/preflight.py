@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from fedmq.cli.console import bar, out, starting
 from fedmq.cli.options import AsJson, Connect, Device, File, Keys, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import printable
+from fedmq.text import print_json, printable
 
 _STYLES = {"ok": "green", "skipped": "yellow", "failed": "red"}
 
@@ -64,6 +63,6 @@ def add_preflight(app: typer.Typer) -> None:
                 detail = escape(printable(check.detail))
                 out.print(f"{verdict} {check.name}: {detail}", highlight=False, soft_wrap=True)
         if as_json:
-            print(json.dumps([asdict(check) for check in found], indent=2))
+            print_json([asdict(check) for check in found])
         if any(check.verdict is Verdict.FAILED for check in found):
             sys.exit(FAILED)

@@ -14,7 +14,7 @@ from rich.table import Table
 from fedmq.cli.console import out
 from fedmq.cli.options import AsJson
 from fedmq.errors import InputError
-from fedmq.text import one_of
+from fedmq.text import one_of, print_json
 
 if TYPE_CHECKING:
     from fedmq.cli.key_reference import Key
@@ -96,7 +96,7 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
             name: {"summary": summary, "options": {key.name: _facts(key) for key in keys}}
             for name, (summary, keys) in chosen.items()
         }
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     for name, (summary, keys) in chosen.items():
         out.print(f"[bold]{name}[/bold]  {escape(summary)}", highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from fedmq.cli.options import AsJson, Quiet, Run
 from fedmq.cli.scenarios import resolved
 from fedmq.errors import RunError
 from fedmq.launch.interrupts import FAILED
+from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
@@ -64,7 +64,7 @@ def add_replay(app: typer.Typer) -> None:
                 "difference": None if difference is None else vars(difference),
                 "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
             }
-            print(json.dumps(result, indent=2))
+            print_json(result)
         else:
             _show(before, difference, otherwise)
         if difference is not None:
@@ -112,7 +112,7 @@ def _show(before: Record, difference: Difference | None, otherwise: Mapping[str,
         verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
         out.print(verdict, style="green", highlight=False)
         return
-    print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
+    print_line(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
     if otherwise:
-        print("The environments differ, which alone can change the last bits of a model:")
-        print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
+        print_line("The environments differ, which alone can change the last bits of a model:")
+        print_line("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))

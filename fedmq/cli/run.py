@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
+import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from fedmq.cli.console import bar, err, out, starting
+from fedmq.cli.console import bar, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
@@ -42,14 +40,13 @@ from fedmq.cli.report import complete_report
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
-from fedmq.launch.interrupts import FAILED, say_stopping
+from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
@@ -100,31 +97,57 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.federation.population import device_of  # noqa: PLC0415
+    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
-    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
-    device_of(run.scenario.device)
-    warn([run])
+    _check_here(run, device=True)
     new = out_dir is None or not out_dir.expanduser().exists()
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
-    if resume is None:
-        _begin(folder, run.scenario)
-    elif extend is not None:
-        begin_extension(folder, run.scenario)
-    with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
-        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
-        simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
-    if simulated.outcome.summary is None:
-        _exit_stopped(f"fedmq scenario --resume {folder.root}")
-    summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
-    write_json(folder.summary, summary.plain())
-    complete_report(folder, None if quiet else bar())
-    _print_summary(summary, folder, as_json=as_json)
+    command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
+    if resume is None or extend is not None:
+        _begin(folder, run.scenario, extended=extend is not None)
+    with _tracked(run, folder):
+        with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
+            launch = (
+                supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
+            )
+            simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
+        if simulated.outcome.summary is None:
+            exit_stopped(command)
+        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
+        write_json(folder.summary, summary.plain())
+        complete_report(folder, None if quiet else bar())
+    print_outcome(summary, folder, command, as_json=as_json)
+
+
+def _check_here(run: ResolvedRun, *, device: bool) -> None:
+    """Refuse what this machine lacks, and warn of settings without effect.
+
+    Args:
+        run: the run.
+        device: also check its device.
+
+    Raises:
+        InputError: there is no such device, or a tracker's package is missing.
+    """
+    from fedmq.federation.population import device_of  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
+
+    trackers.check(run.scenario.track)
+    if device:
+        device_of(run.scenario.device)
+    warn([run])
+
+
+def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
+    """Pass the run's records on to its trackers while the block runs."""
+    from fedmq.runs.tracking import tracking  # noqa: PLC0415
+
+    return tracking(run, folder, _notice)
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
@@ -162,23 +185,6 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
-
-
-def _exit_stopped(command: str, others: str = "") -> NoReturn:
-    """Print the command that continues a stopped run, and exit."""
-    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
-    err.print(text, highlight=False, soft_wrap=True)
-    sys.exit(FAILED)
-
-
-def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = False) -> None:
-    from fedmq.cli import terminal  # noqa: PLC0415
-
-    if as_json:
-        print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
-        terminal.print_warnings(summary, err)
-    else:
-        terminal.print_summary(summary, folder, out)
 
 
 def _notice(text: str) -> None:
@@ -270,14 +276,18 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _begin(folder: RunFolder, scenario: Scenario) -> None:
-    """Write a run's scenario into its folder, which claims the folder.
+def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool) -> None:
+    """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
 
     Raises:
         InputError: another run has claimed it while this one prepared its data.
     """
+    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
+    if extended:
+        begin_extension(folder, scenario)
+        return
     with writing(folder.scenario):
         try:
             with folder.scenario.open("x", encoding="utf-8") as file:
@@ -347,6 +357,7 @@ def coordinator_command(
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
@@ -360,11 +371,11 @@ def coordinator_command(
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    warn([run])
+    _check_here(run, device=False)
     data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)
-    command = f"fedmq coordinator --resume {folder.root} --keys {keys} --bind {bind}"
+    command = shlex.join(["fedmq", "coordinator", "--resume", str(folder.root), "--keys", str(keys), "--bind", bind])
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of_a_program(level, log_file, log_format)
@@ -372,11 +383,12 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
-    with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
-        outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
-    if outcome.summary is None:
-        _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
-    terminal.print_summary(outcome.summary, folder, out)
+    with _tracked(run, folder):
+        with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
+            outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
+        if outcome.summary is None:
+            exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
+    print_outcome(outcome.summary, folder, command)
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -12,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import writes_unicode
+from fedmq.cli.console import err, out, writes_unicode
 from fedmq.cli.options import AsJson, Bar, Device, Run
 from fedmq.errors import InputError
-from fedmq.text import printable
+from fedmq.text import print_json, printable
 
 if TYPE_CHECKING:
-    from fedmq.retrieval.released_model import Release
+    from fedmq.retrieval.released_model import ModelFolder, Release
+    from fedmq.retrieval.search import Hit
     from fedmq.runs.find_runs import Runs
 
 #: Opens a released model by run folder, device, silo of a personal model, and progress function.
@@ -52,6 +51,24 @@ OwnModel = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _released(
+    folder: Path, device: str | None, silo: str | None, opened: Opened, show: Callable[[str, int, int], None]
+) -> Release | ModelFolder:
+    """A run, or the folder of a model without its run.
+
+    Raises:
+        InputError: it is neither, or a model without its run has no personal models.
+    """
+    import protocols  # noqa: F401, PLC0415 - registers the objectives
+    from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
+
+    if not is_model(folder):
+        return opened(folder, device, silo, show)
+    if silo is not None:
+        raise InputError("--silo", silo, "no silo: personal models need the run folder, RUN")
+    return open_model(folder, device)
 
 
 class Side(StrEnum):
@@ -92,11 +109,14 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
-        """Search a gallery with a run's released model: images by text, captions by picture.
+        """Search a gallery with a released model: images by text, captions by picture.
 
-        The first search encodes the gallery and keeps it in RUN/model/gallery; see [bold]fedmq export[/bold].
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
+        the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
 
         Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+
+        Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
 
         Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
         """
@@ -108,24 +128,29 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         query = search.Query(text, image, item, None if side is None else side.value)
         show = bar()
         found = search.find(
-            opened(run, device, silo, show),
+            _released(run, device, silo, opened, show),
             query,
             chosen=chosen,
             among=None if among is None else among.value,
             top=top,
             progress=show,
         )
-        measure = "distance" if found.gallery.binary else "cosine"
         if as_json:
+            measure = "distance" if found.gallery.binary else "cosine"
             facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
             results = [dataclasses.asdict(hit) for hit in found.hits]
-            print(json.dumps({**facts, "results": results}, ensure_ascii=not writes_unicode()))
+            print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
             return
-        table = Table("rank", measure, Column("item", overflow="fold"), "caption")
-        for hit in found.hits:
-            score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
-            table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
-        Console().print(table)
+        out.print(hits_table(found.hits, binary=found.gallery.binary))
+
+
+def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
+    """Results as a table; with distances of codes, or cosines."""
+    table = Table("rank", "distance" if binary else "cosine", Column("item", overflow="fold"), "caption")
+    for hit in hits:
+        score = f"{hit.score:.0f}" if binary else f"{hit.score:.3f}"
+        table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
+    return table
 
 
 def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
@@ -135,7 +160,9 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     def export_command(
         run: Run, chosen: Chosen = None, silo: OwnModel = None, device: Device = None, as_json: AsJson = False
     ) -> None:
-        """Encode a gallery with a run's released model: embeddings or packed hash codes (.npz), and faiss indexes.
+        """Encode a gallery with a released model: embeddings or packed hash codes (.npz), and indexes of large ones.
+
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR.
 
         Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
 
@@ -144,14 +171,14 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
         show = bar()
-        gallery = galleries.export(opened(run, device, silo, show), chosen, show)
+        gallery = galleries.export(_released(run, device, silo, opened, show), chosen, show)
         facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
         files = sorted(path.name for path in gallery.folder.iterdir())
         if as_json:
-            print(json.dumps({"folder": str(gallery.folder), "files": files, **facts}))
+            print_json({"folder": str(gallery.folder), "files": files, **facts}, indent=None)
             return
         size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
-        Console().print(
+        out.print(
             f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
             highlight=False,
             markup=False,
@@ -168,7 +195,7 @@ def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tup
         except InputError as error:
             if each.comparison is None or (each is rows[-1] and not models):
                 raise
-            Console(stderr=True).print(
+            err.print(
                 f"[yellow]left out[/yellow] {escape(each.name)}: {escape(str(error))}", highlight=False, soft_wrap=True
             )
     return models
@@ -222,15 +249,15 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         write_text(folder / "curves.html", pr_curves.page(found, ", ".join(run.name for run in found)))
         if as_json:
             maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
-            print(json.dumps({"folder": str(folder), "runs": maps}))
+            print_json({"folder": str(folder), "runs": maps}, indent=None)
             return
         ways = list(dict.fromkeys(way for run in found for way in run.ways))
         table = Table("run", *(f"mAP {way}" for way in ways))
         for run in found:
             cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
             table.add_row(escape(run.name), *cells)
-        (console := Console()).print(table)
-        console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
+        out.print(table)
+        out.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
 
 
 def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
@@ -279,6 +306,6 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         write_text(folder / "tsne.html", tsne.page(planes))
         if as_json:
             points = {plane.name: len(plane.items) for plane in planes}
-            print(json.dumps({"folder": str(folder), "points": points}))
+            print_json({"folder": str(folder), "points": points}, indent=None)
             return
-        Console().print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)

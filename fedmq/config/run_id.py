@@ -10,6 +10,7 @@ from collections.abc import Mapping
 _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
+    "track": (),
     "data": ("path", "annotations", "images"),
     "silos": ("slots", "hosts", "needs"),
     "participation": ("trace", "minimum"),

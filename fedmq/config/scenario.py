@@ -319,12 +319,16 @@ class Scenario(Part):
         "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
     )
     device: Device = Field("cpu", description="device of every silo and the evaluator: auto, cpu, cuda or cuda:N")
-    launcher: Literal["local", "inline", "none", "ray"] = Field(
+    launcher: Literal["local", "inline", "none", "ray", "slurm"] = Field(
         "local",
         description="local: silos are processes on this machine; inline: silos run in the coordinator's process "
         "without messages, which gives a bit-identical model and logs only the coordinator's notes; none: "
-        "coordinator, evaluator and silos are launched manually with their own commands; ray: evaluator and silos are "
-        "processes on the machines of a Ray cluster, see docs/howto/clusters.md",
+        "coordinator, evaluator and silos are launched manually with their own commands; ray, slurm: evaluator and "
+        "silos are processes on the machines of a Ray cluster, or jobs of Slurm, see docs/howto/clusters.md",
+    )
+    track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
+        (),
+        description="experiment trackers that receive the run's parameters, metrics and files, see docs/howto/track.md",
     )
 
     @model_validator(mode="before")
@@ -360,6 +364,18 @@ class Scenario(Part):
     @classmethod
     def _short_objective(cls, value: object) -> object:
         return {"base": value} if isinstance(value, str) else value
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("track")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for name in value if value.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice")
+        return value
 
     @field_validator("participation", mode="before")
     @classmethod

@@ -275,7 +275,13 @@ def plan(
 
 
 def prepare_raw(
-    data: Data, backbone: Backbone, cache: Path, seed: int, progress: Progress | None, device: str = "cpu"
+    data: Data,
+    backbone: Backbone,
+    cache: Path,
+    seed: int,
+    progress: Progress | None,
+    device: str = "cpu",
+    before: Callable[[ExtractionPlan], None] | None = None,
 ) -> Prepared:
     """Prepare a data set on disk, or reuse its prepared folder from the cache.
 
@@ -285,8 +291,8 @@ def prepare_raw(
         cache: cache folder.
         seed: seed of random weights.
         progress: receives progress while encoding.
-        device: device of the frozen encoders. It is not part of the cache key: the process that extracts first
-            determines the floating-point rounding.
+        device: of the frozen encoders; no part of the cache key, although it determines the last bits.
+        before: called before features are extracted; not if the folder is cached.
 
     Raises:
         InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
@@ -296,6 +302,8 @@ def prepare_raw(
     folder = cache / "data" / todo.digest
     if folder.is_dir():
         return open_prepared(folder)
+    if before is not None:
+        before(todo)
     raw, n, rows = todo.raw, len(todo.raw), cache / "features"
     counts = np.array([len(captions) for captions in raw.captions] if todo.text else [1] * n, dtype=np.int64)
     frames = data.frames if raw.pictures.clips else 1
@@ -322,11 +330,15 @@ def prepare_raw(
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
         remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
-        words = raw.vocabulary if todo.kind == "bag" else ()
-        described = partial(finish, column=raw.column, vocabulary=words, remarks=remarks)
+        described = partial(finish, column=raw.column, vocabulary=_words(todo), remarks=remarks)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
+
+
+def _words(todo: ExtractionPlan) -> tuple[str, ...]:
+    """The words of the bags of words; none for sentences."""
+    return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
 def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, Any]:

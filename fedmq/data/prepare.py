@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,9 @@ from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, cache_folder, file_digest
+
+if TYPE_CHECKING:
+    from fedmq.data.extract import ExtractionPlan
 
 ITEMS = 256  # items per checkpoint while captions are encoded
 
@@ -89,6 +94,7 @@ def prepare(
     seed: int = 0,
     progress: Progress | None = None,
     device: str = "cpu",
+    before: Callable[[ExtractionPlan], None] | None = None,
 ) -> Prepared:
     """Prepare a data set, or reuse its prepared folder from the cache; safe to call from several processes.
 
@@ -99,6 +105,7 @@ def prepare(
         seed: seed of random weights.
         progress: receives progress while encoding.
         device: device of the frozen encoders.
+        before: called before features are extracted; not if they are cached or come from a file.
 
     Raises:
         InputError: data and backbone are incompatible, or the data or the weights are invalid.
@@ -125,7 +132,7 @@ def prepare(
         return _prepare_arrays(data, cache)
     from fedmq.data import extract  # noqa: PLC0415 - brings the encoders
 
-    return extract.prepare_raw(data, backbone, cache, seed, progress, device)
+    return extract.prepare_raw(data, backbone, cache, seed, progress, device, before)
 
 
 def text_features(

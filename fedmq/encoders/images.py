@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-import blake3
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,7 +35,6 @@ MAX_RATIO = 100
 #: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
 #: crop is identical to torchvision's. Version 3: greys of 9 to 15 bits and of 0 to 1 are scaled.
 PIXELS_VERSION = 3
-_REPORTED = 256  # rows of an array between two reports of progress
 
 
 class Pictures(Protocol):
@@ -152,22 +151,40 @@ def decode(path: Path) -> Pixels:
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
-    image, ops = (package(f"PIL.{part}", "embedded", str(path)) for part in ("Image", "ImageOps"))
+    if path.exists():
+        check_regular(path, MAX_FILE, "an image")
+    return _decoded(path, str(path))
+
+
+def decode_bytes(content: bytes, place: str) -> Pixels:
+    """Decode the bytes of an image file, like :func:`decode`.
+
+    Args:
+        content: of the file.
+        place: of the picture in error messages.
+
+    Raises:
+        InputError: as of :func:`decode`.
+    """
+    return _decoded(io.BytesIO(content), place)
+
+
+def _decoded(source: Path | io.BytesIO, place: str) -> Pixels:
+    image, ops = (package(f"PIL.{part}", "embedded", place) for part in ("Image", "ImageOps"))
     try:
-        if path.exists():
-            check_regular(path, MAX_FILE, "an image")
-        with image.open(path) as opened:
+        with image.open(source) as opened:
             if opened.width * opened.height > MAX_PIXELS:
-                raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
-            _check_sides(str(path), *opened.size)
-            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), str(path))
+                raise InputError(place, f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
+            _check_sides(place, *opened.size)
+            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), place)
     except FileNotFoundError:
-        raise InputError(str(path), "no such file", "an image") from None
+        raise InputError(place, "no such file", "an image") from None
     except InputError:
         raise
     except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
-        reason = str(error).replace(str(path), "file") or type(error).__name__
-        raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
+        reason = str(error).replace(place, "file") or type(error).__name__
+        reason = re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "file", reason)
+        raise InputError(place, reason, "a readable image; fedmq data check lists all that are not") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
@@ -349,80 +366,6 @@ class Files:
     def subset(self, rows: Sequence[int]) -> Self:
         """The pictures of the given rows, in the given order."""
         return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
-
-
-class Stack(Protocol):
-    """A stored array of n pictures, opened and read lazily."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def place(self) -> str:
-        """Name of the array in error messages."""
-        ...
-
-    @property
-    def stamp(self) -> str:
-        """Fingerprint of the array, which changes if its file is replaced."""
-        ...
-
-    def picture(self, row: int) -> Pixels:
-        """Read one picture: uint8 [height, width, 3]."""
-        ...
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Pictures that are rows of an array in a file.
-
-    Args:
-        stack: the array.
-        rows: row of each picture in the array.
-    """
-
-    stack: Stack
-    rows: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def clips(self) -> bool:
-        """Always False: the rows are images."""
-        return False
-
-    def name(self, row: int) -> str:
-        """File, array and row."""
-        return f"{self.stack.place}[{self.rows[row]}]"
-
-    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The array's fingerprint, the row, and the version of the decoding."""
-        del on_progress  # one file
-        stamp = self.stack.stamp
-        return tuple(f"{stamp}|{row}|{PIXELS_VERSION}" for row in self.rows)
-
-    def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The digest of each row's pixels."""
-        found = []
-        for done, row in enumerate(self.rows, 1):
-            pixels = self.stack.picture(row)
-            found.append(blake3.blake3(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest())
-            if done % _REPORTED == 0 or done == len(self.rows):
-                on_progress(done)
-        return tuple(found)
-
-    def missing(self, row: int) -> bool:
-        """Always False: the array holds all rows."""
-        del row
-        return False
-
-    def frames(self, row: int) -> list[Pixels]:
-        """Read one image: uint8 [height, width, 3], as a list of one frame."""
-        return [self.stack.picture(self.rows[row])]
-
-    def subset(self, rows: Sequence[int]) -> Self:
-        """The pictures of the given rows, in the given order."""
-        return type(self)(self.stack, tuple(self.rows[row] for row in rows))
 
 
 def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC", *, squash: bool = False) -> Pixels:

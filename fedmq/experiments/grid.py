@@ -417,7 +417,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
         scenario: as resolved.
         leave_out: parts and keys to leave out.
     """
-    facts = scenario.model_dump(mode="json", exclude=dict(leave_out or {}))
+    facts = scenario.model_dump(mode="json", exclude={"track": True, **(leave_out or {})})
     for part, keys in (("data", ("path", "annotations", "images")), ("participation", ("trace",))):
         facts[part] |= {key: os.path.realpath(path) for key in keys if (path := facts[part].get(key))}
     below = f"{Path.cwd()}{os.sep}"

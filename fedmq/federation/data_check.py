@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import blake3
 import numpy as np
@@ -22,24 +20,21 @@ from fedmq.config.scenario import Data, Scenario
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.prepared_arrays import finish, save_arrays, save_present
 from fedmq.data.raw_set import RawSet
 from fedmq.data.remarks import Remarks, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
+from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
+from fedmq.text import printable
 
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
 SHOWN = 20  # names printed of each kind; JSON has all
 _CONSTANT = 8  # largest difference of the values, 0 to 255, of a picture that shows next to nothing
-_WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
-
-#: Raises InputError if a scenario cannot run on the prepared data in a folder.
-Fits = Callable[[Scenario, Path], None]
 
 
 @dataclass(frozen=True)
@@ -337,7 +332,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
         population = build_population(scenario, progress)
         facts = _prepared_facts(data.name, population, progress)
         facts = replace(facts, published=_published(data, facts.items, len(facts.labels)))
-        return _with_refusal(facts, scenario, fits, population.prepared.folder)
+        return _with_refusal(facts, lambda: fits(scenario, population.prepared.folder))
     facts = check_raw(data, progress)
     if not facts.usable:
         return facts
@@ -355,53 +350,17 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             constant=facts.constant,
             twins_by_picture=facts.twins_by_picture,
         )
-        return _with_refusal(both, scenario, fits, folder)
-    if backbone.adapter_site == "blocks" or backbone.end_to_end:
-        return facts  # needs pixels, for which there are no placeholders
-    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        _write_placeholder(made, backbone.dim or _WIDTH, Path(name))
-        return _with_refusal(facts, _on_vectors(scenario), fits, Path(name))
+        return _with_refusal(both, lambda: fits(scenario, folder))
+    return _with_refusal(facts, lambda: refuse_before_extraction(made, scenario, fits))
 
 
-def _with_refusal(facts: DataFacts, scenario: Scenario, fits: Fits, folder: Path) -> DataFacts:
+def _with_refusal(facts: DataFacts, checks: Callable[[], None]) -> DataFacts:
     """Add the error of a run that would refuse the data to the problems."""
     try:
-        fits(scenario, folder)
+        checks()
     except InputError as error:
         return replace(facts, problems=(*facts.problems, str(error)), usable=False)
     return facts
-
-
-def _write_placeholder(made: extract.ExtractionPlan, usual: int, folder: Path) -> None:
-    """Write a prepared data set with the labels and splits of a raw one, and zeros as features.
-
-    Their width is that of the features or, if unknown, of the other modality's, or ``usual``.
-    """
-    n = len(made.raw)
-    image, text = made.image.width, made.text.width if made.text else 0
-    if made.text is None and made.raw.bag is not None:
-        text = made.raw.bag.shape[1]
-    for name, shape in (("image", (n, image or text or usual)), ("text", (n, text or image or usual))):
-        # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
-        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
-    present = made.raw.present(made.kind)
-    counts = np.ones(n, np.int64) if present is None else present[:, 1].astype(np.int64)
-    save_arrays(folder, captions=counts, labels=made.raw.labels, split=made.split)
-    finish(folder, made.digest, save_present(folder, present), made.raw.keys, made.raw.label_names)
-
-
-def _on_vectors(scenario: Scenario) -> Scenario:
-    """The scenario with a backbone and a partition that need no encoder."""
-    backbone = scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
-    partition = scenario.partition
-    if partition.kind == "dir_clusters":
-        partition = partition.model_copy(update={"kind": "iid"})
-    return scenario.model_copy(update={"backbone": backbone, "partition": partition})
-
-
-def _printable(text: str) -> str:
-    """Escape bytes of file names that are not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _shared_by_all(facts: DataFacts) -> list[str]:
@@ -420,7 +379,7 @@ def show(facts: DataFacts, out: Console) -> None:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)
     for label in _shared_by_all(facts):
-        line = f"every item has the label {_printable(label)}, so each item is relevant to all others"
+        line = f"every item has the label {printable(label)}, so each item is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
@@ -435,15 +394,15 @@ def show(facts: DataFacts, out: Console) -> None:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
-                out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
+                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
     for line in () if facts.remarks is None else sentences(facts.remarks):
-        out.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"papers on this data set use {usual}: some of its files may be missing"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in facts.problems:
-        out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
+        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
     if facts.silos is not None:
         _show_silos(facts.silos, facts.labels, out)
     elif facts.usable:
@@ -460,10 +419,10 @@ def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Con
         alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
         kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
         samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
-        table.add_row(name, " + ".join(silo.modalities), samples, str(silo.heldout))
+        table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
     out.print(table)
     if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
-        table = Table("silo", *(name.removeprefix("silo-") for name in silos))
+        table = Table("silo", *(escape(name.removeprefix("silo-")) for name in silos))
         for label in labels:
             table.add_row(escape(label), *(str(silo.labels[label]) for silo in silos.values()))
         out.print("training items of each label", table, sep="\n")

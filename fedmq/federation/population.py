@@ -32,6 +32,7 @@ from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.agreement import as_agreed, counts_of, encoders_of, mask_of, usable
+from fedmq.federation.early_check import Fits, check_clusters, refuse_before_extraction
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.federation.run_data import Counts, RunData
 from fedmq.models.two_tower import TwoTower
@@ -210,6 +211,7 @@ def build_population(
     *,
     folder: Path | None = None,
     pooled: bool = False,
+    fits: Fits | None = None,
 ) -> Population:
     """Prepare and partition the data, or load both from the cache.
 
@@ -220,6 +222,7 @@ def build_population(
         folder: of the prepared data, if known. It saves half a second of hashing and 20 MB of memory per process.
         pooled: assign the training data of all silos to the first one, in both modalities, as for central training.
             Held-out items stay with their silos.
+        fits: checks the scenario with placeholders of the data before their features are extracted.
 
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
@@ -227,10 +230,11 @@ def build_population(
     cache = cache or cache_folder()
     # Also if nothing is extracted: device_here makes all processes of a run on a GPU compute deterministically.
     device = device_here(scenario.device)
+    before = None if fits is None else lambda made: refuse_before_extraction(made, scenario, fits)
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(scenario.dealt, scenario.backbone, cache, scenario.seed, progress, device)
+        else prepare(scenario.dealt, scenario.backbone, cache, scenario.seed, progress, device, before)
     )
     train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
     dropped = None
@@ -409,8 +413,7 @@ def _groups(
             )
         case "dir_clusters":
             clusters = scenario.partition.clusters
-            if clusters > (texts := int(np.asarray(prepared.present)[train, 1].sum())):
-                raise InputError("partition.clusters", clusters, f"at most {texts}, the training samples")
+            check_clusters(clusters, int(np.asarray(prepared.present)[train, 1].sum()))
             features = text_features(
                 prepared, scenario.backbone, scenario.seed, cache, progress, device_here(scenario.device)
             )

@@ -19,9 +19,11 @@ from typing import Any
 from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.resolve import ResolvedRun
+from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
+from fedmq.text import print_line
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
 
@@ -70,7 +72,7 @@ def _report(line: Connection, item: object) -> None:
         os._exit(_ORPHANED)
 
 
-def _ignore_sigterm() -> None:
+def ignore_sigterm() -> None:
     """Ignore SIGTERM, with which the parent stops silos that have not joined and an evaluator without a result.
 
     From then on, the coordinator stops this process by a message.
@@ -79,7 +81,7 @@ def _ignore_sigterm() -> None:
 
 
 def _print_error(error: FedmqError) -> int:
-    print(f"fedmq: {error}", file=sys.stderr, flush=True)
+    print_line(f"fedmq: {error}", error=True)
     return 2 if isinstance(error, InputError) else 1
 
 
@@ -113,7 +115,7 @@ def silo_process(arguments: SiloArguments) -> None:
     """Run a silo."""
     _set_up_child()
     try:
-        run_silo(arguments, joined=_ignore_sigterm)
+        run_silo(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -122,7 +124,7 @@ def host_process(arguments: HostArguments) -> None:
     """Run a host of several silos."""
     _set_up_child()
     try:
-        run_host(arguments, joined=_ignore_sigterm)
+        run_host(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -131,7 +133,7 @@ def evaluator_process(arguments: EvaluatorArguments) -> None:
     """Run the evaluator."""
     _set_up_child()
     try:
-        run_evaluator(arguments, measured=_ignore_sigterm)
+        run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -165,6 +167,11 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled)
+
+    def fits(scenario: Scenario, placeholders: Path) -> None:
+        here = scenario.model_copy(update={"device": "cpu"})
+        check(here, build_population(here, folder=placeholders, pooled=run.pooled))
+
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=fits)
     check(run.scenario, population)
     return population.prepared.folder

@@ -1,9 +1,9 @@
-"""Galleries: a data set or a folder of images, encoded by a run's model and indexed for search.
+"""Galleries: a data set or a folder of images, encoded by a released model for search.
 
 A gallery is a folder that is created atomically:
 
     embeddings.npz or codes.npz   image [n, .], text [m, .], owner [m], keys [n]; codes are packed, eight bits to a byte
-    images.faiss, captions.faiss  IndexFlatIP of unit-length embeddings, IndexBinaryFlat of codes
+    images.faiss, captions.faiss  of 10,000 vectors or more: IndexFlatIP of embeddings, IndexBinaryFlat of codes
     items.json                    keys, and the captions as text if the data set has any
     gallery.json                  its model and its source
 """
@@ -33,8 +33,8 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.extras import package
-from fedmq.retrieval.released_model import Release, Retriever
+from fedmq.retrieval.nearest import FAISS_FROM, faiss, flat_index
+from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.json_files import Stored, read_json
 
@@ -61,7 +61,8 @@ class GalleryMeta(Stored):
         dim: width of an embedding; None for codes.
         items: number of items.
         captions: number of captions.
-        prepared: metadata of the run's data set, with the shapes and labels needed to build its model.
+        prepared: metadata of the run's data set, with the shapes and labels needed to build its model; None if the
+            model was used without its run.
     """
 
     format: Literal[1]
@@ -73,7 +74,7 @@ class GalleryMeta(Stored):
     dim: int | None = None
     items: int
     captions: int
-    prepared: PreparedMeta
+    prepared: PreparedMeta | None = None
 
 
 class _Items(Stored):
@@ -156,15 +157,29 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
     return tuple(known.get(key, ()) for key in keys)
 
 
-def of_folder(release: Release, folder: Path) -> Source:
-    """The source of all images below a folder, named by their relative paths.
+def pictures_below(folder: Path, place: str) -> list[Path]:
+    """The image files below a folder, in the order of their paths.
+
+    Args:
+        folder: to search; links to folders are followed.
+        place: the option or argument that names it, for the error.
 
     Raises:
-        InputError: there are none, or the run has no encoder for them.
+        InputError: there are none.
     """
     files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
-        raise InputError(f"--gallery {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    return files
+
+
+def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
+    """The source of all images below a folder, named by their relative paths.
+
+    Raises:
+        InputError: there are none, or the model has no encoder for them.
+    """
+    files = pictures_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
@@ -190,9 +205,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "gallery"
 
 
-def _named(release: Release, what: str, digest: str) -> str:
+def _named(release: Release | ModelFolder, what: str, digest: str) -> str:
     """Name of a gallery's folder: the source, the silo if its personal model is used, and a digest."""
-    silo = "" if release.own is None else f"{release.own.silo}-"
+    silo = "" if isinstance(release, ModelFolder) or release.own is None else f"{release.own.silo}-"
     return f"{_plain(what)}-{silo}{digest[:12]}"
 
 
@@ -246,7 +261,13 @@ class Gallery:
 
     @property
     def prepared(self) -> Prepared:
-        """Shapes and labels of the run's data set, without its data; building the model needs only these."""
+        """Shapes and labels of the run's data set, without its data; building the model needs only these.
+
+        Raises:
+            InputError: the gallery was made by a model without its run.
+        """
+        if self.meta.prepared is None:
+            raise InputError(str(self.folder / "gallery.json"), "no description of the run's data", _AGAIN)
         return Prepared(self.folder, self.meta.prepared)
 
     @cached_property
@@ -272,31 +293,26 @@ class Gallery:
         return found
 
 
-def faiss() -> Any:
-    """The faiss package.
-
-    Raises:
-        InputError: it is not installed; the error names the extra that installs it.
-    """
-    return package("faiss", "search", "fedmq search")
-
-
-def _index(vectors: Array, path: Path) -> None:
+def _write_index(vectors: Array, path: Path) -> None:
     """Write an exact index of codes or embeddings."""
-    library, binary = faiss(), vectors.dtype == np.uint8
-    index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
     # Not with faiss.write_index: on a full disk it writes half a file without an error.
-    serialise = library.serialize_index_binary if binary else library.serialize_index
-    path.write_bytes(serialise(index).tobytes())
+    serialise = faiss().serialize_index_binary if vectors.dtype == np.uint8 else faiss().serialize_index
+    path.write_bytes(serialise(flat_index(vectors)).tobytes())
 
 
-def open_index(gallery: Gallery, among: Among) -> Any:
-    """Open the faiss index of a gallery's images or captions.
+def open_index(gallery: Gallery, among: Among, vectors: Array) -> Any:
+    """Open the faiss index of a gallery's images or captions; None if it has too few to need one.
+
+    Args:
+        gallery: with the index.
+        among: images or captions.
+        vectors: those that it must hold.
 
     Raises:
-        InputError: it is missing or damaged, or does not match the gallery's vectors.
+        InputError: it is missing or damaged, or does not match the vectors, or faiss is not installed.
     """
+    if len(vectors) < FAISS_FROM:
+        return None
     library, path = faiss(), str(gallery.folder / f"{among}.faiss")
     kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
     try:
@@ -304,7 +320,7 @@ def open_index(gallery: Gallery, among: Among) -> Any:
     except RuntimeError as error:
         found = f"a damaged index ({str(error).splitlines()[0][:80]})"
         raise InputError(path, found, _AGAIN) from None
-    if not (isinstance(index, kind) and _holds(index, gallery.array(_SIDE[among]))):
+    if not (isinstance(index, kind) and _holds(index, vectors)):
         raise InputError(path, "an index of other vectors than the gallery's", _AGAIN)
     return index
 
@@ -315,11 +331,11 @@ def _holds(index: Any, vectors: Array) -> bool:
     return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
 
 
-def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
+def export(release: Release | ModelFolder, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
     """Encode and index a gallery, or open it if it was exported before.
 
     Args:
-        release: the run.
+        release: the run, or the folder of a model without its run, which takes a folder of images only.
         chosen: a scenario, whose data set the run's model encodes, or a folder of images; None takes the run's own data
             set, which is encoded once per model, so that later changes of its files have no effect.
         progress: called while encoding.
@@ -328,7 +344,8 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         InputError: there is nothing to encode, or an encoder or a package is missing.
         RunError: the run folder cannot be written.
     """
-    faiss()
+    if isinstance(release, ModelFolder):
+        return _export_folder(release, chosen, progress)
     root = release.run.model / "gallery"
     own = _named(release, "data", release.used)
     if chosen is None and (root / own).is_dir():
@@ -353,14 +370,48 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
         name = _named(release, chosen.stem, key_of(release.used, other.digest))
         source = of_data(data, scenario.backbone, other, name)
-    if (root / source.name).is_dir():
-        return open_gallery(root / source.name, release.used)
-    fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)
-    return open_gallery(build_once(root / source.name, fill), release.used)
+    silo = None if release.own is None else release.own.silo
+    about = {"prepared": prepared.meta, **({} if silo is None else {"silo": silo})}
+    return _filled(root, source, release.used, partial(release.retriever, prepared), about, progress)
 
 
-def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, progress: Progress | None) -> None:
-    model, items = release.retriever(prepared, MODALITIES if source.text else ("image",)), source.items()
+def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress | None) -> Gallery:
+    """The gallery of the images below a folder, made with a model without its run and kept in the model's folder."""
+    if folder is None or not folder.is_dir():
+        found = "nothing" if folder is None else f"{folder}, which is no folder"
+        raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
+    return _filled(model.folder / "gallery", of_folder(model, folder), model.used, model.alone, {}, progress)
+
+
+def _filled(
+    root: Path,
+    source: Source,
+    used: str,
+    retriever: Callable[[tuple[Modality, ...]], Retriever],
+    about: Mapping[str, object],
+    progress: Progress | None,
+) -> Gallery:
+    """The gallery of a source, encoded unless it exists.
+
+    Args:
+        root: folder of the model's galleries.
+        source: of the items.
+        used: digest of the model.
+        retriever: opens the model's towers.
+        about: further fields of ``gallery.json``.
+        progress: called while encoding.
+    """
+    if not (root / source.name).is_dir():
+        model = retriever(MODALITIES if source.text else ("image",))
+        fill = partial(_fill, model=model, used=used, source=source, about=about, progress=progress)
+        build_once(root / source.name, fill)
+    return open_gallery(root / source.name, used)
+
+
+def _fill(
+    folder: Path, model: Retriever, used: str, source: Source, about: Mapping[str, object], progress: Progress | None
+) -> None:
+    items = source.items()
 
     def vectors(modality: Modality, batches: Iterable[Array], total: int) -> Array:
         what = "images" if modality == "image" else "captions"
@@ -369,23 +420,20 @@ def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, pr
     arrays = {"image": vectors("image", source.image(), len(items.keys))}
     if source.text is not None:
         arrays["text"] = vectors("text", source.text(), len(source.owner))
-    more: dict[str, object] = {"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}
-    if release.own is not None:
-        more["silo"] = release.own.silo
+    width: dict[str, object] = {"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}
     meta = GalleryMeta(
         format=FORMAT,
-        model_digest=release.used,
+        model_digest=used,
         made_of=source.described,
         binary=model.binary,
         items=len(items.keys),
         captions=len(source.owner),
-        prepared=prepared.meta,
-    ).model_copy(update=more)
+    ).model_copy(update={**width, **about})
     gallery = Gallery(folder, meta)
     np.savez(gallery.vectors, owner=source.owner, keys=np.array(items.keys), **arrays, allow_pickle=False)
     for among, side in _SIDE.items():
-        if side in arrays:
-            _index(arrays[side], folder / f"{among}.faiss")
+        if side in arrays and len(arrays[side]) >= FAISS_FROM:
+            _write_index(arrays[side], folder / f"{among}.faiss")
     (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
     (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 

@@ -16,7 +16,6 @@ from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
-from fedmq.encoders.clip_weights import weights_digest as clip_weights_digest
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.heldout import load_inference
@@ -104,6 +103,20 @@ class ModelFolder:
         """Seed of random frozen weights."""
         return self.default_seed if self.config.seed is None else self.config.seed
 
+    @property
+    def used(self) -> str:
+        """SHA-256 (hex) of the model as the release records it."""
+        return self.config.model_digest
+
+    def alone(self, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
+        """The model's encoders, without its run or its training data; arguments and errors as of :meth:`build`.
+
+        Raises:
+            InputError: also if :func:`described` cannot describe it.
+        """
+        model = self.build(*described(self), modalities)
+        return Retriever(encoders_of(model), model.binary, model.dim)
+
     def build(
         self, inputs: InputSpec, label_names: Sequence[str], modalities: tuple[Modality, ...] = MODALITIES
     ) -> TwoTower:
@@ -119,7 +132,9 @@ class ModelFolder:
             InputError: the release is damaged or of another model, or the frozen weights are not those of the run.
         """
         if (recorded := self.config.frozen.get("blocks")) is not None:
-            self._check_frozen("blocks", clip_weights_digest(self.backbone, self.seed, self.cache), recorded)
+            from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
+
+            self._check_frozen("blocks", weights_digest(self.backbone, self.seed, self.cache), recorded)
         model = build_towers(
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
@@ -146,11 +161,17 @@ class ModelFolder:
         return model
 
     def encoder(self, modality: Modality) -> Encoder:
-        """The frozen encoder of a modality.
+        """The frozen encoder of a modality, to encode new texts and images.
 
         Raises:
-            InputError: it is not the encoder with which the model was trained, or a package is missing.
+            InputError: the model was trained on vectors or bags of words, the encoder is not the one with which it was
+                trained, or a package is missing.
         """
+        if self.config.texts == "vectors":
+            allowed = "a model trained on pictures and texts, which has encoders of them"
+            raise InputError(str(self.folder), "a model of precomputed features", allowed)
+        if modality == "text" and self.config.texts == "bag":
+            raise InputError(str(self.folder), "a model whose texts are bags of words", "pictures only")
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:
@@ -177,6 +198,31 @@ class ModelFolder:
             return load_aligned(path)
         except Exception as error:  # safetensors and the file system raise many types
             raise InputError(str(path), str(error), "a file of the run's release") from None
+
+
+def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
+    """The shapes and label names of the data that a model was trained on, without these data.
+
+    Raises:
+        InputError: the release is of a version that did not record them, or its method trains no usable shared model.
+    """
+    config, place = files.config, str(files.folder / "config.json")
+    if config.inputs is None:
+        allowed = "a model released by this version; search older runs with fedmq search RUN, which reads their data"
+        raise InputError(place, "a configuration without the model's inputs", allowed)
+    if config.personal_only:
+        allowed = "fedmq search RUN --silo NAME, which rebuilds a silo's personal model"
+        raise InputError(place, f"{config.protocol}, which trains the shared model in part or not at all", allowed)
+    found = config.inputs
+    inputs = InputSpec(
+        tuple(found.image_shape),
+        tuple(found.text_shape),
+        found.image_dtype,
+        found.text_dtype,
+        tuple(found.mean),
+        tuple(found.std),
+    )
+    return inputs, tuple(config.label_names)
 
 
 @dataclass(frozen=True)
@@ -264,6 +310,11 @@ class Release:
         if modality == "text" and catalogue.text_kind(data) == "bag":
             raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
         return self.files.encoder(modality)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a released model, and not a run's."""
+    return (folder / "config.json").is_file() and not (folder / "scenario.yaml").is_file()
 
 
 def open_model(folder: Path, device: str | None = None, weights: str | None = None) -> ModelFolder:

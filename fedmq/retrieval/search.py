@@ -1,4 +1,4 @@
-"""Search a gallery with a run's released model, by a text, an image, or an item of the gallery."""
+"""Search a gallery with a released model, by a text, an image, or an item of the gallery."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.retrieval.gallery import Among, Gallery, Progress, embed, export, open_index
-from fedmq.retrieval.released_model import Release
+from fedmq.retrieval.nearest import nearest
+from fedmq.retrieval.released_model import ModelFolder, Release
 from fedmq.text import printable
 
 Array = npt.NDArray[Any]
@@ -88,7 +89,7 @@ class SearchHits:
 
 
 def find(
-    release: Release,
+    release: Release | ModelFolder,
     query: Query,
     *,
     chosen: Path | None = None,
@@ -99,17 +100,17 @@ def find(
     """Search a gallery; it is exported first if necessary.
 
     Args:
-        release: the run.
+        release: a run, or the folder of a model without its run.
         query: the query.
-        chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`.
+        chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`; without the run a folder of images.
         among: whether to search images or captions; None takes the other modality than the query's, or images if there
             are no captions.
         top: number of items to return.
         progress: called while the gallery is encoded.
 
     Raises:
-        InputError: the item or image does not exist, the run has no encoder for a free query, or the gallery has no
-            captions to search.
+        InputError: the item or image does not exist, the model has no encoder for a free query, the gallery has no
+            captions to search, or a model without its run got no folder of images.
     """
     # Encode the query first: if it cannot be read, the user need not wait minutes for the gallery.
     encoded = None if query.item is not None else _encoded(release, query)
@@ -117,14 +118,18 @@ def find(
     if encoded is None:
         vector = _item_vector(gallery, str(query.item), query.modality)
     else:
-        model = release.retriever(gallery.prepared, (query.modality,))
+        modalities = (query.modality,)
+        if isinstance(release, ModelFolder):
+            model = release.alone(modalities)
+        else:
+            model = release.retriever(gallery.prepared, modalities)
         vector = embed(model, query.modality, [encoded], lambda _: None)
     other: Among = "images" if query.modality == "text" or not gallery.meta.captions else "captions"
     place = among or other
     return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
 
 
-def _encoded(release: Release, query: Query) -> Array:
+def _encoded(release: Release | ModelFolder, query: Query) -> Array:
     """Encode a free query into the input of its tower."""
     if query.text is not None and not query.text.strip():
         raise InputError("search: TEXT", query.text, "a text that is not empty")
@@ -179,14 +184,5 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
 
 def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
     """Scores and places of the nearest vectors, ordered by (score, place)."""
-    index = open_index(gallery, among)
-    # Equal codes or captions tie, and faiss does not define which of them it returns: retrieve all ties, then cut.
-    if not gallery.binary:
-        scores, _ = (each[0] for each in index.search(vector, min(count, index.ntotal)))
-        _, scores, places = index.range_search(vector, float(np.nextafter(scores.min(), np.float32(-np.inf))))
-        order = np.lexsort((places, -scores))[:count]
-        return [(float(scores[i]), int(places[i])) for i in order]
-    distances, _ = index.search(vector, min(count, index.ntotal))
-    _, distances, places = index.range_search(vector, int(distances.max()) + 1)
-    order = np.lexsort((places, distances))[:count]
-    return [(float(distances[i]), int(places[i])) for i in order]
+    vectors = gallery.array("image" if among == "images" else "text")
+    return nearest(vectors, vector, count, open_index(gallery, among, vectors))

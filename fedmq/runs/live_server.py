@@ -24,6 +24,7 @@ from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.runs import html_sections as sections
 from fedmq.runs import html_side_by_side
+from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.html_figures import Figure, render
 from fedmq.runs.html_timeline import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary
@@ -51,37 +52,22 @@ class GrowingRun:
     folder: RunFolder
     lines: list[MetricsLine] = field(default_factory=list)
     facts: LogFacts = field(default_factory=LogFacts)
-    _positions: dict[Path, int] = field(default_factory=dict)
+    _read: dict[Path, AppendedLines] = field(default_factory=dict)
 
     def update(self) -> bool:
         """Read new records; returns whether there were any."""
-        metrics = self._new(self.folder.metrics)
-        if self._positions.get(self.folder.metrics) == 0:
+        metrics, cut = self._new(self.folder.metrics)
+        if cut:
             self.lines.clear()
         for line in metrics:
             with contextlib.suppress(ValidationError):
                 self.lines.append(AnyMetricsLine.model_validate_json(line).root)
-        records = self._new(self.folder.messages(COORDINATOR))
+        records, _ = self._new(self.folder.messages(COORDINATOR))
         add_records(self.facts, records)
         return bool(metrics or records)
 
-    def _new(self, path: Path) -> list[bytes]:
-        """Complete lines that were appended since the last call; all lines again if the file was cut."""
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                position = self._positions.get(path, 0)
-                if size < position:
-                    position = 0
-                    if path == self.folder.metrics:
-                        self.lines.clear()
-                file.seek(position)
-                content = file.read()
-        except OSError:
-            return []
-        complete, _, _ = content.rpartition(b"\n")
-        self._positions[path] = position + len(complete) + bool(complete)
-        return complete.split(b"\n") if complete else []
+    def _new(self, path: Path) -> tuple[list[bytes], bool]:
+        return self._read.setdefault(path, AppendedLines(path)).new()
 
     def figures(self) -> list[Figure]:
         """The figures of the records so far, as the report draws them."""
@@ -114,6 +100,7 @@ class GrowingRun:
             "rounds": found.rounds,
             "loss": found.loss,
             "metrics": _brief(found.metrics),
+            "metrics_round": found.metrics_round,
             "megabytes": (found.up + found.down) / 1e6,
             "seconds": found.elapsed,
             "silos": silos,

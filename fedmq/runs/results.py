@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fedmq.clock import Clock
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
@@ -23,7 +24,7 @@ from fedmq.runs.run_records import (
     SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
-from fedmq.storage.run_folder import RunFolder
+from fedmq.storage.run_folder import RunFolder, append_line
 
 CONFIDENCE = 0.95
 _FINISHED = "the folder of a finished run"
@@ -48,6 +49,22 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     """
     allowed = "a line of a merge or an evaluation"
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
+
+
+def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durable: bool = False) -> None:
+    """Append a line to ``metrics.jsonl``, with the real date and time.
+
+    Args:
+        folder: of the run.
+        line: a merge or an evaluation.
+        clock: of the run.
+        durable: also wait until the line is on disk.
+
+    Raises:
+        InputError: the file cannot be written.
+        DiskError: the disk is full or broken.
+    """
+    append_line(folder.metrics, line.model_copy(update={"wall": clock.utc()}).plain(), durable=durable)
 
 
 def with_own_figures(summary: RunSummary) -> RunSummary:

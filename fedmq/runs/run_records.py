@@ -242,6 +242,7 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
+        unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
@@ -279,6 +280,7 @@ class RunSummary(Stored):
     public_items: int | None = None
     best: BestVersion | None = None
     stopped_early: bool = False
+    unevaluated: Annotated[tuple[int, ...], Field(strict=False)] = ()
     heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)
@@ -311,6 +313,7 @@ class MergeLine(Stored):
         staleness: of each reply, the number of merges since the model it was trained from.
         loss: mean training loss of the silos; None if no silo reported one.
         losses: training loss by silo.
+        wall: real date and time, ISO 8601; None in runs before December 2026.
     """
 
     kind: Literal["merge"]
@@ -320,6 +323,7 @@ class MergeLine(Stored):
     staleness: list[int] = Field(default_factory=list)
     loss: float | None = None
     losses: Figures = Field(default_factory=dict)
+    wall: str | None = None
 
     @property
     def reported(self) -> Figures:
@@ -336,12 +340,14 @@ class EvaluationLine(Stored):
         version: of the model.
         metrics: on the whole split.
         per_silo: on each silo's part of the split.
+        wall: as of a merge.
     """
 
     kind: Literal["evaluation"]
     version: int
     metrics: Figures
     per_silo: BySilo
+    wall: str | None = None
 
 
 class OwnHeldOutLine(OwnHeldOut):
@@ -350,10 +356,12 @@ class OwnHeldOutLine(OwnHeldOut):
     Args:
         kind: ``own_heldout``.
         version: of the model.
+        wall: as of a merge.
     """
 
     kind: Literal["own_heldout"]
     version: int
+    wall: str | None = None
 
 
 class PersonalLine(Stored):
@@ -367,6 +375,7 @@ class PersonalLine(Stored):
         personal_per_silo: by silo, on the silo's part of the split.
         personal_per_silo_mean: means of these over silos.
         personal_fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
+        wall: as of a merge.
     """
 
     kind: Literal["personal"]
@@ -376,6 +385,7 @@ class PersonalLine(Stored):
     personal_per_silo: BySilo
     personal_per_silo_mean: Figures
     personal_fairness: Figures
+    wall: str | None = None
 
 
 #: A line of ``metrics.jsonl``, discriminated by ``kind``.

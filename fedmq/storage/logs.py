@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from fedmq.storage.run_folder import make_folder, writing
+from fedmq.text import printable
 
 #: Characters kept of a value.
 _LONGEST = 500
@@ -141,7 +142,7 @@ def _renderer(format_: LogFormat, *, colours: bool) -> _Renderer:
 def _to_stderr(line: str) -> None:
     # Looked up each time: a live display replaces the stream, and prints lines above itself.
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - has colours; its values are escaped
 
 
 @dataclass
@@ -180,10 +181,17 @@ class _Targets:
 
 def _escaped(_logger: Any, _name: str, event: Event) -> Event:
     """Escape control characters, which a peer may have sent, and shorten long values."""
-    return {name: escaped(value) if isinstance(value, str) else value for name, value in event.items()}
+    return {name: _escaped_value(value) for name, value in event.items()}
 
 
-def escaped(text: str) -> str:
-    """A text in one line: characters that cannot be printed as Python escapes, cut after 500 characters."""
-    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:_LONGEST])
+def _escaped_value(value: object) -> object:
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case list() | tuple() | set() | frozenset():
+            return [_escaped_value(each) for each in value]
+        case dict():
+            return {_escaped_value(name): _escaped_value(each) for name, each in value.items()}
+    text = str(value)
+    shown = printable(text[:_LONGEST])
     return shown if len(text) <= _LONGEST else f"{shown}..."

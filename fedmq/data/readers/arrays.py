@@ -36,7 +36,8 @@ from fedmq.data.readers.folders import (
 )
 from fedmq.data.readers.pixel_arrays import PixelArray
 from fedmq.data.splits import SPLITS, split_codes
-from fedmq.encoders.images import Rows, is_leftover
+from fedmq.encoders.images import is_leftover
+from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]

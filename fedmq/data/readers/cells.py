@@ -15,7 +15,7 @@ _BRACKETS = ("[]", "()", "{}")
 _LIST_START = re.compile(r"[\[({]\s*['\"]|(?:array|frozenset|set|tuple|list|Index)\(")
 _SEPARATOR = re.compile(r"[,;\t\n]")
 #: How pandas writes a missing value as text.
-_MISSING = ("nan", "NaN", "<NA>")
+MISSING = ("nan", "NaN", "<NA>")
 _WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
 
 
@@ -35,7 +35,7 @@ def captions_of(place: str, cell: str) -> list[str]:
         InputError: the cell looks like a list of another form, which would be taken for one caption.
     """
     found = _list_of(place, cell, _TEXTS)
-    return [text for text in cell.split("|") if text.strip() not in _MISSING] if found is None else found
+    return [text for text in cell.split("|") if text.strip() not in MISSING] if found is None else found
 
 
 def labels_of(place: str, cell: str) -> list[str]:
@@ -48,7 +48,7 @@ def labels_of(place: str, cell: str) -> list[str]:
     if found is None and "|" not in cell and (separator := _SEPARATOR.search(cell.strip())):
         allowed = f"labels separated by |; end the text with | if {separator[0]!a} is part of one label"
         raise InputError(place, cell[:80], allowed)
-    return [name for name in cell.split("|") if name.strip() not in _MISSING] if found is None else found
+    return [name for name in cell.split("|") if name.strip() not in MISSING] if found is None else found
 
 
 def one_text(place: str, text: str, *, label: bool) -> str:

@@ -1,11 +1,14 @@
-"""Read any data set described by a CSV or JSONL file with the image, captions, labels and split of each item.
+"""Read any data set described by a CSV, TSV or JSONL file with the image, captions, labels and split of each item.
 
 CSV: a header line with ``image``, ``captions`` (or ``caption``) or both, and any of ``labels``, ``split``, ``key``.
 An item may lack its image or its captions; their fields are then empty. Several
 captions or labels of an item are separated by ``|`` or written as a list (``['dog', 'sky']``, as pandas does); captions
-may also have several columns. JSONL: one object per line with the same fields; captions and labels are a string or a
-list. Lines of one image, or of one key, are one item with the captions and labels of all of them. Videos and folders of
-frames are read as for MSR-VTT. Relative paths are relative to the file's folder.
+may also have several columns. TSV: the same, with tabs. JSONL: one object per line with the same fields; captions and
+labels are a string or a list. Lines of one image, or of one key, are one item with the captions and labels of all of
+them. Videos and folders of frames are read as for MSR-VTT. Relative paths are relative to the file's folder.
+
+The columns of other programs are understood, too: ``filepath`` and ``title`` of open_clip, ``file_name`` and ``text``
+of Hugging Face. A ``title`` or ``text`` is one caption, whatever characters are in it.
 """
 
 from __future__ import annotations
@@ -21,33 +24,31 @@ from pathlib import Path
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
-from fedmq.data.readers.cells import captions_of, labels_of, one_label, one_spelling, one_text
+from fedmq.data.readers.cells import MISSING, captions_of, labels_of, one_label, one_spelling, one_text
 from fedmq.data.splits import split_numbers
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
 from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError
 
-CAPTIONS = ("captions", "caption")
-KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
+#: Fields with the path of the image, the first of which is this project's own.
+IMAGES = ("image", "filepath", "file_name")
+#: Fields with one caption, in the files of other programs.
+SINGLE_CAPTIONS = ("title", "text")
+CAPTIONS = ("captions", "caption", *SINGLE_CAPTIONS)
+KNOWN = (*IMAGES, *CAPTIONS, "labels", "label", "split", "key")
 
 #: Field values of one item by name, not yet validated.
 Record = Mapping[str, object]
 
 
-def _csv(path: Path, more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
+    text = read_text(path)
+    # Files of open_clip have tabs, whatever they are called.
+    tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:
         header = next(reader, [])
-        twice = [name for name, count in Counter(header).items() if count > 1 and name not in CAPTIONS]
-        if twice:
-            raise InputError(
-                f"{path}: line 1", f"{twice[0]!r} twice", "each column once; only captions may have several"
-            )
-        if unknown := [name for name in header if name not in (*KNOWN, *more)]:
-            raise InputError(f"{path}: line 1", unknown[0], f"fields {', '.join((*KNOWN, *more))}")
-        if header and not {"image", *CAPTIONS} & set(header):
-            allowed = "a column image, with paths of images, or captions"
-            raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", allowed)
+        _check_header(f"{path}: line 1", header, more, strict=strict)
         for fields in reader:
             if not fields:
                 continue
@@ -57,16 +58,40 @@ def _csv(path: Path, more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
                 raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
             single, several = dict[str, str](), dict[str, list[str]]()
             for name, value in zip(header, fields, strict=True):
-                if name in ("image", "split", "key", *more):
+                if name in IMAGES:
+                    single["image"] = value
+                elif name in ("split", "key", *more):
                     single[name] = value
-                else:
-                    # Columns `captions` and `caption` are joined in column order.
+                elif name in CAPTIONS:
+                    # The columns of captions are joined in column order.
                     place = f"{path}: line {reader.line_num}: {name}"
-                    read = captions_of if name in CAPTIONS else labels_of
-                    several.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(read(place, value))
+                    found = _one(value) if name in SINGLE_CAPTIONS else captions_of(place, value)
+                    several.setdefault(CAPTIONS[0], []).extend(found)
+                elif name in KNOWN:
+                    several.setdefault(name, []).extend(labels_of(f"{path}: line {reader.line_num}: {name}", value))
             yield reader.line_num, {**single, **several}
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
+
+
+def _one(cell: str) -> list[str]:
+    """The caption in a cell that holds one; none if it says ``nan``."""
+    return [] if cell.strip() in MISSING else [cell]
+
+
+def _check_header(place: str, header: Sequence[str], more: tuple[str, ...], *, strict: bool) -> None:
+    """Refuse columns that are unknown, given twice, or without images and captions."""
+    twice = [name for name, count in Counter(header).items() if count > 1 and name not in CAPTIONS]
+    if twice:
+        raise InputError(place, f"{twice[0]!r} twice", "each column once; only captions may have several")
+    if len(named := [name for name in header if name in IMAGES]) > 1:
+        raise InputError(place, f"columns {' and '.join(named)}", "one column with the paths of images")
+    unknown = [name for name in header if name not in (*KNOWN, *more)]
+    if unknown and strict:
+        raise InputError(place, unknown[0], f"fields {', '.join((*KNOWN, *more))}")
+    if header and not {*IMAGES, *CAPTIONS} & set(header):
+        allowed = "a column image, with paths of images, or captions"
+        raise InputError(place, f"columns {', '.join(header)}", allowed)
 
 
 def _unique_fields(pairs: list[tuple[str, object]]) -> Record:
@@ -77,7 +102,7 @@ def _unique_fields(pairs: list[tuple[str, object]]) -> Record:
     return record
 
 
-def _jsonl(path: Path, _more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
+def _jsonl(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -87,7 +112,18 @@ def _jsonl(path: Path, _more: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number}", type(record).__name__, "an object")
             _check_texts(f"{path}: line {number}", record)
-            yield number, record
+            yield number, _own_names(f"{path}: line {number}", record, more, strict=strict)
+
+
+def _own_names(place: str, record: Record, more: tuple[str, ...], *, strict: bool) -> Record:
+    """A record of JSON in which the image has this project's name, without unknown fields unless these are errors."""
+    if len(named := [name for name in record if name in IMAGES]) > 1:
+        raise InputError(place, f"fields {' and '.join(named)}", "one field with the path of the image")
+    unknown = [name for name in record if name not in (*KNOWN, *more)]
+    if unknown and strict:
+        raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
+    kept = {name: value for name, value in record.items() if name not in unknown}
+    return {"image" if name in IMAGES else name: value for name, value in kept.items()}
 
 
 def _check_texts(place: str, record: Record) -> None:
@@ -138,7 +174,7 @@ def _contains_root(path: Path, root: Path) -> bool:
 
 
 @dataclass
-class _Item:
+class Item:
     """One item, of one or several lines.
 
     Args:
@@ -158,23 +194,28 @@ class _Item:
     labels: dict[str, None] = field(default_factory=dict)
 
 
-def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: tuple[str, ...]) -> dict[str, _Item]:
-    """The items by key, in file order.
+def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True) -> dict[str, Item]:
+    """The items of a file by key, in file order.
+
+    Args:
+        path: the file.
+        root: folder that the paths of images are relative to.
+        column: by which the partition deals the items; None without one.
+        strict: refuse unknown fields; otherwise they are ignored.
 
     Raises:
         InputError: a line is malformed, lines of one item differ in image, split or column, or an item has neither
             image nor caption.
     """
-    items: dict[str, _Item] = {}
-    for number, record in records:
+    items: dict[str, Item] = {}
+    more = (column,) if column is not None else tuple[str, ...]()
+    for number, record in READERS[path.suffix.lower()](path, more, strict=strict):
         place = f"{path}: line {number}"
-        if unknown := [name for name in record if name not in (*KNOWN, *more)]:
-            raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
         image, file = _image(place, record, root)
         key, split = _key(place, record, image, number), record.get("split")
         split = "" if split is None else str(split).strip()
-        value = _value(place, record, more[0]) if more else ""
-        item = items.setdefault(key, _Item(number, file, split, value))
+        value = "" if column is None else _value(place, record, column)
+        item = items.setdefault(key, Item(number, file, split, value))
         item.file = item.file or file
         if file and item.file and os.path.normpath(file) != os.path.normpath(item.file):
             allowed = f"{item.file}, as in line {item.line}, or another key"
@@ -183,7 +224,7 @@ def _items(path: Path, records: Iterator[tuple[int, Record]], root: Path, more: 
             allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
             raise InputError(f"{place}: split", split or "nothing", allowed)
         if value != item.value:
-            raise InputError(f"{place}: {more[0]}", value, f"{item.value}, as in line {item.line} for {key!a}")
+            raise InputError(f"{place}: {column}", value, f"{item.value}, as in line {item.line} for {key!a}")
         item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
         item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
     for item in items.values():
@@ -206,6 +247,9 @@ def _image(place: str, record: Record, root: Path) -> tuple[str, Path | None]:
     return image, file
 
 
+READERS = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".ndjson": _jsonl}
+
+
 def read_manifest(data: Data) -> RawSet:
     """Read the items in file order.
 
@@ -213,14 +257,33 @@ def read_manifest(data: Data) -> RawSet:
         InputError: the file is malformed (the message gives line and field), or only some items have a split.
     """
     path = data.path
-    readers = {".csv": _csv, ".jsonl": _jsonl, ".ndjson": _jsonl}
-    if path is None or path.suffix.lower() not in readers:
-        raise InputError("data.path", str(path), "a .csv or .jsonl file")
+    if path is None or path.suffix.lower() not in READERS:
+        raise InputError("data.path", str(path), f"a file {', '.join(READERS)}")
+    return of_items(str(path), items_of(path, data.images or path.parent, checked_column(data)), data)
+
+
+def checked_column(data: Data) -> str | None:
+    """``data.column``, which must not be a field with a meaning of its own.
+
+    Raises:
+        InputError: it is.
+    """
     if data.column in KNOWN:
         raise InputError("partition.column", data.column, f"a column of its own, not one of {', '.join(KNOWN)}")
-    more = () if data.column is None else (data.column,)
-    root = data.images or path.parent
-    items = _items(path, readers[path.suffix.lower()](path, more), root, more)
+    return data.column
+
+
+def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
+    """The set of a file's items.
+
+    Args:
+        path: the file or folder, for error messages.
+        items: by key, in order.
+        data: the scenario's data section.
+
+    Raises:
+        InputError: only some items have a split, or a split is unknown.
+    """
     lines, paths = [item.line for item in items.values()], [item.file for item in items.values() if item.file]
     splits = [item.split for item in items.values()]
     if any(splits) and not all(splits):
@@ -233,16 +296,14 @@ def read_manifest(data: Data) -> RawSet:
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
     return checked(
         RawSet(
-            place=str(path),
+            place=path,
             keys=tuple(items),
             pictures=_pictures([item.file for item in items.values()], data.frames if videos else 1, folders),
             captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,
-            split=split_numbers(str(path), splits, {"validation": "val", "valid": "val"}, lines)
-            if any(splits)
-            else None,
-            column=tuple(item.value for item in items.values()) if more else None,
+            split=split_numbers(path, splits, {"validation": "val", "valid": "val"}, lines) if any(splits) else None,
+            column=tuple(item.value for item in items.values()) if data.column is not None else None,
             unpaired=True,
         )
     )

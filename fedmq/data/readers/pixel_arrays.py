@@ -21,7 +21,7 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 @dataclass(frozen=True)
 class PixelArray:
-    """Pictures in one stored array, for ``images.Rows``; pictures in an HDF5 file are read one by one.
+    """Pictures in one stored array, for ``stored_pictures.Rows``; pictures in an HDF5 file are read one by one.
 
     Args:
         stored: array of four dimensions: pictures first or last, and three channels before or after height and width.
@@ -38,6 +38,10 @@ class PixelArray:
     def place(self) -> str:
         """Name of the array in error messages."""
         return self.stored.place
+
+    def name(self, row: int) -> str:
+        """Name of one picture in error messages."""
+        return f"{self.place}[{row}]"
 
     @cached_property
     def stamp(self) -> str:
@@ -83,7 +87,7 @@ class PixelArray:
         # MATLAB stores arrays in HDF5 with reversed axes.
         picture = picture.transpose() if self.stored.matlab else picture
         picture = picture.transpose(1, 2, 0) if picture.shape[2] != 3 and picture.shape[0] == 3 else picture
-        place = f"{self.place}[{row}]"
+        place = self.name(row)
         if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype.kind not in "uif":
             raise InputError(place, f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
         if picture.dtype != np.uint8:

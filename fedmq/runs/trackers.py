@@ -1,0 +1,420 @@
+"""Experiment trackers: TensorBoard, MLflow, Weights & Biases, and CSV files.
+
+Each receives a run's parameters, its metrics by version of the model, and its files. Nothing leaves the machine unless
+the tracker's own environment variables say so (``MLFLOW_TRACKING_URI``, ``WANDB_MODE``), and the libraries' reports
+about their own use are switched off.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedmq.errors import InputError
+from fedmq.extras import package
+from fedmq.runs.run_records import (
+    EvaluationLine,
+    MergeLine,
+    MetricsLine,
+    OwnHeldOutLine,
+    PersonalLine,
+)
+from fedmq.storage.locks import locked
+from fedmq.storage.run_folder import RunFolder
+
+#: Project (W&B) and experiment (MLflow) of the runs, unless the libraries' environment variables name another one.
+PROJECT = "fedmq"
+_EXTRA = "trackers"
+#: Package that each tracker needs.
+_PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+
+
+class End(StrEnum):
+    """How the tracked process ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a line of ``metrics.jsonl``.
+
+    Args:
+        silo: the silo that it is about; empty for the whole run.
+        name: e.g. ``evaluation/mean_r1``; of a silo e.g. ``mean_r1``.
+        value: the number.
+    """
+
+    silo: str
+    name: str
+    value: float
+
+    @property
+    def tag(self) -> str:
+        """Name in trackers that have no column for the silo."""
+        return f"{self.silo}/{self.name}" if self.silo else self.name
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told at the start.
+
+    Args:
+        folder: of the run.
+        id: of the run on the wire.
+        parameters: scenario keys with dots, and their values.
+    """
+
+    folder: RunFolder
+    id: str
+    parameters: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """Name for display."""
+        return self.folder.root.resolve().name
+
+    def own_folder(self, tracker: str) -> Path:
+        """The tracker's folder in the run folder."""
+        path = self.folder.root / "trackers" / tracker
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
+    def files(self) -> list[Path]:
+        """Files to keep with the run, as far as they exist."""
+        folder = self.folder
+        return [path for path in (folder.scenario, folder.summary, folder.report) if path.is_file()]
+
+
+class Tracker(Protocol):
+    """An open tracker."""
+
+    @property
+    def key(self) -> str:
+        """Identifies the tracker's run, so that a resumed run continues it."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Where the tracker writes to or how to look at it, for the user."""
+        ...
+
+    def log(self, values: Sequence[Value], version: int, at: float) -> None:
+        """Record the values of one line.
+
+        Args:
+            values: of the line.
+            version: number of merges, the horizontal axis.
+            at: real time [s since 1970].
+        """
+        ...
+
+    def flush(self) -> None:
+        """Write what was recorded."""
+        ...
+
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
+        """Record the files and the result, and close the tracker's run.
+
+        Args:
+            end: how the process ended.
+            result: metrics of the summary; empty if the run is not finished.
+        """
+        ...
+
+
+def values_of(line: MetricsLine) -> list[Value]:
+    """The numbers of a line of ``metrics.jsonl``."""
+    match line:
+        case MergeLine():
+            late = line.staleness
+            found = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
+            found |= {} if line.loss is None else {"loss": line.loss}
+            found |= {"staleness": sum(late) / len(late)} if late else {}
+            whole = {f"merge/{name}": value for name, value in found.items()}
+            return _values(whole) + _by_silo({silo: {"loss": loss} for silo, loss in line.losses.items()})
+        case EvaluationLine():
+            return _values(_under("evaluation", line.metrics)) + _by_silo(line.per_silo)
+        case OwnHeldOutLine():
+            whole = _under("own_heldout", line.metrics)
+            return _values(whole) + _by_silo(
+                {silo: _under("own_heldout", each.figures) for silo, each in line.per_silo.items()}
+            )
+        case PersonalLine():
+            whole = _under("personal", line.personal)
+            return _values(whole) + _by_silo(
+                {silo: _under("personal", each) for silo, each in line.personal_per_silo.items()}
+            )
+
+
+def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _values(metrics: Mapping[str, float], silo: str = "") -> list[Value]:
+    return [Value(silo, name, float(value)) for name, value in metrics.items()]
+
+
+def _by_silo(metrics: Mapping[str, Mapping[str, float]]) -> list[Value]:
+    return [value for silo, own in metrics.items() for value in _values(own, silo)]
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is not installed.
+
+    Raises:
+        InputError: names the extra that installs it.
+    """
+    for name in names:
+        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+            allowed = f"run pip install -e '.[{_EXTRA}]' in fedmq's folder"
+            raise InputError(f"track: {name}", f"package {_PACKAGES[name]} missing", allowed)
+
+
+# ------------------------------------------------------------------------------------------------------------- CSV
+class CsvFiles:
+    """``parameters.csv``, ``metrics.csv`` with one row per number, and ``result.csv``.
+
+    Args:
+        run: the run.
+        key: of the earlier process; files are continued.
+    """
+
+    def __init__(self, run: TrackedRun, key: str | None) -> None:
+        self._folder = run.own_folder("csv")
+        self.key, self.where = key or "csv", str(self._folder)
+        _write_table(self._folder / "parameters.csv", ("key", "value"), run.parameters.items())
+        path = self._folder / "metrics.csv"
+        new = not path.exists()
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._rows = csv.writer(self._file)
+        if new:
+            self._rows.writerow(("wall", "version", "silo", "name", "value"))
+
+    def log(self, values: Sequence[Value], version: int, at: float) -> None:
+        """As :meth:`Tracker.log`."""
+        self._rows.writerows((f"{at:.3f}", version, each.silo, each.name, each.value) for each in values)
+
+    def flush(self) -> None:
+        """As :meth:`Tracker.flush`."""
+        self._file.flush()
+
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
+        """As :meth:`Tracker.finish`; the run's files are in its folder already."""
+        self._file.close()
+        if end is End.FINISHED:
+            _write_table(self._folder / "result.csv", ("metric", "value"), result.items())
+
+
+def _write_table(path: Path, head: Sequence[str], rows: Any) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(head)
+        writer.writerows(rows)
+
+
+# ----------------------------------------------------------------------------------------------------- TensorBoard
+class TensorBoard:
+    """Event files in ``trackers/tensorboard``; a resumed run adds another one.
+
+    Args:
+        run: the run.
+        key: of the earlier process.
+    """
+
+    def __init__(self, run: TrackedRun, key: str | None) -> None:
+        package("tensorboard", _EXTRA, "track: tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        self._run, folder = run, run.own_folder("tensorboard")
+        self.key, self.where = key or "tensorboard", f"tensorboard --logdir {shlex.quote(str(folder))}"
+        self._writer = SummaryWriter(str(folder))
+        if key is None:
+            self._text("scenario", run.folder.scenario)
+
+    def log(self, values: Sequence[Value], version: int, at: float) -> None:
+        """As :meth:`Tracker.log`."""
+        for each in values:
+            self._writer.add_scalar(each.tag, each.value, version, walltime=at)
+
+    def flush(self) -> None:
+        """As :meth:`Tracker.flush`."""
+        self._writer.flush()
+
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
+        """As :meth:`Tracker.finish`; files are kept as texts, the report stays in the run folder."""
+        from torch.utils.tensorboard import summary  # noqa: PLC0415 - an extra
+
+        if end is End.FINISHED:
+            self._text("summary", self._run.folder.summary)
+            known = {key: _plain(value) for key, value in self._run.parameters.items()}
+            metrics = {f"evaluation/{name}": value for name, value in result.items()}
+            for proto in summary.hparams(known, metrics):  # type: ignore[no-untyped-call]
+                self._writer._get_file_writer().add_summary(proto)  # type: ignore[no-untyped-call]
+        self._writer.close()
+
+    def _text(self, name: str, path: Path) -> None:
+        if path.is_file():
+            self._writer.add_text(name, f"```\n{path.read_text(encoding='utf-8')}\n```")
+
+
+def _plain(value: object) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------------- MLflow
+#: Metrics that MLflow accepts in one call.
+_BATCH = 1000
+#: Parameters likewise.
+_PARAMETERS = 100
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-./: ]")
+
+
+class MLflow:
+    """A run of the experiment ``fedmq`` in the folder ``mlruns`` beside the run folder, or at MLFLOW_TRACKING_URI.
+
+    Args:
+        run: the run.
+        key: MLflow's id of the run, to continue it.
+    """
+
+    def __init__(self, run: TrackedRun, key: str | None) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        mlflow = package("mlflow", _EXTRA, "track: mlflow")
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        beside = run.folder.root.resolve().parent / "mlruns"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or beside.as_uri()
+        self.where = f"MLflow at {uri}"
+        self._run, self._client = run, mlflow.MlflowClient(uri)
+        self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
+        self._pending: list[Any] = []
+        if key is not None:
+            self.key = key
+            self._client.update_run(key, status="RUNNING")
+            return
+        if uri == beside.as_uri():
+            with locked(beside / ".lock"):  # several runs of a comparison start at once
+                experiment = self._experiment()
+        else:
+            experiment = self._experiment()
+        tags = {"fedmq.run": run.id, "fedmq.folder": str(run.folder.root)}
+        self.key = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+        given = [self._param(name, str(value)) for name, value in run.parameters.items()]
+        for start in range(0, len(given), _PARAMETERS):
+            self._client.log_batch(self.key, params=given[start : start + _PARAMETERS])
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        known = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if known is None else known.experiment_id)
+
+    def log(self, values: Sequence[Value], version: int, at: float) -> None:
+        """As :meth:`Tracker.log`."""
+        for each in values:
+            name = _NOT_IN_MLFLOW.sub("_", each.tag)
+            self._pending.append(self._metric(name, each.value, int(at * 1000), version))
+
+    def flush(self) -> None:
+        """As :meth:`Tracker.flush`."""
+        while self._pending:
+            self._client.log_batch(self.key, metrics=self._pending[:_BATCH])
+            del self._pending[:_BATCH]
+
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
+        """As :meth:`Tracker.finish`; a stopped run is KILLED until it is resumed."""
+        self.flush()
+        for path in self._run.files:
+            self._client.log_artifact(self.key, str(path))
+        status = {End.FINISHED: "FINISHED", End.STOPPED: "KILLED", End.FAILED: "FAILED"}
+        self._client.set_terminated(self.key, status[end])
+
+
+# ----------------------------------------------------------------------------------------------- Weights & Biases
+class WeightsAndBiases:
+    """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise.
+
+    Args:
+        run: the run.
+        key: W&B's id of the run, to continue it.
+    """
+
+    def __init__(self, run: TrackedRun, key: str | None) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        wandb = package("wandb", _EXTRA, "track: wandb")
+        parent = run.own_folder("wandb").parent  # W&B appends its name
+        self.key = key or secrets.token_hex(4)
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        own = parent / "wandb" / f"offline-run-*-{self.key}"
+        self.where = f"W&B, {mode}" + (f": wandb sync {shlex.quote(str(own.parent))}/{own.name}" * (mode == "offline"))
+        self._run = run
+        self._wandb = wandb.init(
+            mode=mode,
+            dir=str(parent),
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=run.name,
+            id=self.key,
+            resume="allow",
+            config=dict(run.parameters),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                disable_job_creation=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+                x_save_requirements=False,
+            ),
+        )
+        self._wandb.define_metric("version")
+        self._wandb.define_metric("*", step_metric="version")
+
+    def log(self, values: Sequence[Value], version: int, at: float) -> None:
+        """As :meth:`Tracker.log`."""
+        self._wandb.log({**{each.tag: each.value for each in values}, "version": version, "_timestamp": at})
+
+    def flush(self) -> None:
+        """Do nothing: W&B's own process writes."""
+
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
+        """As :meth:`Tracker.finish`."""
+        self._wandb.summary.update({f"result/{name}": value for name, value in result.items()})
+        for path in self._run.files:
+            copy = Path(self._wandb.dir) / path.name
+            shutil.copyfile(path, copy)
+            self._wandb.save(str(copy), base_path=self._wandb.dir, policy="now")
+        self._wandb.finish(exit_code=1 if end is End.FAILED else 0)
+
+
+Open = Callable[[TrackedRun, str | None], Tracker]
+#: Opens a tracker, by the name that ``track`` lists.
+TRACKERS: Mapping[str, Open] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+    "csv": CsvFiles,
+}
+
+
+def seconds_of(wall: str | None, otherwise: float) -> float:
+    """Real time of a line [s since 1970]; lines of older runs have none."""
+    return otherwise if wall is None else datetime.fromisoformat(wall).timestamp()

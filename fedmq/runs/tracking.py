@@ -1,0 +1,220 @@
+"""Pass a run's records on to experiment trackers while it goes on.
+
+A thread follows ``metrics.jsonl``, so that neither the speed nor an error of a tracker affects the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import Field, ValidationError
+
+from fedmq.config.resolve import ResolvedRun
+from fedmq.errors import FedmqError, InputError
+from fedmq.runs.appended_lines import AppendedLines
+from fedmq.runs.results import read_summary, with_own_figures
+from fedmq.runs.run_records import AnyMetricsLine, MetricsLine
+from fedmq.runs.trackers import TRACKERS, End, Open, TrackedRun, Tracker, check, seconds_of, values_of
+from fedmq.storage.json_files import Stored, read_json
+from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.text import printable
+from fedmq.version import __version__
+
+#: Interval at which new lines are passed on [s].
+_INTERVAL = 1.0
+#: How long the end of a run waits for its trackers [s].
+_PATIENCE = 60.0
+
+Notice = Callable[[str], None]
+
+
+class _Sent(Stored):
+    """What a tracker has received.
+
+    Args:
+        key: of the tracker's run.
+        versions: last version passed on, by kind of line.
+    """
+
+    key: str
+    versions: dict[str, int] = Field(default_factory=dict)
+
+
+class _State(Stored):
+    """``trackers/state.json``, by tracker."""
+
+    trackers: dict[str, _Sent] = Field(default_factory=dict)
+
+
+@dataclass
+class _Open:
+    """An open tracker, and the lines that it has received, by kind and version."""
+
+    tracker: Tracker
+    earlier: Mapping[str, int]
+    done: set[tuple[str, int]] = field(default_factory=set)
+
+    def is_new(self, line: MetricsLine) -> bool:
+        """Whether it has not received a line; a resumed run writes lines after its checkpoint again."""
+        known = line.version <= self.earlier.get(line.kind, -1) or (line.kind, line.version) in self.done
+        return not known
+
+    @property
+    def sent(self) -> _Sent:
+        """What it has received."""
+        last = dict(self.earlier)
+        for kind, version in self.done:
+            last[kind] = max(version, last.get(kind, -1))
+        return _Sent(key=self.tracker.key, versions=last)
+
+
+class _Follower:
+    """Passes lines on in a thread of its own.
+
+    Args:
+        run: what trackers are told.
+        names: of the trackers.
+        notice: called with one line for a tracker that fails, and at the end with where the others write.
+        trackers: functions that open trackers, by name.
+    """
+
+    def __init__(self, run: TrackedRun, names: tuple[str, ...], notice: Notice, trackers: Mapping[str, Open]) -> None:
+        self._run, self._names, self._notice, self._openers = run, names, notice, trackers
+        self._open: dict[str, _Open] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._lines = AppendedLines(run.folder.metrics)
+        self._path = run.folder.root / "trackers" / "state.json"
+        self._ended, self._end = threading.Event(), End.STOPPED
+        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, end: End) -> None:
+        """Pass on the last lines and the result, and wait for it, but not for ever."""
+        self._end = end
+        self._ended.set()
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            waiting = ", ".join(self._names)
+            self._notice(f"track: {waiting}: not finished after {_PATIENCE:.0f} s; the run is complete without it")
+
+    def _follow(self) -> None:
+        self._sent = self._earlier()
+        for name in self._names:
+            sent = self._sent.get(name)
+            with self._contained(name):
+                opened = self._openers[name](self._run, None if sent is None else sent.key)
+                self._open[name] = _Open(opened, {} if sent is None else sent.versions)
+        self._save()
+        while True:
+            over = self._ended.wait(_INTERVAL)
+            self._pass_on()
+            if over:
+                break
+        result = self._result() if self._end is End.FINISHED else {}
+        for name, each in list(self._open.items()):
+            with self._contained(name):
+                each.tracker.finish(self._end, result)
+                self._notice(f"tracked: {each.tracker.where}")
+
+    def _earlier(self) -> dict[str, _Sent]:
+        if not self._path.is_file():
+            return {}
+        try:
+            return dict(read_json(self._path, _State, "the state of a run's trackers").trackers)
+        except InputError as error:
+            self._notice(f"{error}; the trackers start a new run")
+            return {}
+
+    def _pass_on(self) -> None:
+        lines = []
+        for text in self._lines.new()[0]:
+            with contextlib.suppress(ValidationError):
+                lines.append(AnyMetricsLine.model_validate_json(text).root)
+        if not lines:
+            return
+        for name, each in list(self._open.items()):
+            with self._contained(name):
+                for line in filter(each.is_new, lines):
+                    each.tracker.log(values_of(line), line.version, seconds_of(line.wall, time.time()))
+                each.tracker.flush()
+                each.done |= {(line.kind, line.version) for line in lines}
+        self._save()
+
+    def _save(self) -> None:
+        self._sent |= {name: each.sent for name, each in self._open.items()}
+        with contextlib.suppress(OSError, FedmqError):
+            write_json(self._path, _State(trackers=self._sent).plain())
+
+    def _result(self) -> dict[str, float]:
+        with contextlib.suppress(InputError):
+            return dict(with_own_figures(read_summary(self._run.folder)).metrics)
+        return {}
+
+    @contextlib.contextmanager
+    def _contained(self, name: str) -> Iterator[None]:
+        """Give a tracker up that fails, with one line: the run goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            first = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._notice(f"track: {name}: {printable(first)[:300]}; the run goes on without it")
+
+
+@contextlib.contextmanager
+def tracking(
+    run: ResolvedRun, folder: RunFolder, notice: Notice, trackers: Mapping[str, Open] = TRACKERS
+) -> Iterator[None]:
+    """Pass a run's records on to the trackers that its scenario lists, while the block runs.
+
+    The run is finished if the block ends with a summary in its folder, stopped if it ends without.
+
+    Args:
+        run: the run.
+        folder: of the run.
+        notice: called with one line for each tracker that fails, and at the end with where the others write.
+        trackers: functions that open trackers, by name.
+
+    Raises:
+        InputError: a tracker's package is missing.
+    """
+    names = run.scenario.track
+    check(names)
+    if not names:
+        yield
+        return
+    follower = _Follower(TrackedRun(folder, run.id, parameters_of(run)), names, notice, trackers)
+    follower.start()
+    end = End.FAILED
+    try:
+        yield
+        end = End.FINISHED if folder.summary.is_file() else End.STOPPED
+    except (SystemExit, KeyboardInterrupt):
+        end = End.STOPPED
+        raise
+    finally:
+        follower.stop(end)
+
+
+def parameters_of(run: ResolvedRun) -> dict[str, object]:
+    """Scenario keys with dots and their values, without those that are not set; lists as text."""
+    found: dict[str, object] = {}
+
+    def add(tree: Mapping[str, object], prefix: str) -> None:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                add(value, f"{prefix}{key}.")
+            elif isinstance(value, bool | int | float | str):
+                found[prefix + key] = value
+            elif value:
+                found[prefix + key] = str(value)
+
+    add(run.scenario.model_dump(mode="json", exclude={"track"}), "")
+    return {**found, "fedmq": __version__}

@@ -38,20 +38,21 @@ class OwnRun:
     Args:
         root: folder for everything.
         more: keys of the scenario.
-        data: arrays of a site instead of those of its hospital, by silo.
-
-    Attributes:
+        data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
+        uri: where the coordinator listens; empty for one within this process.
     """
 
     root: Path
     more: Mapping[str, Any] = field(default_factory=dict)
     data: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
+    uri: str = ""
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
-        self.uri, self.run = f"memory://own-{next(_NUMBERS)}", run_of(self.scenario)
+        self.uri = self.uri or f"memory://own-{next(_NUMBERS)}"
+        self.run = run_of(self.scenario)
         self._threads: list[threading.Thread] = []
         init_keys(self.root / "keys", ("coordinator", EVALUATOR, *self.scenario.silo_names))
 
@@ -95,9 +96,13 @@ class OwnRun:
         try:
             return run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
         finally:
-            for thread in self._threads:
-                thread.join(_SECONDS)
-            assert not any(thread.is_alive() for thread in self._threads)
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until silos and evaluator have ended."""
+        for thread in self._threads:
+            thread.join(_SECONDS)
+        assert not any(thread.is_alive() for thread in self._threads)
 
     @property
     def merges(self) -> list[MergeLine]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import socket
 import threading
 import time
@@ -26,8 +27,23 @@ from fedmq.wire.transports.registry import connect
 #: Of what a peer sends in one connection, at most [bytes].
 _MULTIPART_BYTES = 20 << 20
 _IDLE = 1500
+#: Ports that Linux uses for outgoing connections.
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _HALF_SENT = 40
 _HALF_BYTES = 1 << 20
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens.
+
+    It is not one of those from which the system takes ports for outgoing connections: attacks open thousands, and one
+    of them could get the port before the coordinator listens on it, or even connect to itself.
+    """
+    first = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(1024 + (first - 1024) // 2, first)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass(frozen=True)

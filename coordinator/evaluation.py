@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from coordinator.evaluator_limit import EvaluatorLimit
 from coordinator.model_selection import BestModel, patience_over
 from coordinator.own_heldout import OwnHeldOutRequests
 from coordinator.peers import Peers
@@ -123,11 +124,15 @@ class EvaluationRequests:
         log: the coordinator's message log.
         clock: the run's clock.
         evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
+        clock: the run's clock.
 
     Attributes:
         pending: versions that the evaluator has not answered for.
+        limit: how long the evaluator has not answered, and may not answer.
+        given_up: versions that the run no longer waits for, as the evaluator did not answer within the limit.
         unusable: pending versions whose answer was refused.
-        metrics: metrics of the last version evaluated.
+        metrics: metrics of the latest version evaluated.
+        metrics_version: that version; None before the first evaluation.
         personal: metrics of the personal models in the last evaluation, by silo.
         missing: why a silo's personal model was not evaluated, by silo; the last reason.
         best: keeps the best version; None keeps none.
@@ -140,12 +145,15 @@ class EvaluationRequests:
         self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
+        self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
+        self.given_up: set[int] = set()
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self._over: dict[tuple[str, int, int], bool] = {}  # True: answered; False: given up
         self.pending: list[int] = []
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
+        self.metrics_version: int | None = None
         self.personal: dict[str, Metrics] = {}
         self.missing: dict[str, str] = {}
         self.best: BestModel | None = None
@@ -191,15 +199,26 @@ class EvaluationRequests:
 
     def evaluate_if_due(self, version: int, state: State) -> None:
         """Request the evaluation of a version if it is configured and not requested or done yet."""
-        every, last = self._run_context.scenario.evaluation.every, self._run_context.scenario.rounds
-        if not (version in (0, last) or (every and version % every == 0)):
-            return
         scenario = self._run_context.scenario
+        if not self._is_due(version):
+            return
         if scenario.silos_evaluate:
             self.own.request(version, state)
         if scenario.evaluator and version not in self.pending and version not in self._evaluated:
+            if self.limit.exceeded and version < scenario.rounds:
+                return  # requests that it does not read would fill its queue
             self.pending.append(version)
             self.evaluate(version, state)
+
+    def _is_due(self, version: int) -> bool:
+        every = self._run_context.scenario.evaluation.every
+        return version in (0, self._run_context.scenario.rounds) or bool(every and version % every == 0)
+
+    def unevaluated(self, version: int) -> tuple[int, ...]:
+        """Versions up to this one that the evaluator was to evaluate and did not."""
+        if not self._run_context.scenario.evaluator:
+            return ()
+        return tuple(each for each in range(version + 1) if self._is_due(each) and each not in self._evaluated)
 
     def evaluate(self, version: int, state: State) -> None:
         """Send or resend an evaluation request to the evaluator."""
@@ -207,6 +226,13 @@ class EvaluationRequests:
         header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
+        self.limit.requested(self._clock.stopwatch())
+
+    def rejoined(self, states: Mapping[int, State]) -> None:
+        """Send the pending requests to an evaluator that has connected again; its time counts from now."""
+        for version in self.pending:
+            self.evaluate(version, states[version])
+        self.limit.connected(self._clock.stopwatch())
 
     def evaluated(self, message: Message, states: Mapping[int, State]) -> None:
         """Validate the evaluator's answer, append it to ``metrics.jsonl``, and keep the version if it is the best.
@@ -216,7 +242,7 @@ class EvaluationRequests:
             states: the method's states by version, including those of pending evaluations.
         """
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
-        if version not in self.pending:
+        if version not in self.pending and version not in self.given_up:
             return
         # An evaluator with a held-out set of its own does not know which of its items would belong to a silo.
         shared = self._run_context.scenario.data is not None
@@ -227,17 +253,21 @@ class EvaluationRequests:
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", self._refusal), 0)
             self.unusable.add(version)
             return
-        self.pending.remove(version)
+        if version in self.pending:
+            self.pending.remove(version)
         self.unusable.discard(version)
+        self.given_up.discard(version)
+        self.limit.answered(self._clock.stopwatch(), more=bool(self.pending))
         self._evaluated.add(version)
-        self.metrics = dict(payload.values)
+        if self.metrics_version is None or version > self.metrics_version:  # an answer may be late
+            self.metrics, self.metrics_version = dict(payload.values), version
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
-        line = EvaluationLine(kind="evaluation", version=version, metrics=dict(self.metrics), per_silo=per_silo)
+        line = EvaluationLine(kind="evaluation", version=version, metrics=dict(payload.values), per_silo=per_silo)
         append_metrics(self._run_context.folder, line, self._clock)
         self._like = payload
         for name in list(self._early):
             self._judge(name, *self._early.pop(name), payload)
-        if self.best is not None:
+        if self.best is not None and version in states:
             self.best.evaluated(version, payload, states[version])
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
@@ -273,13 +303,23 @@ class EvaluationRequests:
         if self._run_context.scenario.evaluation.personal_every and self.personal:
             append_metrics(self._run_context.folder, personal_figures(version, self.personal), self._clock)
 
-    def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
+    def _give_up_evaluator(self) -> None:
+        """Stop waiting for the evaluator; silos' evaluations that are judged against its own are not kept."""
+        self._log.note(NoteKind.EVALUATOR_GIVEN_UP, peer=EVALUATOR, versions=", ".join(map(str, self.pending)))
+        self.given_up.update(self.pending)
+        self.pending.clear()
+        for name, (version, _) in sorted(self._early.items()):
+            self._lacks(name, version, "the evaluator did not answer")
+        self._early.clear()
+
+    def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], *, final: bool) -> bool:
         """Wait until the silos have answered or are given up; if :attr:`crowded` or final, also for the evaluator.
+
+        A connected evaluator that does not answer within its limit is given up; the run continues without it.
 
         Args:
             look: receives messages and gives up absent silos; waits a fraction of a second if nothing arrives.
             stop_wanted: true ends the wait.
-            clock: the run's clock.
             final: whether all rounds are merged.
 
         Returns:
@@ -288,6 +328,7 @@ class EvaluationRequests:
         Raises:
             RunError: the evaluator stays away, or its answer is unusable.
         """
+        clock = self._clock
         away = clock.stopwatch()
         quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
@@ -299,8 +340,12 @@ class EvaluationRequests:
             if quiet.too_long(len(self.asked), clock.stopwatch()):
                 for name in filter(self._roster.online, self.asked):
                     self.give_up(name, "it did not answer within the limit")
-            if self._roster.online(EVALUATOR) and not self.unusable:
+            if not self._roster.online(EVALUATOR):
+                self.limit.disconnected(clock.stopwatch())
+            elif not self.unusable:
                 away = clock.stopwatch()
+                if (self.pending or self._early) and self.limit.exceed(away):
+                    self._give_up_evaluator()
             needed = self.pending if waits else self._early
             hopeless = len(self.pending) > UNDER_WAY and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):

@@ -22,6 +22,7 @@ from fedmq.runs.status import STATUS_SECONDS, SiloPhase, SiloStatus, Status, Sta
 from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
+from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import Payload, tensor_bytes
 
 #: Interval between two reports to the display [s].
@@ -101,7 +102,7 @@ class StatusReport:
         if self._evaluation.metrics is not self._metrics:
             self._metrics = self._evaluation.metrics
             brief = {name: round(self._metrics[name], 4) for name in BRIEF if name in self._metrics}
-            self._logger.info("evaluated", **brief)
+            self._logger.info("evaluated", round=self._evaluation.metrics_version, **brief)
         if force or now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             self._show(self._status(rounds, seen, now))
@@ -124,13 +125,22 @@ class StatusReport:
             lost=sum(not roster.online(name) for name in seen),
             loss=self._loss,
             metrics=self._evaluation.metrics,
+            metrics_round=self._evaluation.metrics_version,
             bytes=counters.up.total() + counters.down.total(),
             now=self._clock.now(),
             elapsed=now - self._began,
-            slow=tuple((task.silo, task.seconds, task.limit) for task in self.limits.slow(now)),
-            overdue=self.limits.overdue,
+            slow=(
+                *self._slow_evaluator(now),
+                *((each.silo, each.seconds, each.limit) for each in self.limits.slow(now)),
+            ),
+            overdue=(*self.limits.overdue, *((EVALUATOR,) if self._evaluation.limit.exceeded else ())),
             minimum=rounds.plan.minimum,
         )
+
+    def _slow_evaluator(self, now: float) -> tuple[tuple[str, float, float | None], ...]:
+        limit = self._evaluation.limit
+        slow = limit.is_slow(now) and self._roster.online(EVALUATOR) and not limit.exceeded
+        return ((EVALUATOR, limit.seconds(now), limit.limit),) if slow else ()
 
     def _file(self, rounds: Rounds, seen: set[str], now: float) -> StatusFile:
         roster, counters = self._roster, self._counters
@@ -144,6 +154,7 @@ class StatusReport:
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
             metrics=dict(self._evaluation.metrics),
+            metrics_round=self._evaluation.metrics_version,
             up=counters.up.total(),
             down=counters.down.total(),
             now=self._clock.now(),

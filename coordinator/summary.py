@@ -184,12 +184,20 @@ def _optional_keys(
         optional["our_reading"] = True
     if traits.personal_only:
         optional["personal_only"] = True
+    if traits.public_items is not None:
+        optional["public_items"] = traits.public_items
+    return optional | _optional_facts(loop, data)
+
+
+def _optional_facts(loop: Loop, data: RunData) -> dict[str, object]:
+    """The keys that only some summaries have and that do not depend on the method."""
+    optional = dict[str, object]()
+    if lacking := loop.evaluation.unevaluated(loop.rounds.version):
+        optional["unevaluated"] = lacking
     if data.heldout_without_pair:
         optional["heldout_without_pair"] = data.heldout_without_pair
     if (kept := loop.evaluation.best) is not None and kept.best is not None:
         optional["best"] = kept.best
     if loop.rounds.version < loop.run_context.scenario.rounds:
         optional["stopped_early"] = True
-    if traits.public_items is not None:
-        optional["public_items"] = traits.public_items
     return optional

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from benchmarks.attacks import ATTACKS, Relay, Target
+from benchmarks.attacks import ATTACKS, Relay, Target, free_port
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
@@ -37,11 +37,6 @@ from tests.threaded_run import resolved
 MEMORY = 400 << 20
 #: Most that an attack may add to the coordinator's log [bytes].
 LOG = 150_000
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +74,12 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
             peak[0] = max(peak[0], process.memory_info().rss)
         return late()
 
-    outcome = threaded_run.run(scenario, tmp_path, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack])
-    over.set()
-    attackers[0].join(30)
+    try:
+        outcome = threaded_run.run(scenario, tmp_path, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack])
+    finally:
+        over.set()  # an attack must not go on beside the next tests
+        for attacker in attackers:
+            attacker.join(30)
     assert outcome.phase is Phase.DONE
     assert outcome.summary is not None
     digest, log = undisturbed
@@ -91,6 +89,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     assert not audit_run(tmp_path).findings
 
 
+@pytest.mark.slow
 def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
 ) -> None:

@@ -100,3 +100,14 @@ def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
     with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
         show(replace(base, slow=slow[:1]))
     assert "waiting for silo-02, training for 95 s (limit 120 s)" in screen.getvalue()
+
+
+def test_metrics_are_shown_with_the_round_that_they_are_of(tiny: Path) -> None:
+    status = Status("collecting", 7, 9, 2, (), ({}, ""), 4, 0, 0.5, {"mean_r1": 0.25}, 0, 0.0, 20.0, metrics_round=4)
+    screen = io.StringIO()
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        show(status)
+    assert "round 7/9" in screen.getvalue() and "R@1 0.250 (of round 4)" in screen.getvalue()
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(terminal.status_table(status, "-", "title"))
+    assert "R@1 0.250 (of round 4)" in screen.getvalue()

@@ -15,12 +15,9 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import loader
-from fedmq.config.resolve import Source, resolve
 from fedmq.errors import InputError
-from fedmq.launch.ray_cluster import RayCluster, run_peer
+from fedmq.launch.ray_cluster import RayCluster
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.keys import init_keys
-from silos.program import SiloArguments
 
 ray = pytest.importorskip("ray")
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
@@ -118,23 +115,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-def test_a_process_on_a_machine_without_the_run_folder_returns_its_log(tiny: Path, tmp_path: Path) -> None:
-    import protocols
-
-    keys = tmp_path / "keys"
-    init_keys(keys, ("coordinator", "evaluator", "silo-00"))
-    files = {
-        f"accepted/{name}.pub": (keys / f"accepted/{name}.pub").read_bytes() for name in ("coordinator", "silo-00")
-    }
-    run = resolve(Source(tiny, loader.load(tiny)), protocols)
-    # Its key is missing, so that it ends before it connects.
-    arguments = SiloArguments(run, "silo-00", "tcp://127.0.0.1:1", keys, tmp_path / "elsewhere")
-    ended = run_peer(arguments, files)
-    assert ended.code == 2
-    assert "silo-00.key" in ended.error
-    assert not (tmp_path / "elsewhere").exists()
-
-
+@pytest.mark.slow
 def test_ray_is_needed_only_by_its_launcher(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (

@@ -293,6 +293,6 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
             elif isinstance(line, EvaluationLine):
                 found = [name for name in BRIEF if name in line.metrics]
                 text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
-                bar.update(task, metrics=text)
+                bar.update(task, metrics=f"{text} (of round {line.version})")
 
         yield show

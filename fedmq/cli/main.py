@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, keys, live, operate, preflight, reference, replay, report, run, search, tune
+from fedmq.cli import audit, compare, init, keys, live, operate, preflight, reference, replay, report, run, search, tune
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -141,6 +141,16 @@ operate.add_prune(app, _traits_of)
 audit.add_audit(app, bar, _traits_of)
 reference.add_reference(app)
 data_commands.add_data(data_app, bar, BAD_INPUT, _fits)
+
+
+def _refuse(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
+    """Refuse a scenario that cannot run, without extracting features."""
+    from fedmq.launch import processes  # noqa: PLC0415
+
+    processes.check_without_features(again(scenario), progress)
+
+
+init.add_init(app, _refuse)
 
 
 run.add_run(app)

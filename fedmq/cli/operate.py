@@ -16,6 +16,7 @@ from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
 from fedmq.text import print_json, print_line, printable
 
@@ -116,6 +117,11 @@ def _show(status: StatusFile, now: datetime) -> None:
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
     out.print(text, highlight=False, markup=False)
+    if measured := ", ".join(
+        f"{metric_of(name).heading} {status.metrics[name]:.4f}" for name in BRIEF if name in status.metrics
+    ):
+        of = "" if status.metrics_round is None else f" (of round {status.metrics_round})"
+        out.print(f"metrics: {measured}{of}", highlight=False, markup=False)
     if status.phase not in _ENDED and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow", highlight=False)

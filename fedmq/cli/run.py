@@ -6,18 +6,16 @@ import contextlib
 import itertools
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from fedmq.cli.console import bar, err, out, starting
+from fedmq.cli.console import bar, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
@@ -42,14 +40,13 @@ from fedmq.cli.report import complete_report
 from fedmq.cli.scenarios import again, resolved, resolved_file, warn
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
-from fedmq.launch.interrupts import FAILED, say_stopping
+from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
-from fedmq.text import print_json, printable
+from fedmq.text import printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
@@ -100,6 +97,7 @@ def scenario_command(
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.launch import supervisor  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
@@ -109,6 +107,7 @@ def scenario_command(
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
     data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
+    command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
     if resume is None or extend is not None:
         _begin(folder, run.scenario, extended=extend is not None)
     with _tracked(run, folder):
@@ -118,11 +117,11 @@ def scenario_command(
             )
             simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
         if simulated.outcome.summary is None:
-            _exit_stopped(f"fedmq scenario --resume {shlex.quote(str(folder.root))}")
+            exit_stopped(command)
         summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
         write_json(folder.summary, summary.plain())
         complete_report(folder, None if quiet else bar())
-    _print_summary(summary, folder, as_json=as_json)
+    print_outcome(summary, folder, command, as_json=as_json)
 
 
 def _check_here(run: ResolvedRun, *, device: bool) -> None:
@@ -186,23 +185,6 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
-
-
-def _exit_stopped(command: str, others: str = "") -> NoReturn:
-    """Print the command that continues a stopped run, and exit."""
-    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
-    err.print(text, highlight=False, soft_wrap=True)
-    sys.exit(FAILED)
-
-
-def _print_summary(summary: RunSummary, folder: RunFolder, *, as_json: bool = False) -> None:
-    from fedmq.cli import terminal  # noqa: PLC0415
-
-    if as_json:
-        print_json({"folder": str(folder.root), **summary.plain()})
-        terminal.print_warnings(summary, err)
-    else:
-        terminal.print_summary(summary, folder, out)
 
 
 def _notice(text: str) -> None:
@@ -375,6 +357,7 @@ def coordinator_command(
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs.extension import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
@@ -404,8 +387,8 @@ def coordinator_command(
         with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
             outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
         if outcome.summary is None:
-            _exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
-    terminal.print_summary(outcome.summary, folder, out)
+            exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
+    print_outcome(outcome.summary, folder, command)
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -70,7 +70,10 @@ def waited_for(status: Status) -> str:
     if status.phase == "gathering" and status.missing:
         enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
         return f"{name_some(status.missing)}{enough}"
-    slow = [f"{silo}, training for {took:.0f} s{_limit(limit)}" for silo, took, limit in status.slow[:_SLOW_SHOWN]]
+    slow = [
+        f"{name_some([name])}, {'evaluating' if name == EVALUATOR else 'training'} for {took:.0f} s{_limit(limit)}"
+        for name, took, limit in status.slow[:_SLOW_SHOWN]
+    ]
     if len(status.slow) > _SLOW_SHOWN:
         slow.append(f"{len(status.slow) - _SLOW_SHOWN} more")
     overdue = f"no reply from {name_some(status.overdue)} within the limit" if status.overdue else ""
@@ -79,6 +82,11 @@ def waited_for(status: Status) -> str:
 
 def _limit(limit: float | None) -> str:
     return "" if limit is None else f" (limit {limit:.0f} s)"
+
+
+def _of_round(status: Status) -> str:
+    """The round of the metrics: the evaluator works beside the rounds, so they may be of an earlier one."""
+    return "" if status.metrics_round is None else f" (of round {status.metrics_round})"
 
 
 def _line(status: Status, left: str) -> str:
@@ -91,6 +99,7 @@ def _line(status: Status, left: str) -> str:
     recall = ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.3f}" for name in BRIEF if name in status.metrics
     )
+    recall += _of_round(status)
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
@@ -120,7 +129,9 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         for metric in shown(status.metrics, own)
         if metric.way in ("", "mean")
     )
-    table.add_row("metrics", measured or "not evaluated yet", _bytes(status.bytes))
+    table.add_row(
+        "metrics", f"{measured}{_of_round(status)}" if measured else "not evaluated yet", _bytes(status.bytes)
+    )
     if waiting_for := waited_for(status):
         table.add_row("waiting for", escape(waiting_for))
     if any(status.refused):
@@ -280,6 +291,16 @@ def print_warnings(summary: RunSummary, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def not_evaluated(summary: RunSummary) -> str:
+    """A line on versions that the evaluator did not evaluate, and what the figures are of; empty if there are none."""
+    if not summary.unevaluated:
+        return ""
+    versions = ", ".join(map(str, summary.unevaluated[:_MANY])) + (", ..." if len(summary.unevaluated) > _MANY else "")
+    last = summary.versions in summary.unevaluated
+    figures = ("; the figures above are of an earlier version" if summary.metrics else "; there are no figures") * last
+    return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
 
 
 def _not_used(summary: RunSummary) -> Iterator[str]:

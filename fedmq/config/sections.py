@@ -106,7 +106,8 @@ class Aggregation(Part):
         None,
         description="real time after which a connected silo that has not replied to its task has failed it [s]; null: "
         "10 times its longest task so far, at least 60 s, without a reply of any silo (its first task: by the pace of "
-        "the other silos, at least 600 s)",
+        "the other silos, at least 600 s). An evaluator that does not answer for so long is given up (null: 10 times "
+        "its longest evaluation, at least 600 s)",
     )
 
     @property
@@ -142,7 +143,8 @@ class Participation(Part):
     minimum: Count | None = Field(
         None,
         description="number of joined silos (of those that the method can select) at which the run starts; later ones "
-        "are selected once they have joined, so results then depend on when silos join; null: all silos",
+        "are selected once they have joined, so results then depend on when silos join; with partition.kind own the "
+        "labels are those of the silos that start; null: all silos",
     )
     candidates: Count | None = Field(
         None, description="power_of_choice: silos sampled as candidates; null: twice the number selected"
@@ -252,10 +254,12 @@ class Cost(Part):
 
 
 class Needs(Part):
-    """What the processes of silos and the evaluator need of a cluster's machines (launcher ray)."""
+    """What the processes of silos and the evaluator need of a cluster's machines (launchers ray and slurm)."""
 
-    cpus: float = Field(1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction")
-    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one")
+    cpus: float = Field(
+        1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction, which Slurm rounds up"
+    )
+    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one, not on Slurm")
     memory_gb: Positive | None = Field(None, description="memory of each process [GB]; null: not considered")
 
 

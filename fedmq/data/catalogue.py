@@ -137,6 +137,11 @@ SETS: Mapping[str, DataSet] = {
         items=1000,
         labels=20,
     ),
+    "folder": DataSet(
+        "pictures with .txt files beside them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
+    ),
+    "parquet": DataSet("Parquet or Arrow files of pictures and captions, as of Hugging Face", "parquet.read_parquet"),
+    "webdataset": DataSet("tar files of webdataset or img2dataset, not unpacked", "webdataset.read_webdataset"),
     "manifest": DataSet(
         "any set: a CSV, TSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"
     ),

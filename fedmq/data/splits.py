@@ -41,6 +41,17 @@ OWN = Draw()
 # A split's code is its index here. `database` items belong to the gallery only: no training, no queries.
 SPLITS = ("train", "val", "test", "public", "database")
 
+#: Splits by the names that files and folders of other programs give them.
+SPLIT_NAMES: Mapping[str, str] = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+}
+
 
 def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
     """A file's ``split`` array as indices into ``SPLITS``: uint8 [n].

@@ -8,7 +8,8 @@ from typing import Protocol, Self
 
 import blake3
 
-from fedmq.encoders.images import PIXELS_VERSION, Pixels
+from fedmq.encoders import images
+from fedmq.encoders.images import Pixels
 
 _REPORTED = 256  # pictures between two reports of progress
 
@@ -60,7 +61,7 @@ class Rows:
         """The stack's fingerprint, the row, and the version of the decoding."""
         del on_progress  # few files
         stamp = self.stack.stamp
-        return tuple(f"{stamp}|{row}|{PIXELS_VERSION}" for row in self.rows)
+        return tuple(f"{stamp}|{row}|{images.PIXELS_VERSION}" for row in self.rows)
 
     def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """The digest of each row's pixels."""

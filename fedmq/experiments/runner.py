@@ -97,6 +97,8 @@ class Run:
         summary = results.read_summary(self.folder)
         if summary.unchanged:
             return "no silo's update changed the model"
+        if summary.versions in summary.unevaluated:
+            return "the evaluator did not answer within the limit, so the last version is not evaluated"
         refused = ((silo, each) for silo, each in summary.unusable_replies.items() if each.refused)
         return next((f"{each.refused} replies of {silo} were refused; {each.last}" for silo, each in refused), None)
 

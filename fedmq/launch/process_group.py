@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -23,6 +23,7 @@ from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.launch import processes as children
 from fedmq.launch.forkserver import CONTEXT
 from fedmq.launch.hosting import Hosting
+from fedmq.launch.remote_peer import Cluster, RemoteProcess
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
@@ -41,44 +42,6 @@ _EVALUATOR_GRACE = 1.0
 _HOST = "host-"
 #: Time after which the user is told that the processes are still stopping [s].
 _SLOW_STOP_SECONDS = 2.0
-
-#: Arguments of a silo, a host or the evaluator.
-PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
-
-
-class RemoteProcess(Protocol):
-    """A process on a machine of a cluster; its methods are those of :class:`multiprocessing.Process`."""
-
-    @property
-    def name(self) -> str:
-        """The name that it was started with."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """0, 2 if it refused its input, another number if it or its machine died; None while it waits or runs."""
-
-    def is_alive(self) -> bool:
-        """Whether it waits for a place or runs."""
-
-    def terminate(self) -> None:
-        """End it unless it has joined the run, which the coordinator ends."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` [s]."""
-
-
-class Cluster(Protocol):
-    """Machines on which an existing engine places processes."""
-
-    @property
-    def bind(self) -> str:
-        """Where the coordinator listens, so that these machines reach it."""
-
-    def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
-        """Start a silo, a host or the evaluator where it finds a place."""
 
 
 def _host_name(index: int) -> str:
@@ -292,7 +255,8 @@ class ProcessGroup:
             if COORDINATOR in self.processes:
                 self.processes[COORDINATOR].join(0.1)
         finally:
-            for process in self.processes.values():
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            alive = [process for process in self.processes.values() if process.is_alive()]
+            for process in alive:
+                process.kill()
+            for process in alive:
+                process.join()

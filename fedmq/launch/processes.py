@@ -20,9 +20,12 @@ from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
+from fedmq.data import extract
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import build_population
+from fedmq.storage.cache import cache_folder
 from fedmq.text import print_line
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
@@ -72,7 +75,7 @@ def _report(line: Connection, item: object) -> None:
         os._exit(_ORPHANED)
 
 
-def _ignore_sigterm() -> None:
+def ignore_sigterm() -> None:
     """Ignore SIGTERM, with which the parent stops silos that have not joined and an evaluator without a result.
 
     From then on, the coordinator stops this process by a message.
@@ -115,7 +118,7 @@ def silo_process(arguments: SiloArguments) -> None:
     """Run a silo."""
     _set_up_child()
     try:
-        run_silo(arguments, joined=_ignore_sigterm)
+        run_silo(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -124,7 +127,7 @@ def host_process(arguments: HostArguments) -> None:
     """Run a host of several silos."""
     _set_up_child()
     try:
-        run_host(arguments, joined=_ignore_sigterm)
+        run_host(arguments, joined=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -133,7 +136,7 @@ def evaluator_process(arguments: EvaluatorArguments) -> None:
     """Run the evaluator."""
     _set_up_child()
     try:
-        run_evaluator(arguments, measured=_ignore_sigterm)
+        run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
@@ -149,6 +152,34 @@ def population_process(run: ResolvedRun, line: Connection) -> None:
         _report(line, (str(error),))
     else:
         _report(line, folder)
+
+
+def _fits(run: ResolvedRun) -> Fits:
+    """Raises InputError if the run's programs would refuse a scenario with the prepared data in a folder."""
+
+    def fits(scenario: Scenario, folder: Path) -> None:
+        here = scenario.model_copy(update={"device": "cpu"})
+        check(here, build_population(here, folder=folder, pooled=run.pooled))
+
+    return fits
+
+
+def check_without_features(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> None:
+    """Refuse a run that its data cannot serve, without extracting features.
+
+    Args:
+        run: the run.
+        progress: called with (what, done, total) during long steps.
+
+    Raises:
+        InputError: as of :func:`population_here`, as far as it can be seen without features.
+    """
+    scenario, fits = run.scenario, _fits(run)
+    if scenario.backbone.name == "features":
+        fits(scenario, build_population(scenario, progress).prepared.folder)
+        return
+    made = extract.plan(scenario.dealt, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
+    refuse_before_extraction(made, scenario, fits)
 
 
 def population_here(
@@ -167,11 +198,6 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-
-    def fits(scenario: Scenario, placeholders: Path) -> None:
-        here = scenario.model_copy(update={"device": "cpu"})
-        check(here, build_population(here, folder=placeholders, pooled=run.pooled))
-
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=fits)
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=_fits(run))
     check(run.scenario, population)
     return population.prepared.folder

@@ -32,7 +32,8 @@ from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.hosting import Limits, allow_descriptors, limits_here, plan_hosting
 from fedmq.launch.interrupts import say_stopping
 from fedmq.launch.private_folder import private_folder
-from fedmq.launch.process_group import Cluster, ProcessGroup
+from fedmq.launch.process_group import ProcessGroup
+from fedmq.launch.remote_peer import Cluster
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
@@ -124,13 +125,19 @@ class Simulated:
 @contextlib.contextmanager
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
     """The cluster that the scenario's launcher stands for; None is this machine."""
-    if scenario.launcher != "ray":
-        yield None
-        return
-    from fedmq.launch.ray_cluster import RayCluster  # noqa: PLC0415 - an extra
+    match scenario.launcher:
+        case "ray":
+            from fedmq.launch.ray_cluster import RayCluster  # noqa: PLC0415 - an extra
 
-    with RayCluster.connected(scenario, folder) as cluster:
-        yield cluster
+            with RayCluster.connected(scenario, folder) as ray:
+                yield ray
+        case "slurm":
+            from fedmq.launch.slurm_cluster import SlurmCluster  # noqa: PLC0415 - an extra
+
+            with SlurmCluster.connected(scenario, folder) as slurm:
+                yield slurm
+        case _:
+            yield None
 
 
 def simulate(
@@ -144,7 +151,7 @@ def simulate(
     notice: Callable[[str], None] = lambda _: None,
     logs: LogOptions | None = None,
 ) -> Simulated:
-    """Run a scenario with real processes on this machine.
+    """Run a scenario with real processes, on this machine or on those of a cluster.
 
     Args:
         run: the run; its data have been prepared.
@@ -162,9 +169,9 @@ def simulate(
     """
     began = time.monotonic() if began is None else began
     allow_descriptors()
-    on_ray = run.scenario.launcher == "ray"
+    elsewhere = run.scenario.launcher in ("ray", "slurm")
     # On a cluster the limits of this machine mean nothing: silos share processes there only if asked to.
-    hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if on_ray else limits_here())
+    hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if elsewhere else limits_here())
     if hosting.reason:
         notice(hosting.reason)
     warm_up(run.scenario.backbone.name)

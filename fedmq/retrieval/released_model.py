@@ -16,7 +16,6 @@ from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
-from fedmq.encoders.clip_weights import weights_digest as clip_weights_digest
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.heldout import load_inference
@@ -133,7 +132,9 @@ class ModelFolder:
             InputError: the release is damaged or of another model, or the frozen weights are not those of the run.
         """
         if (recorded := self.config.frozen.get("blocks")) is not None:
-            self._check_frozen("blocks", clip_weights_digest(self.backbone, self.seed, self.cache), recorded)
+            from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
+
+            self._check_frozen("blocks", weights_digest(self.backbone, self.seed, self.cache), recorded)
         model = build_towers(
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.decomposition import PCA
 
 from fedmq import seeds
 from fedmq.config.sections import Modality
@@ -98,9 +97,22 @@ def _space(items: Embedded, seed: int) -> Space:
     chosen = seeds.numpy_generator(seed, "report", "space").permutation(len(items.image))[:_MOST_PAIRS]
     some = items.subset(np.sort(chosen))
     both = np.concatenate([some.image, some.first_captions]).astype(np.float64)
-    plane = PCA(2, svd_solver="full").fit_transform(both) if min(both.shape) >= 2 else np.zeros((len(both), 2))
+    plane = _principal_plane(both) if min(both.shape) >= 2 else np.zeros((len(both), 2))
     points = [[round(float(x), 5), round(float(y), 5)] for x, y in plane]
     return Space(image=points[: len(some.image)], text=points[len(some.image) :])
+
+
+def _principal_plane(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Coordinates of points [n, d] along their first two principal axes: [n, 2].
+
+    By NumPy, as every run draws this and scikit-learn takes more than a second to import. The sign of an axis is
+    arbitrary; here the largest coordinate along it is positive.
+    """
+    left, scale, _ = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)
+    plane: npt.NDArray[np.float64] = left[:, :2] * scale[:2]
+    largest = plane[np.abs(plane).argmax(axis=0), [0, 1]]
+    plane *= np.where(largest < 0, -1.0, 1.0)
+    return plane
 
 
 def _examples(release: Release, population: Population, rows: I64, items: Embedded) -> list[Example]:

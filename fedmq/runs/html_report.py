@@ -32,15 +32,16 @@ def write(folder: RunFolder) -> None:
     evaluations = shared_evaluations(lines)
     merges = [line for line in lines if isinstance(line, MergeLine)]
     personal = [line for line in lines if isinstance(line, PersonalLine)]
-    if not evaluations:
+    if not evaluations and not summary.unevaluated:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
+    untrained = evaluations[0].metrics if evaluations else {}
     facts, data = read_facts(folder.messages(COORDINATOR)), _data_of(folder, summary)
     scenario, own = load(folder.scenario), tuple(summary.own_metrics.values())
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
     page = render(
         "report.html.jinja",
         title=f"{summary.scenario}: {summary.protocol}",
-        headline=headline(summary, evaluations[0].metrics),
+        headline=headline(summary, untrained),
         facts=_facts(summary),
         about=_about(summary, scenario, facts),
         curves=sections.curves(evaluations, merges, personal, own, facts.bytes_at),
@@ -54,7 +55,7 @@ def write(folder: RunFolder) -> None:
         traffic=sections.traffic(facts, summary),
         spaces=_spaces(data),
         privacy=_privacy(summary, scenario, facts),
-        metrics=_metric_table(summary, evaluations[0].metrics, own),
+        metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=list(summary.seconds.plain().items()),
         digests=_digests(summary),
@@ -80,6 +81,8 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
     """
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
     rounds = f"{summary.versions} round{'' if summary.versions == 1 else 's'}"
+    if summary.versions in summary.unevaluated:
+        return f"{summary.protocol} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:
         return f"{summary.protocol} trained for {rounds}"
     if summary.unchanged:

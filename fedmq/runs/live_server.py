@@ -100,6 +100,7 @@ class GrowingRun:
             "rounds": found.rounds,
             "loss": found.loss,
             "metrics": _brief(found.metrics),
+            "metrics_round": found.metrics_round,
             "megabytes": (found.up + found.down) / 1e6,
             "seconds": found.elapsed,
             "silos": silos,

@@ -30,12 +30,13 @@ class _Collector:
             "fedmq_round": ("Merges so far.", status.round),
             "fedmq_rounds": ("Total number of merges.", status.rounds),
             "fedmq_elapsed_seconds": ("Real time since the coordinator started.", status.elapsed),
+            "fedmq_metrics_round": ("Round of the metrics.", status.metrics_round),
             "fedmq_loss": ("Mean training loss of the last merge.", status.loss),
         }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
-        metrics = GaugeMetricFamily("fedmq_metric", "Metrics of the last evaluation.", labels=["metric"])
+        metrics = GaugeMetricFamily("fedmq_metric", "Metrics of the latest round evaluated.", labels=["metric"])
         for name, value in status.metrics.items():
             metrics.add_metric([name], value)
         yield metrics

@@ -9,6 +9,7 @@ from pathlib import Path
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
+from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR
@@ -21,7 +22,7 @@ _SHOWN = 3  # differing keys that are named; further ones are counted
 def check(
     folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool, extend: bool = False
 ) -> None:
-    """Check that a run folder is of a run of a scenario, unfinished or to be extended.
+    """Check that a run folder is of a run of a scenario: unfinished, not evaluated at its end, or to be extended.
 
     Args:
         folder: of the run.
@@ -44,7 +45,7 @@ def check(
         more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
         found = f"a run of another scenario: {'; '.join([*named, *more])}"
         raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
-    if folder.summary.exists() and not extend:
+    if folder.summary.exists() and not extend and not _lacks_evaluation(folder):
         allowed = "a run that was stopped before its end, or --extend ROUNDS for further rounds"
         raise InputError(place, "a finished run", allowed)
     if extend and not any(folder.checkpoints.glob("version-*")):
@@ -55,6 +56,12 @@ def check(
             ("without", "launcher inline, as at its start") if started_inline else ("with", "silos that send them")
         )
         raise InputError(place, f"a run {found} messages", allowed)
+
+
+def _lacks_evaluation(folder: RunFolder) -> bool:
+    """Whether the last version of a finished run is not evaluated, which a resumed run makes up for."""
+    summary = read_summary(folder)
+    return summary.versions in summary.unevaluated
 
 
 def _started_inline(path: Path) -> bool | None:

@@ -242,6 +242,7 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
+        unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
         messages: counts of the coordinator's messages.
@@ -279,6 +280,7 @@ class RunSummary(Stored):
     public_items: int | None = None
     best: BestVersion | None = None
     stopped_early: bool = False
+    unevaluated: Annotated[tuple[int, ...], Field(strict=False)] = ()
     heldout_without_pair: int = 0
     bytes: Traffic
     messages: MessageCounts = Field(default_factory=MessageCounts)

@@ -59,7 +59,8 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
-        metrics: of the last evaluation.
+        metrics: of the latest round evaluated.
+        metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         up: bytes of payload tensors received in the whole run.
         down: bytes of payload tensors sent in the whole run.
         now: the run's time [s].
@@ -76,6 +77,7 @@ class StatusFile(Stored):
     rounds: int
     loss: float | None
     metrics: dict[str, float]
+    metrics_round: int | None = None
     up: int
     down: int
     now: float
@@ -108,14 +110,15 @@ class Status:
         online: number of silos with a session.
         lost: number of silos that lost their session.
         loss: mean training loss of the last merge.
-        metrics: of the last evaluation.
+        metrics: of the latest round evaluated.
         bytes: of payload tensors in both directions.
         now: the run's time [s].
         elapsed: real time since the loop started [s].
-        slow: silos whose task takes longer than expected, longest first: name, real time since it was sent [s], and
-            the limit after which it has failed [s].
-        overdue: silos whose task exceeded its limit, and that have not replied since.
+        slow: silos whose task takes longer than expected, longest first, and before them the evaluator if it does not
+            answer: name, real time since the task was sent or without an answer [s], and the limit [s].
+        overdue: silos whose task exceeded its limit, or the evaluator, that have not replied since.
         minimum: number of silos that start the run; None for all.
+        metrics_round: round of ``metrics``, which may be an earlier one; None before the first evaluation.
     """
 
     phase: str
@@ -134,3 +137,4 @@ class Status:
     slow: tuple[tuple[str, float, float | None], ...] = ()
     overdue: tuple[str, ...] = ()
     minimum: int | None = None
+    metrics_round: int | None = None

@@ -44,6 +44,7 @@ class NoteKind(StrEnum):
     EXPELLED = "expelled"
     PEER_LOST = "peer lost"
     NOT_DELIVERED = "a message could not be delivered"
+    EVALUATOR_GIVEN_UP = "evaluator did not answer within the limit"
     NOT_MEASURED = "peer stayed away: its own model is not measured"
     ERROR_REPORTED = "error reported"
     TASK_FAILED = "task failed"

@@ -1,0 +1,62 @@
+"""Limit of the evaluator in real time, so that one that sends heartbeats but never answers cannot stall the run."""
+
+from __future__ import annotations
+
+#: Default limit: a multiple of the longest time until an answer, and the shortest default limit [s].
+_FACTOR, _LEAST = 10.0, 600.0
+#: Time after which the display names the evaluator: its longest time, times a factor; a fixed least time [s].
+_NAMED_FACTOR, _NAMED_LEAST = 2.0, 30.0
+
+
+class EvaluatorLimit:
+    """How long the evaluator has not answered a request.
+
+    The evaluator answers one request after the other, so the time counts from its last answer, from the first pending
+    request, or from its last connection, whichever is latest.
+
+    Args:
+        limit: of the scenario [s]; None for ten times its longest time until an answer, at least ten minutes.
+
+    Attributes:
+        exceeded: the evaluator was given up, and has neither answered nor connected again since.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit, self._longest, self.exceeded = limit, 0.0, False
+        self._since: float | None = None
+
+    def requested(self, now: float) -> None:
+        """A request was sent at the stopwatch's time ``now`` [s]."""
+        self._since = now if self._since is None else self._since
+
+    def answered(self, now: float, *, more: bool) -> None:
+        """The evaluator answered; ``more`` says whether it owes further answers."""
+        if self._since is not None:
+            self._longest = max(self._longest, now - self._since)
+        self._since, self.exceeded = now if more else None, False
+
+    def connected(self, now: float) -> None:
+        """The evaluator connected again; it starts anew with the pending requests."""
+        self._since, self.exceeded = None if self._since is None else now, False
+
+    def disconnected(self, now: float) -> None:
+        """The evaluator is not connected at ``now``: this time does not count."""
+        self._since = None if self._since is None else now
+
+    @property
+    def limit(self) -> float:
+        """Real time after which the evaluator is given up [s]."""
+        return max(_LEAST, _FACTOR * self._longest) if self._limit is None else self._limit
+
+    def seconds(self, now: float) -> float:
+        """Real time without an answer [s]; 0 if it owes none."""
+        return 0.0 if self._since is None else now - self._since
+
+    def exceed(self, now: float) -> bool:
+        """Whether the limit is over; the evaluator then counts as given up."""
+        self.exceeded = self.exceeded or self.seconds(now) > self.limit
+        return self.exceeded
+
+    def is_slow(self, now: float) -> bool:
+        """Whether the evaluator takes longer than expected, so that the display names it."""
+        return self.seconds(now) > max(_NAMED_LEAST, _NAMED_FACTOR * self._longest)

@@ -1,0 +1,105 @@
+"""Read a folder of pictures with captions: ``.txt`` files beside the pictures, or Hugging Face's ``metadata.csv``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fedmq.config.scenario import Data
+from fedmq.data.raw_set import RawSet, checked, folder_of, read_text, refuse_keys
+from fedmq.data.readers.manifest import Item, checked_column, items_of, of_items
+from fedmq.data.splits import SPLIT_NAMES, split_numbers
+from fedmq.encoders.images import IMAGE_ENDINGS, Files, files_below
+from fedmq.errors import InputError
+from fedmq.storage.regular_files import check_regular
+
+METADATA = ("metadata.csv", "metadata.jsonl")
+#: Largest text file with the captions of one picture [bytes].
+MAX_CAPTIONS = 1 << 20
+
+
+def read_folder(data: Data) -> RawSet:
+    """Read the pictures below a folder, in the order of their paths or of their list.
+
+    With ``metadata.csv`` or ``metadata.jsonl`` in the folder, or in each of its folders ``train``, ``validation`` and
+    ``test``, that list has the captions, as in an imagefolder of Hugging Face. Otherwise ``a.txt`` has the captions of
+    ``a.jpg``, one a line.
+
+    Raises:
+        InputError: there is no picture with a caption, a list is malformed, or names a file outside of its folder.
+    """
+    folder = folder_of(data)
+    lists = _lists(folder)
+    if lists:
+        refuse_keys(data, ("images", "annotations"), "a folder with metadata.csv or metadata.jsonl")
+        return of_items(str(folder), _listed(folder, lists, checked_column(data)), data)
+    refuse_keys(data, ("images", "column"), "a folder of pictures with .txt files")
+    return _beside(folder, data.annotations or folder)
+
+
+def _lists(folder: Path) -> list[Path]:
+    """The lists of captions: that of the folder, or those of the folders of its splits."""
+    folders = [folder, *sorted(path for path in folder.iterdir() if path.name in SPLIT_NAMES and path.is_dir())]
+    found = [[inside / name for name in METADATA if (inside / name).exists()] for inside in folders]
+    for inside, names in zip(folders, found, strict=True):
+        if len(names) > 1:
+            raise InputError(str(inside), " and ".join(path.name for path in names), "one of the two")
+    return found[0] or [path for names in found[1:] for path in names]
+
+
+def _listed(folder: Path, lists: Sequence[Path], column: str | None) -> dict[str, Item]:
+    """The items of all lists, by key; those of a split's folder are in that split, unless there is one only."""
+    items: dict[str, Item] = {}
+    for path in lists:
+        inside = path.parent
+        for key, item in items_of(path, inside, column, strict=False).items():
+            check_inside(f"{path}: line {item.line}: file_name", item.file, inside)
+            if inside == folder:
+                items[key] = item
+            else:
+                split = SPLIT_NAMES[inside.name] if len(lists) > 1 else item.split
+                items[f"{inside.name}/{key}"] = replace(item, split=split)
+    return items
+
+
+def check_inside(place: str, file: Path | None, folder: Path) -> None:
+    """Refuse the path of a picture that leaves its folder; such lists come from elsewhere."""
+    if file is not None and not Path(os.path.normpath(file)).is_relative_to(os.path.normpath(folder)):
+        raise InputError(place, os.path.relpath(file, folder), "the path of a picture in the folder")
+
+
+def _beside(folder: Path, texts: Path) -> RawSet:
+    """The pictures below a folder with the captions in the text files of the same names."""
+    pictures = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not pictures:
+        raise InputError(str(folder), "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}
+    inner = [path.relative_to(folder) for path in pictures]
+    captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
+    if not any(captions):
+        allowed = "a text file beside each picture (a.txt for a.jpg) with a caption a line, or metadata.csv"
+        raise InputError(str(folder), f"{len(pictures)} images, none with captions", allowed)
+    first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
+    keys = tuple(path.as_posix() for path in inner)
+    split = split_numbers(str(folder), first, SPLIT_NAMES) if named_splits(first) else None
+    return checked(RawSet(str(folder), keys, Files(tuple(pictures)), tuple(captions), split=split))
+
+
+def named_splits(names: Sequence[str]) -> bool:
+    """Whether names of folders or files are all names of splits, and several ones."""
+    return set(names) <= set(SPLIT_NAMES) and len({SPLIT_NAMES[name] for name in set(names)}) > 1
+
+
+def _lines(path: Path | None) -> tuple[str, ...]:
+    """The captions in a text file, one a line; none without a file."""
+    if path is None:
+        return ()
+    check_regular(path, MAX_CAPTIONS, "the captions of a picture")
+    return captions_in(read_text(path))
+
+
+def captions_in(text: str) -> tuple[str, ...]:
+    """The captions in a text, one a line, without empty lines and repetitions."""
+    return tuple(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))

@@ -1,0 +1,246 @@
+"""Read the tar files of webdataset and img2dataset: files of one name but for the ending are one item.
+
+Nothing is unpacked: pictures are read at their places in the archives, which therefore must not be compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from fedmq.config.scenario import Data
+from fedmq.data.raw_set import RawSet, checked, multi_hot, refuse_keys
+from fedmq.data.readers.photo_folder import MAX_CAPTIONS, captions_in
+from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes, is_leftover
+from fedmq.encoders.stored_pictures import Rows
+from fedmq.errors import InputError
+from fedmq.storage.cache import key_of
+from fedmq.storage.file_digests import file_digests
+from fedmq.storage.regular_files import check_regular, open_regular
+
+#: Largest archive, and largest picture in one [bytes].
+MAX_TAR, MAX_PICTURE = 1 << 40, 1 << 28
+#: Largest number of files in one archive.
+MAX_FILES = 10_000_000
+_ALLOWED = "an uncompressed tar file of webdataset"
+_CAPTIONS = ("captions", "caption", "text")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file in an archive.
+
+    Args:
+        tar: the archive.
+        name: of the file.
+        start: of its content in the archive [bytes].
+        size: of its content [bytes].
+    """
+
+    tar: Path
+    name: str
+    start: int
+    size: int
+
+    @property
+    def place(self) -> str:
+        """Its name in error messages."""
+        return f"{self.tar}: {self.name}"
+
+    def content(self) -> bytes:
+        """Read the file.
+
+        Raises:
+            InputError: the archive cannot be read, or is shorter than it was.
+        """
+        with open_regular(self.tar, _ALLOWED, MAX_TAR) as archive:
+            archive.seek(self.start)
+            found = archive.read(self.size)
+        if len(found) != self.size:
+            raise InputError(self.place, f"{len(found)} of {self.size} bytes", "an archive that was not cut off")
+        return found
+
+
+@dataclass(frozen=True)
+class Members:
+    """Pictures in archives, for :class:`fedmq.encoders.stored_pictures.Rows`.
+
+    Args:
+        members: the pictures.
+    """
+
+    members: tuple[Member, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def name(self, row: int) -> str:
+        """The archive and the name in it."""
+        return self.members[row].place
+
+    @cached_property
+    def stamp(self) -> str:
+        """The digests of the archives, and the places of the pictures in them."""
+        tars = list(dict.fromkeys(member.tar for member in self.members))
+        digests = dict(zip(tars, file_digests(tars), strict=True))
+        return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
+
+    def picture(self, row: int) -> Pixels:
+        """Decode one picture: uint8 [height, width, 3].
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        return decode_bytes(self.members[row].content(), self.name(row))
+
+
+@dataclass
+class _Sample:
+    """The files of one item.
+
+    Args:
+        image: its picture.
+        captions: in order, as keys.
+        labels: in order, as keys.
+    """
+
+    image: Member | None = None
+    captions: dict[str, None] = field(default_factory=dict)
+    labels: dict[str, None] = field(default_factory=dict)
+
+
+def read_webdataset(data: Data) -> RawSet:
+    """Read a tar file, or all tar files of a folder in the order of their names.
+
+    An item has one picture (``.jpg``, ``.png``, ...), captions in ``.txt`` (one a line) or in ``.json`` (``caption``,
+    ``captions`` or ``text``), and labels in ``.cls`` or in the JSON's ``label`` or ``labels``.
+
+    Raises:
+        InputError: an archive is compressed or damaged, holds links or paths that lead out of it, or an item has no
+            picture or several ones.
+    """
+    refuse_keys(data, ("annotations", "images", "column"), "tar files of webdataset")
+    tars = _archives(data)
+    samples: dict[str, _Sample] = {}
+    for tar in tars:
+        for member in _members(tar):
+            path = PurePosixPath(member.name)
+            stem, _, ending = path.name.partition(".")
+            key = (path.parent / stem).as_posix()
+            # Numbers start anew in each archive.
+            _add(samples.setdefault(key if len(tars) == 1 else f"{tar.stem}/{key}", _Sample()), ending.lower(), member)
+    held = {key: sample for key, sample in samples.items() if sample.image is not None or sample.captions}
+    without = [key for key, sample in held.items() if sample.image is None]
+    if without and data.missing != "skip":
+        raise InputError(f"{data.path}: {without[0]}", "captions without a picture", "both; data.missing: skip")
+    pictures = {key: sample.image for key, sample in held.items() if sample.image is not None}
+    labels, names = multi_hot([tuple(held[key].labels) for key in pictures])
+    return checked(
+        RawSet(
+            place=str(data.path),
+            keys=tuple(pictures),
+            pictures=Rows(Members(tuple(pictures.values())), tuple(range(len(pictures)))),
+            captions=tuple(tuple(held[key].captions) for key in pictures),
+            labels=labels,
+            label_names=names,
+        )
+    )
+
+
+def _archives(data: Data) -> list[Path]:
+    """The tar files that ``data.path`` names, or that are in the folder it names."""
+    path = data.path
+    if path is not None and path.is_dir():
+        tars = sorted(each for each in path.iterdir() if each.suffix == ".tar" and not is_leftover(each.name))
+        if tars:
+            return tars
+    elif path is not None and path.is_file():
+        return [path]
+    raise InputError("data.path", str(path), "a tar file, or a folder with tar files")
+
+
+def _members(tar: Path) -> Iterator[Member]:
+    """The regular files in an archive, without those that macOS adds.
+
+    Raises:
+        InputError: it is no uncompressed tar file, is cut off, or has links, devices or paths that lead out of it.
+    """
+    check_regular(tar, MAX_TAR, _ALLOWED)
+    size = tar.stat().st_size
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            for number, info in enumerate(archive, 1):
+                archive.members = []  # type: ignore[attr-defined]  # tarfile would collect them
+                path = PurePosixPath(info.name)
+                place = f"{tar}: {info.name}"
+                if path.is_absolute() or ".." in path.parts:
+                    raise InputError(place, "a path that leads out of the archive", "paths within it")
+                if info.isdir() or any(map(is_leftover, path.parts)):
+                    continue
+                if not info.isreg() or info.issparse():
+                    raise InputError(place, "a link, a device or a sparse file", "regular files only")
+                if number > MAX_FILES:
+                    raise InputError(str(tar), f"more than {MAX_FILES:,} files", "several archives")
+                if info.size > MAX_PICTURE:
+                    raise InputError(place, f"{info.size:,} bytes", f"at most {MAX_PICTURE:,}")
+                if info.offset_data + info.size > size:
+                    raise InputError(place, "a file that was cut off", "a whole archive")
+                yield Member(tar, info.name, info.offset_data, info.size)
+    except (tarfile.TarError, EOFError, OSError, ValueError, UnicodeError) as error:
+        raise InputError(str(tar), str(error) or type(error).__name__, _ALLOWED) from None
+
+
+def _add(sample: _Sample, ending: str, member: Member) -> None:
+    """Add a file to its item; files of other endings are ignored."""
+    if f".{ending}" in IMAGE_ENDINGS:
+        if sample.image is not None:
+            raise InputError(member.place, f"a second picture beside {sample.image.name}", "one picture for each item")
+        sample.image = member
+    elif ending in ("txt", "json", "cls"):
+        if member.size > MAX_CAPTIONS:
+            raise InputError(member.place, f"{member.size:,} bytes", f"at most {MAX_CAPTIONS:,}")
+        try:
+            text = member.content().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(member.place, error.reason, "UTF-8 text") from None
+        if ending == "txt":
+            sample.captions.update(dict.fromkeys(captions_in(text)))
+        elif ending == "cls":
+            sample.labels.update(dict.fromkeys(captions_in(text)))
+        else:
+            _add_json(sample, member.place, text)
+
+
+def _add_json(sample: _Sample, place: str, text: str) -> None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(place, str(error), "valid JSON") from None
+    if not isinstance(found, dict):
+        raise InputError(place, type(found).__name__, "a JSON object")
+    for name in _CAPTIONS:
+        sample.captions.update(dict.fromkeys(texts_of(f"{place}: {name}", found.get(name))))
+    for name in ("label", "labels"):
+        sample.labels.update(dict.fromkeys(texts_of(f"{place}: {name}", found.get(name), numbers=True)))
+
+
+def texts_of(place: str, value: object, *, numbers: bool = False) -> list[str]:
+    """The texts that a field holds: one, a list of them, or none.
+
+    Args:
+        place: of the field in error messages.
+        value: of the field.
+        numbers: also accept whole numbers, as labels.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    several = [] if value is None else value if isinstance(value, list) else [value]
+    kinds = (str, int) if numbers else (str,)
+    if any(not isinstance(each, kinds) or isinstance(each, bool) for each in several):
+        raise InputError(place, repr(value)[:80], "a text or a list of texts")
+    return [text for each in several if (text := str(each).strip())]

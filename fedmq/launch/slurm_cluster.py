@@ -1,0 +1,410 @@
+"""``launcher: slurm``: silos and the evaluator as jobs of Slurm, submitted with submitit.
+
+Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. submitit hands a job its
+arguments, with its private key, and its result over in pickle files. They lie in ``jobs/`` of the run folder, which
+only the user can read, and are removed at the end of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError, RunError
+from fedmq.extras import package
+from fedmq.launch.processes import ignore_sigterm
+from fedmq.launch.remote_peer import (
+    DIED,
+    ENVIRONMENT,
+    Ended,
+    PeerArguments,
+    RemoteProcess,
+    keys_of,
+    on_device,
+    refuse_freeze,
+    run_peer,
+)
+from fedmq.storage.run_folder import RunFolder, make_folder, writing
+from fedmq.text import print_line
+
+#: Environment variable that runs the jobs on this machine if its value is :data:`_LOCAL`.
+_PLACE, _LOCAL = "FEDMQ_SLURM", "local"
+#: Interval between two questions to Slurm about the states of the run's jobs [s].
+_ASK_SECONDS = 5.0
+#: Time that the result of a job may take to become visible on this machine after the job has ended [s].
+_RESULT_SECONDS = 10.0
+#: Longest time for an answer of Slurm's commands [s].
+_COMMAND_SECONDS = 60.0
+#: Minutes that a local job may take: a year.
+_LOCAL_MINUTES = 365 * 24 * 60
+#: Signal that ends a job's process at once. Slurm makes of KILL a cancellation: SIGTERM, and SIGKILL after KillWait.
+_KILL = "USR1"
+#: Mode of the folder with the jobs' files.
+_PRIVATE = 0o700
+#: States of a job that has ended and may have written a result.
+_WITH_RESULT = frozenset({"COMPLETED", "FAILED", "FINISHED"})
+#: Slurm's states of a job that has not ended.
+_ALIVE = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
+    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+)
+
+
+def run_job(arguments: PeerArguments, keys: Mapping[str, bytes]) -> Ended:
+    """Run a silo, a host or the evaluator as a job; see :func:`fedmq.launch.remote_peer.run_peer`.
+
+    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts what ends early.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return run_peer(arguments, keys, ignore_sigterm)
+
+
+class Jobs(Protocol):
+    """What runs jobs: Slurm, or this machine."""
+
+    def ended(self, job: Any) -> str:
+        """How the job ended, in capitals; empty while it waits or runs, or as long as that is unknown."""
+
+    def terminate(self, job: Any) -> None:
+        """Cancel the job if it waits for a place, and send SIGTERM to its process if it runs."""
+
+    def kill(self, job: Any) -> None:
+        """Cancel the job, and end its process at once."""
+
+
+@dataclass
+class SlurmJobs:
+    """Jobs of Slurm. Asks ``squeue``, which needs no accounting database, unlike submitit's ``sacct``.
+
+    Attributes:
+        states: Slurm's state of each job of the run, by its number.
+        reasons: why jobs wait, as far as the user was told.
+    """
+
+    states: dict[str, str] = field(default_factory=dict)
+    reasons: set[str] = field(default_factory=set)
+    asked: float = -math.inf
+
+    def ended(self, job: Any) -> str:
+        """See the interface."""
+        self.states.setdefault(job.job_id, "PENDING")
+        if time.monotonic() - self.asked > _ASK_SECONDS:
+            self._ask()
+        state = self.states[job.job_id]
+        return "" if state in _ALIVE else state
+
+    def _ask(self) -> None:
+        """Ask for the states of the run's jobs; keeps the former ones if Slurm does not answer."""
+        self.asked = time.monotonic()
+        try:
+            lines = _answer("squeue", "--me", "--states=all", "--noheader", "--format=%A|%T|%r").splitlines()
+        except OSError:
+            return
+        rows = [row for line in lines if len(row := line.split("|")) == 3]
+        now = {number: state for number, state, _reason in rows}
+        # Slurm forgets a job some minutes after its end.
+        self.states = {number: now.get(number, "FORGOTTEN") for number in self.states}
+        waiting = [why for number, state, why in rows if number in self.states and state == "PENDING" and why != "None"]
+        for why in sorted(set(waiting) - self.reasons):
+            self.reasons.add(why)
+            print_line(f"slurm: jobs in the queue: {waiting.count(why)} ({why})", error=True)
+
+    def terminate(self, job: Any) -> None:
+        """See the interface."""
+        _cancel(job.job_id, ("--state=PENDING",), ("--full", "--signal=TERM"))
+
+    def kill(self, job: Any) -> None:
+        """See the interface."""
+        self.asked = -math.inf
+        _kill_job(job.job_id)
+
+
+@dataclass(frozen=True)
+class LocalJobs:
+    """Jobs on this machine, of submitit's local executor: a rehearsal where there is no Slurm."""
+
+    def ended(self, job: Any) -> str:
+        """See the interface."""
+        state = str(job.state)
+        return "" if state == "RUNNING" else state
+
+    def terminate(self, job: Any) -> None:
+        """See the interface."""
+        self._send(job, signal.SIGTERM)
+
+    def kill(self, job: Any) -> None:
+        """See the interface."""
+        self._send(job, signal.SIGKILL)
+
+    def _send(self, job: Any, number: signal.Signals) -> None:
+        """Send a signal to the job's process, a child of the one whose id is the number of the job."""
+        if self.ended(job):
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            waiting = psutil.Process(int(job.job_id))
+            for process in waiting.children(recursive=True) or [waiting]:
+                process.send_signal(number)
+
+
+class SlurmProcess(RemoteProcess):
+    """A silo, a host or the evaluator as a job."""
+
+    def __init__(self, submitit: Any, jobs: Jobs, job: Any, name: str, folder: RunFolder) -> None:
+        super().__init__(name, folder)
+        self._submitit, self._jobs, self._job = submitit, jobs, job
+        self._ended_at: float | None = None
+
+    def poll(self) -> int | None:
+        """See the interface."""
+        if self._job.paths.result_pickle.exists():
+            return self._result()
+        state = self._jobs.ended(self._job)
+        if not state:
+            return None
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        if state in _WITH_RESULT and time.monotonic() - self._ended_at < _RESULT_SECONDS:
+            # A change of the folder makes a network file system look for new files in it.
+            self._job.paths.folder.chmod(_PRIVATE)
+            return None
+        self.say(f"job {self._job.job_id} ended as {state}, see {self._keep_log()}")
+        return DIED
+
+    def _result(self) -> int:
+        try:
+            ended: Ended = self._job.result()
+        except self._submitit.core.utils.UncompletedJobError:
+            self.say(f"job {self._job.job_id} failed, see {self._keep_log()}")
+            return 1
+        self._keep_log()
+        return self.collect(ended)
+
+    def _keep_log(self) -> Path:
+        """Name the log of the job after the process; returns its path."""
+        log = Path(self._job.paths.folder) / f"{self.name}-{self._job.job_id}.log"
+        with contextlib.suppress(FileNotFoundError):  # it never started
+            self._job.paths.stdout.rename(log)
+        return log
+
+    def terminate(self) -> None:
+        """See the interface."""
+        self._jobs.terminate(self._job)
+
+    def kill(self) -> None:
+        """See the interface."""
+        self._ended_at = -math.inf  # there will be no result to wait for
+        self._jobs.kill(self._job)
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """The cluster of Slurm that this machine belongs to; see :class:`fedmq.launch.remote_peer.Cluster`.
+
+    Args:
+        submitit: the package.
+        executor: submits the jobs.
+        jobs: what runs them.
+        bind: where the coordinator listens.
+        folder: the run folder.
+        gpus: number of GPUs of each process.
+    """
+
+    submitit: Any
+    executor: Any
+    jobs: Jobs
+    bind: str
+    folder: RunFolder
+    gpus: int
+
+    @classmethod
+    @contextlib.contextmanager
+    def connected(cls, scenario: Scenario, folder: RunFolder) -> Iterator[SlurmCluster]:
+        """Check that Slurm answers and has machines for these processes; at the end, remove the jobs' pickle files.
+
+        ``FEDMQ_SLURM=local`` in the environment runs the jobs on this machine.
+
+        Raises:
+            InputError: submitit is not installed, Slurm does not answer or can never place such a process, or the
+                scenario has faults that cannot be carried out there.
+        """
+        submitit = package("submitit", "slurm", "launcher slurm")
+        refuse_freeze(scenario)
+        local = os.environ.get(_PLACE) == _LOCAL
+        options = _options(scenario)
+        if not local:
+            _check_slurm(options)
+        files = folder.root.absolute() / "jobs"
+        make_folder(files)
+        with writing(files):
+            files.chmod(_PRIVATE)
+        _remove_pickles(files, cancel=not local)
+        if local:
+            executor = submitit.LocalExecutor(files)
+            executor.update_parameters(timeout_min=_LOCAL_MINUTES, gpus_per_node=options["gpus_per_node"] or 0)
+            executor.update_parameters(stderr_to_stdout=True)
+        else:
+            executor = submitit.SlurmExecutor(files)
+            executor.update_parameters(**options)
+        jobs = LocalJobs() if local else SlurmJobs()
+        address = "127.0.0.1" if local else _address()
+        try:
+            yield cls(submitit, executor, jobs, f"tcp://{address}:*", folder, options["gpus_per_node"] or 0)
+        finally:
+            _remove_pickles(files, cancel=False)
+
+    def start(self, name: str, arguments: PeerArguments) -> SlurmProcess:
+        """See the interface.
+
+        Raises:
+            RunError: Slurm refuses the job.
+        """
+        if isinstance(self.executor, self.submitit.SlurmExecutor):
+            self.executor.update_parameters(job_name=f"fedmq {name}")
+        placed = on_device(arguments, gpu=self.gpus > 0)
+        # Ctrl-C is handled by the command: neither sbatch nor a local job, which inherit this, may see it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            with self.submitit.helpers.environment_variables(**ENVIRONMENT):
+                job = self.executor.submit(run_job, placed, keys_of(arguments))
+        except self.submitit.core.utils.FailedJobError as error:
+            raise RunError(f"{name}: Slurm refuses the job: {_reason(str(error))}") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return SlurmProcess(self.submitit, self.jobs, job, name, self.folder)
+
+
+def _options(scenario: Scenario) -> dict[str, Any]:
+    """What each job needs, as parameters of submitit's executor for Slurm; None leaves it to Slurm.
+
+    Raises:
+        InputError: a process needs a part of a GPU.
+    """
+    needs = scenario.silos.needs
+    if needs.gpus != int(needs.gpus):
+        raise InputError("silos.needs.gpus", needs.gpus, "a whole number with launcher slurm")
+    return {
+        "cpus_per_task": max(1, math.ceil(needs.cpus)),
+        "gpus_per_node": int(needs.gpus) or None,
+        "mem": None if needs.memory_gb is None else f"{math.ceil(needs.memory_gb * 1000)}M",
+        # Partition, account and time limit are the site's business: sbatch takes them from its own variables.
+        "time": None,
+        # The supervisor restarts what dies, with its own limit.
+        "additional_parameters": {"no-requeue": True},
+        "stderr_to_stdout": True,
+        # One process per job. As a step of srun, it would not get the job's cores from Slurm 22.05 on.
+        "use_srun": False,
+        # Signals are for the job's process; the shell around it waits for its end.
+        "setup": [f"trap : TERM {_KILL}"],
+    }
+
+
+def _answer(*command: str) -> str:
+    """Standard output of one of Slurm's commands.
+
+    Raises:
+        OSError: it is missing, fails, or does not answer.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMMAND_SECONDS)  # noqa: S603
+    except subprocess.CalledProcessError as error:
+        raise OSError(_reason(error.stderr)) from None
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{command[0]} does not answer") from None
+    return done.stdout
+
+
+def _cancel(number: str, *calls: Sequence[str]) -> None:
+    """Call ``scancel`` for a job, which may have ended."""
+    for options in calls:
+        with contextlib.suppress(OSError):
+            _answer("scancel", *options, number)
+
+
+def _kill_job(number: str) -> None:
+    _cancel(number, ("--full", f"--signal={_KILL}"), ())
+
+
+def _reason(text: str) -> str:
+    """The last line that one of Slurm's commands printed."""
+    return text.strip().rpartition("\n")[2] or "no reason given"
+
+
+def _check_slurm(options: Mapping[str, Any]) -> None:
+    """Refuse to start without Slurm, or with needs that none of its machines can ever meet.
+
+    Raises:
+        InputError: see above.
+    """
+    try:
+        _answer("squeue", "--me", "--noheader")
+    except OSError as error:
+        found = error.strerror or str(error)
+        allowed = "a machine from which `squeue` and `sbatch` work"
+        raise InputError("launcher slurm", found, f"{allowed}; {_PLACE}={_LOCAL} rehearses on this one") from None
+    flags = {"cpus-per-task": "cpus_per_task", "gpus-per-node": "gpus_per_node", "mem": "mem"}
+    wanted = [f"--{flag}={options[key]}" for flag, key in flags.items() if options[key] is not None]
+    try:
+        _answer("sbatch", "--test-only", *wanted, "--wrap=true")
+    except OSError as error:
+        allowed = "needs of one process that a machine of the cluster has"
+        raise InputError("silos.needs", f"{' '.join(wanted)}: {error}", allowed) from None
+
+
+def _remove_pickles(files: Path, *, cancel: bool) -> None:
+    """Remove what submitit left: at the start, that of a command that was killed, whose jobs are cancelled."""
+    for path in files.glob("*_submitted.pkl"):
+        if cancel:
+            _kill_job(path.name.partition("_")[0])
+    for pattern in ("*.pkl", "*.sh", ".submission_file_*"):
+        for path in files.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _address() -> str:
+    """The address under which the cluster's machines reach this one, as a host of a URI.
+
+    It is that from which this machine reaches Slurm's controller, else that of its own name.
+
+    Raises:
+        InputError: there is none but of the loopback interface, and the cluster has other machines.
+    """
+    found = re.search(
+        r"^SlurmctldHost(?:\[0\])?\s*=\s*([^\s(]+)(?:\((.*)\))?", _answer("scontrol", "show", "config"), re.M
+    )
+    controller = (found.group(2) or found.group(1)) if found else "localhost"
+    addresses = [ipaddress.ip_address(each) for host in (controller, socket.gethostname()) for each in _route(host)]
+    best = next((each for each in addresses if not each.is_loopback), None)
+    if best is None:
+        nodes = sorted({*_answer("sinfo", "--noheader", "--Node", "--format=%o").split()})
+        for node in nodes:
+            if not all(ipaddress.ip_address(each).is_loopback for each in _route(node)):
+                allowed = f"an address that {node} reaches: see /etc/hosts"
+                raise InputError("launcher slurm", f"{socket.gethostname()} is 127.0.0.1 here", allowed)
+        return "127.0.0.1"
+    return f"[{best}]" if best.version == 6 else str(best)
+
+
+def _route(host: str) -> Sequence[str]:
+    """The address from which this machine reaches a host; nothing is sent. Empty if it has none."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return (str(probe.getsockname()[0]),)
+    return ()

@@ -1,0 +1,132 @@
+"""An evaluator that is connected but never answers: the run ends without it, says so, and can be evaluated later."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import evaluator_limit, program
+from coordinator.evaluation import UNDER_WAY
+from coordinator.evaluator_limit import EvaluatorLimit
+from coordinator.rounds import Phase
+from coordinator.summary import summary_of
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import outcome, terminal
+from fedmq.evaluation.program import Evaluator
+from fedmq.runs.run_records import RunSummary
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.payloads import Metrics, Payload
+from tests.run_summaries import summary
+from tests.threaded_run import resolved, run
+
+
+class Silent:
+    """An evaluator that answers this many requests and then none until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+        self.released, self.left = threading.Event(), answers
+        answer = Evaluator.evaluate
+
+        def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+            self.left -= 1
+            if self.left < 0:
+                assert self.released.wait(60)
+            return answer(evaluator, payloads)
+
+        def summary_then_released(*arguments: Any) -> RunSummary:
+            made = summary_of(*arguments)
+            self.released.set()  # so that the evaluator's thread ends
+            return made
+
+        monkeypatch.setattr(Evaluator, "evaluate", answering)
+        monkeypatch.setattr(program, "summary_of", summary_then_released)
+        monkeypatch.setattr(evaluator_limit, "_LEAST", 0.5)
+
+
+def evaluated(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["version"] for line in lines if line["kind"] == "evaluation"]
+
+
+@pytest.mark.slow
+def test_a_run_ends_without_an_evaluator_that_never_answers_and_a_resumed_run_is_evaluated(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny)
+    with monkeypatch.context() as patched:
+        Silent(patched, answers=1)
+        ended = run(scenario, tmp_path)
+    assert ended.phase is Phase.DONE and ended.summary is not None
+    assert evaluated(tmp_path) == [0]
+    assert ended.summary.unevaluated == (2, 4)
+    assert ended.summary.metrics, "the figures of version 0"
+    assert '"evaluator did not answer within the limit"' in RunFolder(tmp_path).messages("coordinator").read_text()
+    assert "so the result is not evaluated" in (tmp_path / "report.html").read_text()
+    assert not audit_run(tmp_path).findings
+
+    again = run(scenario, tmp_path, resume=True)
+    assert again.summary is not None and again.summary.model_digest == ended.summary.model_digest
+    assert evaluated(tmp_path) == [0, 2, 4]
+    assert again.summary.unevaluated == ()
+    assert again.summary.metrics != ended.summary.metrics
+    assert not audit_run(tmp_path).findings
+
+
+@pytest.mark.slow
+def test_rounds_go_on_without_an_evaluator_that_stops_answering_and_it_is_asked_for_the_last_version(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = UNDER_WAY + 4
+    scenario = resolved(tiny, f"rounds={rounds}", "protocol=fedavg", "evaluation.every=1")
+    Silent(monkeypatch, answers=0)
+    ended = run(scenario, tmp_path)
+    assert ended.phase is Phase.DONE and ended.summary is not None
+    assert ended.summary.unevaluated == tuple(range(rounds + 1))
+    assert ended.summary.versions == rounds and not ended.summary.metrics
+    assert not audit_run(tmp_path).findings
+
+
+def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_longest_evaluation() -> None:
+    limit = EvaluatorLimit(None)
+    assert not limit.exceed(10_000.0), "nothing is requested"
+    limit.requested(0.0)
+    limit.requested(50.0)
+    assert limit.seconds(90.0) == 90.0 and limit.is_slow(90.0) and not limit.is_slow(20.0)
+    limit.answered(100.0, more=True)
+    assert limit.limit == 1000.0 and limit.seconds(130.0) == 30.0
+    limit.disconnected(900.0)
+    limit.connected(1000.0)
+    assert not limit.exceed(1999.0) and limit.exceed(2001.0) and limit.exceeded
+    limit.answered(2002.0, more=False)
+    assert not limit.exceeded and limit.seconds(9000.0) == 0.0
+    given = EvaluatorLimit(5.0)
+    given.requested(0.0)
+    assert given.limit == 5.0 and given.exceed(6.0)
+
+
+def test_the_display_names_the_evaluator_that_the_run_waits_for() -> None:
+    status = Status("done", 4, 4, 0, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 9.0)
+    slow = terminal.waited_for(dataclasses.replace(status, slow=(("evaluator", 40.0, 600.0),)))
+    assert slow == "the evaluator, evaluating for 40 s (limit 600 s)"
+    overdue = terminal.waited_for(dataclasses.replace(status, overdue=("evaluator",)))
+    assert overdue == "no reply from the evaluator within the limit"
+
+
+def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
+    assert not capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        outcome._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "the evaluator did not answer within the limit: version 0, 2 not evaluated; the figures above are of an "
+        "earlier version; evaluate it with fedmq scenario --resume runs/x"
+    ]
+    assert terminal.not_evaluated(summary(unevaluated=(1,), metrics={})).endswith("version 1 not evaluated")

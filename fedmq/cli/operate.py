@@ -16,7 +16,6 @@ from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
 from fedmq.text import print_json, print_line, printable
 
@@ -113,6 +112,8 @@ def _ago(at: str | None, now: datetime) -> str:
 
 
 def _show(status: StatusFile, now: datetime) -> None:
+    from fedmq.evaluation.metrics import BRIEF, metric_of  # noqa: PLC0415 - imports numpy; --help does without
+
     age = (now - datetime.fromisoformat(status.written)).total_seconds()
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"

@@ -24,6 +24,7 @@ from coordinator.descriptors import allow_descriptors
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.inquiries import Inquiries
 from coordinator.loop import Loop
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
@@ -176,7 +177,7 @@ def run_coordinator(
             return _ended(log, Phase.STOPPED, None)
         run_context, theta = setting or _resumable(arguments, data, saved, revoked)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        _equip(arguments, loop, data, closing)
+        _equip(arguments, loop, roster, data, closing)
         phase = loop.run()
         loop.saving.update_counters()
         summary = finish(loop, data, clock, theta, admission) if phase is Phase.DONE else None
@@ -211,11 +212,17 @@ def _roster(
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
-    return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+    roster = Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    return roster
 
 
-def _equip(arguments: CoordinatorArguments, loop: Loop, data: RunData, closing: contextlib.ExitStack) -> None:
-    """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
+def _equip(
+    arguments: CoordinatorArguments, loop: Loop, peers: Peers, data: RunData, closing: contextlib.ExitStack
+) -> None:
+    """Apply the options of a loop; tell its status to those who ask, and to Prometheus if asked to."""
+    if isinstance(peers, Roster) and peers.inquiries is not None:
+        peers.inquiries.latest = lambda: loop.status.latest
     loop.stop_silos, loop.evaluation.best = arguments.stop_silos, release.best_model(loop.run_context, data)
     if arguments.metrics_port is not None:
         closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))

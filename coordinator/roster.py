@@ -326,9 +326,25 @@ class Roster:
                 return self._admit(peer)
             case Agree(payloads):
                 self._send(peer, Message(self.header(peer.name, Kind.AGREEMENT), payloads))
-            case Waiting():
-                pass
+            case Waiting(refused):
+                for name, detail in refused.items():
+                    self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
         return None
+
+    def _refuse_waiting(self, name: str, error: RemoteWireError) -> None:
+        """Refuse a peer that has stated its data but not joined."""
+        self.refuse(name, error, 0)
+        if (peer := self._joining.get(name)) is not None:
+            self._turn_away(peer, error)
+
+    def refuse_late(self, name: str, detail: str) -> None:
+        """Refuse a silo whose data would not fit the run, though they fit the agreement."""
+        self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
+
+    def dismiss_joining(self) -> None:
+        """Tell peers that have not joined that the run is over."""
+        for peer in list(self._joining.values()):
+            self._send(peer, Message(self.header(peer.name, Kind.STOP)))
 
     def offer(self) -> None:
         """Send what the silos agreed on to all peers that have stated their data but not joined."""

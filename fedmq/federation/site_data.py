@@ -91,11 +91,14 @@ class SiteData:
             case _:
                 raise RemoteWireError(Reason.UNEXPECTED, "an agreement without data_format and silo_modalities")
         stated, held = self.statement
-        data = run_data_of(agreed, modalities, cache_folder(), {name: stated.counts})
+        names = self.scenario.silo_names
+        data = run_data_of(names, agreed, modalities, cache_folder(), {name: stated.counts})
         here = [silo for silo in data.silos if silo.name == name]
         fits = set(held.label_names) <= set(agreed.label_names) and set(held.vocabulary) <= set(agreed.vocabulary)
         mine = name == EVALUATOR or (here and mask_of(image=here[0].image, text=here[0].text) == stated.mask)
-        if not fits or not mine or tuple(silo.name for silo in data.silos) != self.scenario.silo_names:
+        # Silos that will state their data later are not listed.
+        known = modalities.silos == tuple(silo for silo in names if silo in modalities.silos)
+        if not fits or not mine or not known:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
         return own_population(self.scenario, name, self.prepared, data)
 

@@ -460,7 +460,7 @@ def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_lo
 
 
 def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
-    slow = {"numpy", "torch", "pandas", "sklearn", "plotly"}
+    slow = {"numpy", "pydantic", "torch", "pandas", "sklearn", "plotly"}
     code = f"import sys, fedmq.cli.main; print(sorted({slow} & sys.modules.keys()))"
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert ended.stdout == "[]\n"

@@ -24,7 +24,8 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payloads import Metrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Metrics
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")

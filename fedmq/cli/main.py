@@ -26,6 +26,7 @@ from fedmq.cli import (
     run,
     schema,
     search,
+    signing,
     tune,
 )
 from fedmq.cli import data as data_commands
@@ -208,6 +209,7 @@ search.add_search(app, bar, _open_model)
 search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)
 search.add_tsne(app, bar, _open_model)
+signing.add_signing(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -33,7 +33,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, handshake
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind
-from fedmq.wire.payloads import digest
+from fedmq.wire.payload_digest import digest
 from fedmq.wire.sealed_sessions import Session, open_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"

@@ -23,7 +23,8 @@ from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
 
 _SHOWN = 12  # characters of a digest in a message
 _NAMED = 3  # silos named in a message

@@ -22,6 +22,7 @@ from coordinator.descriptors import allow_descriptors
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.inquiries import Inquiries
 from coordinator.loop import Loop
 from coordinator.peers import Peers
 from coordinator.roster import Roster
@@ -166,6 +167,8 @@ def run_coordinator(
         if data is None:
             return _ended(log, Phase.STOPPED, None)
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
+        if isinstance(roster, Roster) and roster.inquiries is not None:
+            roster.inquiries.latest = process.latest
         if arguments.metrics_port is not None:
             closing.callback(prometheus.serve(arguments.metrics_port, process.latest))
         return process.run(data, setting, saved, revoked)
@@ -199,7 +202,9 @@ def _roster(
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
-    return Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+    roster = Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    return roster
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
@@ -308,7 +313,7 @@ class _Process:
         self._loop: Loop | None = None
 
     def latest(self) -> StatusFile | None:
-        """The latest status, for Prometheus."""
+        """The latest status, for Prometheus and those who ask."""
         return None if self._loop is None else self._loop.status.latest
 
     def run(

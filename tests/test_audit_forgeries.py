@@ -26,7 +26,8 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.keys import load_identity
 from fedmq.wire.log_records import signed_statement
-from fedmq.wire.payloads import Metrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Metrics
 from tests import threaded_run
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
 from tests.threaded_run import resolved

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
@@ -74,6 +76,27 @@ class SiteData:
     def samples(self) -> int:
         """Number of training items."""
         return int(self.statement[0].counts[SPLITS.index("train")].sum())
+
+    def alone(self, name: str) -> Population:
+        """The population as if this site were the only one, to try it before there is an agreement.
+
+        A modality that the site lacks has the shape of the encoder's inputs; of a features file the other one's shape.
+
+        Args:
+            name: of the silo.
+        """
+        (stated, held), inputs = self.statement, self.prepared.inputs
+        alike = self.scenario.backbone.name == "features"
+        if held.image_dtype == "none":
+            shape = inputs.text_shape if alike else inputs.image_shape
+            held = replace(held, image_shape=np.array(shape, np.int64), image_dtype=inputs.image_dtype)
+        elif held.text_dtype == "none":
+            shape = inputs.image_shape if alike else inputs.text_shape
+            held = replace(held, text_shape=np.array(shape, np.int64), text_dtype=inputs.text_dtype)
+        modalities = SiloModalities((name,), np.array([stated.mask], np.int64))
+        names, counts = self.scenario.silo_names, {name: stated.counts}
+        data = run_data_of(names, held, modalities, cache_folder(), counts)
+        return own_population(self.scenario, name, self.prepared, data)
 
     def population(self, name: str, agreement: Sequence[Payload]) -> Population:
         """The population as this site sees it.

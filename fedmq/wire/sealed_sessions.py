@@ -27,7 +27,7 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
-HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT})
+HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE})
 
 # update_into needs a block less one byte of extra room after its output; the tag is written there afterwards.
 _SLACK = TAG_BYTES

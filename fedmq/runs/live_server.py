@@ -295,6 +295,7 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()  # before the address is printed, so that no browser is refused while uvicorn starts
     except OSError as error:
         listener.close()
         raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None

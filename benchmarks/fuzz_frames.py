@@ -36,7 +36,7 @@ from fedmq.wire.disguise import front_of
 from fedmq.wire.key_agreement import Ephemeral
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind
-from fedmq.wire.payloads import digest
+from fedmq.wire.payload_digest import digest
 from fedmq.wire.sealed_sessions import Session, open_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"

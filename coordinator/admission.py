@@ -1,30 +1,33 @@
 """Admission of silos and the evaluator by what they state about their data, before they get work.
 
 In a simulated partition all processes must have the coordinator's data set. With ``partition.kind own`` the coordinator
-has none: it waits until all silos have stated their formats, sends all of them what they agree on, and admits each that
-confirms it.
+has none: it waits until all silos, or ``participation.minimum`` of them, have stated their formats, sends them what
+they agree on, and admits each that confirms it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from coordinator.disputes import Disputes
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of
+from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name
 from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
 
 _SHOWN = 12  # characters of a digest in a message
+_NAMED = 3  # silos named in a message
 _POLL_SECONDS = 0.2
 
 
@@ -35,7 +38,13 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The peer has stated its data; other silos have not."""
+    """The peer has stated its data and waits for other silos, or, after the agreement, for the next round.
+
+    Args:
+        refused: peers that are refused because of it, with the line for their operators. The peer may be one of them.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,10 @@ def _stated(message: Message, kinds: Sequence[type[Payload]]) -> tuple[Payload, 
         wanted = ", ".join(kind.KIND for kind in kinds)
         raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} without exactly {wanted}")
     return message.payloads
+
+
+#: What peers stated about their data, by name.
+Stated = Mapping[str, tuple[DataStatement, DataFormat | None]]
 
 
 class SimulatedAdmission:
@@ -105,26 +118,42 @@ class SimulatedAdmission:
 class OwnDataAdmission:
     """Has silos with data of their own agree on labels and inputs, and admits those that confirm the agreement.
 
+    With ``minimum`` silos agree without waiting for the others. A silo that states its data later joins if they fit
+    what is agreed on; the coordinator includes it between two rounds (:meth:`include`).
+
     Args:
         silos: names of all silos.
         run: the run's id.
         evaluator: whether the run has an evaluator.
         known: of an earlier process of this coordinator; None in a new run.
+        minimum: number of silos that may agree without the others; None for all.
 
     Attributes:
         stated: what each peer stated.
-        agreed: the agreed format; None until all silos have stated theirs.
+        late: what silos stated after the agreement that are not included yet.
+        agreed: the agreed format; None until enough silos have stated theirs.
+        disputes: the formats stated before the agreement.
 
     Raises:
         InputError: ``known`` is of other silos or of another run.
     """
 
     def __init__(
-        self, silos: Sequence[str], run: str, *, evaluator: bool, known: AgreementRecord | None = None
+        self,
+        silos: Sequence[str],
+        run: str,
+        *,
+        evaluator: bool,
+        known: AgreementRecord | None = None,
+        minimum: int | None = None,
     ) -> None:
-        self._silos, self._run, self._evaluator = tuple(silos), run, evaluator
+        self._silos, self._run, self._evaluator, self._minimum = tuple(silos), run, evaluator, minimum
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
+        self.late: dict[str, tuple[DataStatement, DataFormat]] = {}
         self.agreed: DataFormat | None = None
+        self.disputes = Disputes()
+        self._included: list[str] = []
+        self._confirmable: list[list[str]] = []
         if known is not None:
             self._resume(known)
 
@@ -136,13 +165,26 @@ class OwnDataAdmission:
             self.agreed = None if known.agreed is None else known.agreed.payload()
         except FieldError as error:
             raise InputError("agreement.json", str(error), allowed) from None
-        if self.agreed is None or known.run != self._run or not set(self._silos) <= self.stated.keys():
+        self._included = list(known.late)
+        if self.agreed is None or known.run != self._run or not self._known or (self.missing and not self._minimum):
             raise InputError("agreement.json", f"an agreement of run {known.run}", allowed)
+        self._remember()
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        """Silos that have stated their data and are not late, in the order of the run."""
+        return tuple(name for name in self._silos if name in self.stated)
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Silos that have not stated their data."""
         return tuple(name for name in self._silos if name not in self.stated)
+
+    @property
+    def agreeable(self) -> bool:
+        """Whether silos can agree: all of them or the minimum have stated their data, which fit together."""
+        enough = not self.missing or (self._minimum is not None and len(self._known) >= self._minimum)
+        return self.agreed is not None or (enough and not self.disputes.open)
 
     def decide(self, name: str, message: Message) -> Admitted | Waiting | Agree:
         """Handle a statement or a confirmation; see :class:`Admission`."""
@@ -150,84 +192,144 @@ class OwnDataAdmission:
             detail = "this run has no evaluator: evaluation.heldout is own, the silos evaluate"
             raise RemoteWireError(Reason.DATA, detail)
         if message.header.kind is Kind.AGREEMENT:
-            if self.agreed is None or [*map(digest, message.payloads)] != [*map(digest, self.agreement)]:
+            # A silo that was included meanwhile changed the list of silos, not what is agreed on.
+            if [*map(digest, message.payloads)] not in self._confirmable or name not in self.stated:
                 raise RemoteWireError(Reason.DATA, f"{name} confirmed another agreement than it was sent")
             return Admitted()
         statement, held = _stated(message, (DataStatement, DataFormat))
         assert isinstance(statement, DataStatement) and isinstance(held, DataFormat)  # noqa: S101 - checked above
-        self._check(name, statement, held)
+        _check_consistent(name, statement, held)
         if self.agreed is None:
+            return self._state(name, statement, held)
+        if name in self.stated:
+            self._check_same(name, statement, held)
+            return Agree(self.agreement)
+        self._check_fits(name, held, self.agreed)
+        if name == EVALUATOR:
             self.stated[name] = statement, held
-            return Waiting()
-        self._check_agreed(name, statement, held, self.agreed)
+            return Agree(self.agreement)
+        self.late[name] = statement, held
+        return Waiting()
+
+    def _state(self, name: str, statement: DataStatement, held: DataFormat) -> Waiting:
+        """Note a statement before the agreement; names the silos that are refused because of it."""
         self.stated[name] = statement, held
-        return Agree(self.agreement)
+        self.disputes.state(name, held)
+        refused = self.disputes.refused(complete=not self.missing)
+        for each in refused:
+            self.disputes.withdraw(each)
+            del self.stated[each]
+        return Waiting(refused)
 
-    def _check(self, name: str, statement: DataStatement, held: DataFormat) -> None:
-        """Refuse a statement that is inconsistent, or does not fit those of the other silos."""
-        has = {"image": bool(statement.mask & IMAGE), "text": bool(statement.mask & TEXT)}
-        said = {modality: getattr(held, f"{modality}_dtype") != "none" for modality in has}
-        alone = [column for column, modality in ((1, "image"), (2, "text")) if not has[modality]]
-        if has != said or not any(has.values()) or statement.counts[:, alone].any():
-            raise RemoteWireError(Reason.UNEXPECTED, f"a statement of {name} whose parts contradict each other")
-        if name != EVALUATOR and not statement.counts[SPLITS.index("train")].any():
-            raise RemoteWireError(Reason.DATA, f"{name} has no training item")
-        if self.agreed is not None:
-            return
-        for other, (_, reference) in self.stated.items():
-            if other == name or reference is None:
-                continue
-            if (wrong := difference(name, held, other, reference)) is not None:
-                raise RemoteWireError(Reason.DATA, wrong)
+    def _check_same(self, name: str, statement: DataStatement, held: DataFormat) -> None:
+        """Refuse a peer that rejoins with other data."""
+        before, format_ = self.stated[name]
+        if format_ is not None and [digest(before), digest(format_)] != [digest(statement), digest(held)]:
+            raise RemoteWireError(
+                Reason.DATA,
+                f"{name} has other data (digest {statement.data[:_SHOWN]}) than when the run began "
+                f"({before.data[:_SHOWN]}); start it with the data as they were",
+            )
 
-    def _check_agreed(self, name: str, statement: DataStatement, held: DataFormat, agreed: DataFormat) -> None:
-        """Refuse a peer that rejoins with other data, or an evaluator whose data do not fit the agreement."""
-        before = self.stated.get(name)
-        if before is not None and before[1] is not None:
-            if [digest(before[0]), digest(before[1])] != [digest(statement), digest(held)]:
-                raise RemoteWireError(
-                    Reason.DATA,
-                    f"{name} has other data (digest {statement.data[:_SHOWN]}) than when the run began "
-                    f"({before[0].data[:_SHOWN]}); start it with the data as they were",
-                )
+    def _check_fits(self, name: str, held: DataFormat, agreed: DataFormat) -> None:
+        """Refuse a silo or an evaluator whose data do not fit what was agreed on before it stated them."""
+        who = f"the agreement of {_some([each for each in self._known if each not in self._included])}"
+        again = f"or start a new run with participation.minimum {len(self._silos)}, in which it states its data in time"
+        if (wrong := difference(name, held, who, agreed)) is not None:
+            detail = f"{wrong}; correct the data of {name} and start it again, {again}"
+        elif (wrong := unknown_name(name, held, agreed)) is not None:
+            detail = f"{wrong}, which {who} lacks; leave such items or columns out, {again}"
+        else:
             return
-        wrong = difference(name, held, "the run", agreed)
-        unknown = sorted(set(held.label_names) - set(agreed.label_names))
-        if wrong is None and unknown:
-            wrong = f"{name} has the label {unknown[0]!r}, which no silo has"
-        if wrong is not None:
-            raise RemoteWireError(Reason.DATA, wrong)
+        raise RemoteWireError(Reason.DATA, detail.removesuffix(f", {again}") if name == EVALUATOR else detail)
 
     def agree(self) -> None:
-        """Settle the agreement, once all silos have stated their formats.
+        """Settle the agreement of the silos that have stated their formats.
 
         Raises:
             FormatError: a modality is in no silo.
         """
-        self.agreed = agreed_format({name: held for name in self._silos if (held := self.stated[name][1]) is not None})
+        self.agreed = self._agreed_format()
+        self._remember()
+
+    def _agreed_format(self) -> DataFormat:
+        return agreed_format({name: held for name in self._known if (held := self.stated[name][1]) is not None})
+
+    def candidate(self, cache: Path) -> RunData:
+        """The facts about the run's data if the silos that have stated theirs agree now.
+
+        Args:
+            cache: this process's cache folder.
+
+        Raises:
+            FormatError: a modality is in no silo.
+        """
+        return self._run_data(self._agreed_format(), self._modalities(self.stated), self.stated, cache)
+
+    def with_late(self, name: str, cache: Path) -> RunData:
+        """The facts about the run's data if a late silo is included; arguments as in :meth:`candidate`."""
+        assert self.agreed is not None  # noqa: S101 - only then silos are late
+        stated = {**self.stated, name: self.late[name]}
+        return self._run_data(self.agreed, self._modalities(stated), stated, cache)
+
+    def include(self, name: str) -> None:
+        """Include a late silo: it is sent the agreement with the next offer."""
+        self.stated[name] = self.late.pop(name)
+        self._included.append(name)
+        self._remember()
 
     @property
     def agreement(self) -> tuple[DataFormat, SiloModalities]:
         """The payloads of the agreement."""
         assert self.agreed is not None  # noqa: S101 - called once there is one
-        masks = np.array([self.stated[name][0].mask for name in self._silos], np.int64)
-        return self.agreed, SiloModalities(self._silos, masks)
+        return self.agreed, self._modalities(self.stated)
+
+    def _remember(self) -> None:
+        """Note the agreement as one that peers may confirm."""
+        self._confirmable.append([*map(digest, self.agreement)])
+
+    def _modalities(self, stated: Stated) -> SiloModalities:
+        names = tuple(name for name in self._silos if name in stated)
+        return SiloModalities(names, np.array([stated[name][0].mask for name in names], np.int64))
 
     def run_data(self, cache: Path) -> RunData:
-        """The facts about the run's data that the coordinator needs.
+        """The facts about the run's data that the coordinator needs; arguments as in :meth:`candidate`."""
+        return self._run_data(*self.agreement, self.stated, cache)
 
-        Args:
-            cache: this process's cache folder.
-        """
-        agreed, modalities = self.agreement
-        digests = [f"{name} {self.stated[name][0].data}\n" for name in self._silos]
-        counts = {name: self.stated[name][0].counts for name in self._silos}
-        whole = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return run_data_of(agreed, modalities, cache, counts, whole)
+    def _run_data(self, agreed: DataFormat, modalities: SiloModalities, stated: Stated, cache: Path) -> RunData:
+        names = modalities.silos
+        first, whole = (
+            hashlib.sha256("".join(f"{name} {stated[name][0].data}\n" for name in chosen).encode()).hexdigest()
+            for chosen in ([name for name in names if name in self.stated and name not in self._included], names)
+        )
+        nothing = np.zeros((len(SPLITS), 3), np.int64)
+        counts = {name: stated[name][0].counts if name in stated else nothing for name in self._silos}
+        return run_data_of(self._silos, agreed, modalities, cache, counts, first, whole)
 
     def record(self) -> AgreementRecord:
         """What was stated and agreed on, for the run folder."""
-        return AgreementRecord.of(self._run, self.stated, self.agreed)
+        return AgreementRecord.of(self._run, self.stated, self.agreed, self._included)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Some names, for a line."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _check_consistent(name: str, statement: DataStatement, held: DataFormat) -> None:
+    """Refuse a statement whose parts contradict each other, or of a silo without training items.
+
+    Raises:
+        RemoteWireError: it is refused.
+    """
+    has = {"image": bool(statement.mask & IMAGE), "text": bool(statement.mask & TEXT)}
+    said = {modality: getattr(held, f"{modality}_dtype") != "none" for modality in has}
+    alone = [column for column, modality in ((1, "image"), (2, "text")) if not has[modality]]
+    if has != said or not any(has.values()) or statement.counts[:, alone].any():
+        raise RemoteWireError(Reason.UNEXPECTED, f"a statement of {name} whose parts contradict each other")
+    if name != EVALUATOR and not statement.counts[SPLITS.index("train")].any():
+        raise RemoteWireError(Reason.DATA, f"{name} has no training item")
 
 
 class Gathering(Protocol):
@@ -247,14 +349,16 @@ def gather(
     roster: Gathering,
     admission: OwnDataAdmission,
     *,
+    enough: Callable[[], bool],
     report: Callable[[tuple[str, ...]], None],
     stop_wanted: Callable[[], bool],
 ) -> bool:
-    """Wait until all silos have stated their data, and settle what they agree on.
+    """Wait until all silos, or enough of them, have stated their data, and settle what they agree on.
 
     Args:
         roster: the run's peers.
         admission: collects their statements.
+        enough: whether the run can start with the silos that have stated their data, which fit together.
         report: called a few times per second with the silos that are missing.
         stop_wanted: true ends the wait.
 
@@ -264,7 +368,7 @@ def gather(
     Raises:
         InputError: no silo has one of the two modalities.
     """
-    while admission.missing:
+    while not (admission.agreeable and (not admission.missing or admission.agreed is not None or enough())):
         if stop_wanted():
             return False
         report(admission.missing)

@@ -51,6 +51,21 @@ def reply_of(
     return Reply(silo, sequence, base, age, factor, payloads, _rarity(run_context, silo.name, merged), states[base])
 
 
+def replies_of(
+    run_context: RunContext,
+    messages: Sequence[Message],
+    states: Mapping[int, State],
+    version: int,
+    merged: Mapping[str, int],
+) -> list[Reply]:
+    """Convert validated messages, arguments as for :func:`reply_of`."""
+    facts = [run_context.facts_at(each.header.sender, each.header.base_version) for each in messages]
+    return [
+        reply_of(run_context, message, silo, states, version, merged)
+        for message, silo in zip(messages, facts, strict=True)
+    ]
+
+
 def _rarity(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
     """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
     aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible

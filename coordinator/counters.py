@@ -57,6 +57,17 @@ class Counters:
             # Scalars are in the body's header; count each as the eight bytes of a number.
             counter[payload.KIND] += tensor_bytes(payload) or 8
 
+    def subtract(self, sent: int, received: int, refused: Counter[str]) -> None:
+        """Take back messages that will be counted again.
+
+        Args:
+            sent: number of messages sent.
+            received: number of messages received.
+            refused: number of messages refused, by reason.
+        """
+        self.sent, self.received = self.sent - sent, self.received - received
+        self.refused = self.refused - refused
+
     def to_record(self) -> CountersRecord:
         """The record that a checkpoint stores."""
         plain = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}

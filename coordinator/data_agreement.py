@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from coordinator.admission import OwnDataAdmission, SimulatedAdmission, gather
+from coordinator.build_run_context import run_context_of, selectable
 from coordinator.checkpoint_files import Checkpoint
 from coordinator.roster import Roster
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests, salted_digest
+from fedmq.errors import InputError
+from fedmq.federation.agreement import FormatError
 from fedmq.federation.population import Population
 from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
@@ -42,7 +46,8 @@ def admission_of(
     known = None
     if saved is not None or folder.agreement.exists():
         known = read_json(folder.agreement, AgreementRecord, "what the silos of this run agreed on")
-    return OwnDataAdmission(scenario.silo_names, run.id, evaluator=scenario.evaluator, known=known)
+    minimum = scenario.participation.minimum
+    return OwnDataAdmission(scenario.silo_names, run.id, evaluator=scenario.evaluator, known=known, minimum=minimum)
 
 
 def gathered(
@@ -54,13 +59,19 @@ def gathered(
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> RunData | None:
-    """Wait until all silos have stated their data, and keep what they agreed on; None if a stop was requested.
+    """Wait until enough silos have stated their data, and keep what they agreed on; None if a stop was requested.
 
     Raises:
         InputError: no silo has one of the two modalities.
     """
+    disputed = ""
 
     def report(missing: tuple[str, ...]) -> None:
+        nonlocal disputed
+        if admission.disputes.open != disputed:
+            disputed = admission.disputes.open
+            if disputed:
+                log.logger.warning("data differ", detail=f"{disputed}; further silos show which of them is wrong")
         status(
             Status(
                 phase="gathering",
@@ -79,10 +90,51 @@ def gathered(
             )
         )
 
-    if not gather(roster, admission, report=report, stop_wanted=stop_wanted):
+    enough = partial(_enough, admission, scenario)
+    if not gather(roster, admission, enough=enough, report=report, stop_wanted=stop_wanted):
         return None
+    return _offered(roster, admission, folder, log)
+
+
+def _enough(admission: OwnDataAdmission, scenario: Scenario) -> bool:
+    """Whether the method can select a minimum of the silos that have stated their data, and they have what it needs."""
+    minimum = scenario.participation.minimum
+    try:
+        data = admission.candidate(cache_folder())
+    except FormatError:  # no silo has captions yet, or images
+        return False
+    return minimum is not None and len(selectable(scenario, data)) >= minimum
+
+
+def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log: MessageLog) -> RunData:
+    """Keep what the silos have agreed on, and send it to those that have not joined."""
     data = admission.run_data(cache_folder())
     write_json(folder.agreement, admission.record().plain())
-    log.note(NoteKind.AGREED, data_digest=data.digest, silos=len(data.silos), labels=len(data.label_names))
+    silos = sum(silo.image or silo.text for silo in data.silos)
+    log.note(NoteKind.AGREED, data_digest=data.digest, silos=silos, labels=len(data.label_names))
     roster.offer()
     return data
+
+
+def included(
+    roster: Roster, admission: OwnDataAdmission, scenario: Scenario, folder: RunFolder, log: MessageLog
+) -> RunData:
+    """Include the silos that stated their data after the agreement, or refuse those with which the run cannot go on.
+
+    Args:
+        roster: the run's peers.
+        admission: has the late silos.
+        scenario: as resolved.
+        folder: the run folder.
+        log: the coordinator's message log.
+    """
+    for name in sorted(admission.late):
+        try:
+            run_context_of(scenario, admission.with_late(name, cache_folder()), folder)
+        except InputError as error:
+            del admission.late[name]
+            roster.refuse_late(name, f"{name} cannot take part: {error}")
+        else:
+            admission.include(name)
+            log.logger.info("late silo joins", silo=name)
+    return _offered(roster, admission, folder, log)

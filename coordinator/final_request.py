@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator import checkpoint_files as checkpoints
-from coordinator.program import run_context_of
+from coordinator.build_run_context import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, run_name

@@ -147,5 +147,8 @@ class InProcessPeers:
         self._joined.discard(name)
         return joined
 
+    def dismiss_joining(self) -> None:
+        """Nothing to do: all have joined."""
+
     def note_unlogged(self) -> None:
         """Nothing to note: every refusal is logged."""

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of, states_in_use
+from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import (
     Action,
-    Arrived,
     Discard,
     EvaluationAborted,
     Event,
@@ -33,7 +32,7 @@ from coordinator.events import (
     Switched,
 )
 from coordinator.fault_injection import FaultInjector
-from coordinator.outcomes import Outcomes
+from coordinator.outcomes import Outcomes, drawn_outcome
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
 from coordinator.roster import ReconnectThrottle
@@ -41,11 +40,11 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
 from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, text_of
-from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
+from coordinator.timeline import EntryKind, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
-from fedmq.federation.protocol import Reply, SiloFacts, State
+from fedmq.federation.protocol import SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
@@ -78,9 +77,11 @@ class Loop:
         status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
+        late_silos: whether silos wait that stated data of their own after the others had agreed.
 
     Attributes:
         saving: writes the checkpoints.
+        makes_room: the loop has stopped between two rounds for late silos.
     """
 
     run_context: RunContext
@@ -96,11 +97,12 @@ class Loop:
     status: StatusReport
     stop_wanted: Callable[[], bool]
     stop_silos: bool = False
+    late_silos: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
-        self._seen: set[str] = set()
+        self._seen, self.makes_room = set[str](), False
         self._absent_since: dict[str, float] = {}
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
@@ -112,15 +114,14 @@ class Loop:
             self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
         )
         self._outcomes.schedule_saved(self.rounds.pending)
-        now, trace = self.clock.now(), self.run_context.trace
-        for name, facts in self._facts.items():
-            if not trace.on(name, now):
-                self._handle(Switched(name, on=False))
-            self._timeline.next_switch(trace, now, facts.index, name)
+        for name in self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
+            self._handle(Switched(name, on=False))
 
-    # ------------------------------------------------------------------------------------------------- the loop
-    def run(self) -> Phase:
-        """Run until all rounds are merged and evaluated, or a stop is requested.
+    def run(self, *, continues: bool = False) -> Phase:
+        """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
+
+        Args:
+            continues: go on with the silos that are connected, after an earlier loop of this process.
 
         Returns:
             ``DONE`` or ``STOPPED``.
@@ -130,6 +131,8 @@ class Loop:
         """
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
+        if continues:
+            self._take_over()
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -139,9 +142,10 @@ class Loop:
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
-        if self.stop_silos or self.rounds.phase is Phase.DONE:
+        if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
             for name in (*self._facts, EVALUATOR):
                 self.roster.send(name, self.roster.header(name, Kind.STOP))
+            self.roster.dismiss_joining()
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
@@ -163,8 +167,19 @@ class Loop:
         self._receive(_POLL_SECONDS)
         self._check_peers()
 
+    def _take_over(self) -> None:
+        """Go on with the silos that are connected; their pending tasks are sent again."""
+        here = [name for name in self._facts if self.roster.online(name)]
+        self._seen.update(here)
+        self.rounds = replace(self.rounds, online=frozenset(here))
+        pending = [name for name in here if name in self.rounds.pending]
+        for name in pending or here[:1]:
+            self._join(name)
+
     def _step(self) -> None:
-        if self.stop_wanted():
+        idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
+        self.makes_room = idle and self.late_silos() and not self.stop_wanted()
+        if self.makes_room or self.stop_wanted():
             self._handle(Stop())
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
@@ -172,7 +187,7 @@ class Loop:
             raise RunError("no eligible silo is ever on again; correct participation.trace")
         # The time of a resumed run stands still until all silos have joined; pending tasks are due afterwards.
         gathering = self.rounds.phase is Phase.GATHERING
-        if entry is not None and not gathering and self._is_ready(entry):
+        if entry is not None and not gathering and self._outcomes.allow(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
             if entry.kind is EntryKind.SWITCH:
@@ -188,11 +203,6 @@ class Loop:
                 wait = min(wait, max(0.0, entry.at - self.clock.now()))
             self._receive(wait)
         self._check_peers()
-
-    def _is_ready(self, entry: TimelineEntry) -> bool:
-        if self.clock.virtual:
-            return entry.kind is not EntryKind.ARRIVAL or self._outcomes.get(entry.silo, entry.sequence) is not None
-        return entry.at <= self.clock.now()
 
     def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
         """Pass an event to the rounds machine and carry out its actions.
@@ -230,7 +240,6 @@ class Loop:
             case _:
                 assert_never(action)
 
-    # ---------------------------------------------------------------------------------------------- from outside
     def _receive(self, wait: float) -> None:
         """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
         for _ in range(MESSAGES_AT_ONCE):
@@ -416,13 +425,9 @@ class Loop:
         if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
             self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True))
 
-    # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
         silo = self.run_context.facts_at(action.silo, action.base_version)
-        work = self.run_context.cost.duration(silo.name, action.sequence, self.run_context.samples[silo.index])
-        outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work, action.cause)
-        if not self.run_context.protocol.eligible(silo):
-            outcome = replace(outcome, due=outcome.issued_at, fails=FailureReason.NOT_ELIGIBLE, sent=False)
+        outcome = drawn_outcome(self.run_context, self.fault_injector, action, silo)
         due = self._outcomes.expect(silo.name, action.sequence, self.run_context.outcome_at(silo.name, outcome))
         off = self.clock.virtual and not self.run_context.trace.on(silo.name, due)
         if off or not outcome.sent:
@@ -450,9 +455,9 @@ class Loop:
 
     def _merge(self, action: Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves either all or nothing of it."""
-        began = self.clock.stopwatch()
-        round_, arrived, cause = action.round, action.replies, action.cause
-        replies = [self._reply(item) for item in arrived]
+        began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
+        messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
+        replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
         state, log = self.states[self.rounds.version], {}
@@ -474,7 +479,7 @@ class Loop:
             return
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
-        needed = {version, *self.evaluation.pending}
+        needed = {version, *self.evaluation.versions}
         self.states = states_in_use(self.states, needed, self.rounds.pending)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self.status.merged(line)
@@ -482,7 +487,9 @@ class Loop:
         append_metrics(self.run_context.folder, line, self.clock, durable=True)
         self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
-        self._handle(Merged(version, last=self.evaluation.ends_after(version)), cause)
+        last = version >= self.rounds.plan.rounds or self.evaluation.ends_after(version)
+        self.makes_room = not last and self.late_silos() and not self.stop_wanted()
+        self._handle(Stop() if self.makes_room else Merged(version, last=last), cause)
 
     def _measure_before_checkpoint(self, version: int) -> bool:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
@@ -490,9 +497,3 @@ class Loop:
             return self._measure_personal(version, self.rounds.settled, final=False)
         waits = self.evaluation.crowded or self.evaluation.decides
         return not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)
-
-    def _reply(self, item: Arrived) -> Reply:
-        message = self._outcomes.get(item.silo, item.sequence)
-        assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
-        silo = self.run_context.facts_at(item.silo, message.header.base_version)
-        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, self.counters.participations)

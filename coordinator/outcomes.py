@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from coordinator.counters import Counters
-from coordinator.events import Discard, DiscardReason, Failed
+from coordinator.events import Discard, DiscardReason, Failed, Send
 from coordinator.fault_injection import FaultInjector
 from coordinator.rounds import PendingTask
-from coordinator.timeline import Timeline
+from coordinator.run_context import RunContext
+from coordinator.timeline import EntryKind, Timeline, TimelineEntry
 from fedmq.clock import Clock
+from fedmq.federation.fault_effects import FailureReason, TaskOutcome
 from fedmq.federation.protocol import SiloFacts
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message
+
+
+def drawn_outcome(run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts) -> TaskOutcome:
+    """The outcome of a task that is issued, by the cost model and the scenario's faults.
+
+    Args:
+        run_context: fixed facts of the run.
+        fault_injector: applies the faults.
+        task: the task.
+        silo: its silo, with the modalities that it has at the task's base version.
+    """
+    work = run_context.cost.duration(silo.name, task.sequence, run_context.samples[silo.index])
+    outcome = fault_injector.outcome(silo.name, task.sequence, task.base_version, work, task.cause)
+    if run_context.protocol.eligible(silo):
+        return outcome
+    return replace(outcome, due=outcome.issued_at, fails=FailureReason.NOT_ELIGIBLE, sent=False)
 
 
 class Outcomes:
@@ -72,6 +91,18 @@ class Outcomes:
     def get(self, silo: str, sequence: int) -> Message | Failed | None:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
+
+    def allow(self, entry: TimelineEntry) -> bool:
+        """Whether an entry of the timeline can be handled: it is due, and a task's outcome is here."""
+        if self._clock.virtual:
+            return entry.kind is not EntryKind.ARRIVAL or self.get(entry.silo, entry.sequence) is not None
+        return entry.at <= self._clock.now()
+
+    def reply(self, silo: str, sequence: int) -> Message:
+        """The stored reply to a task that did not fail."""
+        message = self.get(silo, sequence)
+        assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
+        return message
 
     def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
         """Whether a task is pending and has no outcome yet."""

@@ -11,21 +11,19 @@ from pathlib import Path
 
 import torch
 
-import protocols
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
 from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.aggregation import check_robust
 from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.cost import CostModel
+from coordinator.build_run_context import run_context_of, sent_kinds
 from coordinator.counters import Counters
-from coordinator.data_agreement import admission_of, gathered
+from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.descriptors import allow_descriptors
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.inquiries import Inquiries
 from coordinator.loop import Loop
-from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
@@ -38,26 +36,20 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
-from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
-from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
-from fedmq.runs.status import Status
-from fedmq.storage.cache import file_digest
+from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
 from fedmq.wire.disguise import MAX_FRONT, padded_size
-from fedmq.wire.fields import FieldError
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.payloads import Loss, Payload
 from fedmq.wire.sealed_sessions import TAG_BYTES
 from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
@@ -176,13 +168,12 @@ def run_coordinator(
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
             return _ended(log, Phase.STOPPED, None)
-        run_context, theta = setting or _resumable(arguments, data, saved, revoked)
-        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
-        _equip(arguments, loop, data, closing)
-        phase = loop.run()
-        loop.saving.update_counters()
-        summary = finish(loop, data, clock, theta, admission) if phase is Phase.DONE else None
-        return _ended(log, phase, summary)
+        process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
+        if isinstance(roster, Roster) and roster.inquiries is not None:
+            roster.inquiries.latest = process.latest
+        if arguments.metrics_port is not None:
+            closing.callback(prometheus.serve(arguments.metrics_port, process.latest))
+        return process.run(data, setting, saved, revoked)
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> CoordinatorResult:
@@ -214,16 +205,11 @@ def _roster(
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
     options = arguments.scenario.wire
-    return Roster(
+    roster = Roster(
         listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
     )
-
-
-def _equip(arguments: CoordinatorArguments, loop: Loop, data: RunData, closing: contextlib.ExitStack) -> None:
-    """Apply the options of a loop; serve figures for Prometheus until the run ends, if asked to."""
-    loop.stop_silos, loop.evaluation.best = arguments.stop_silos, release.best_model(loop.run_context, data)
-    if arguments.metrics_port is not None:
-        closing.callback(prometheus.serve(arguments.metrics_port, lambda: loop.status.latest))
+    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    return roster
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
@@ -303,137 +289,115 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
     return identity, accepted, frozenset()
 
 
-def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
-    """The fixed facts of a run, and the initial parameters (float32 [P]).
+@dataclass
+class _Process:
+    """What a coordinator's process keeps while its run goes on, also when late silos are included.
 
     Args:
-        scenario: as resolved.
-        data: the run's data, with the numbers of items.
-        folder: the run folder.
-
-    Raises:
-        InputError: the method, the data and the scenario's options do not fit together.
+        arguments: how the coordinator is started.
+        clock: the run's clock.
+        roster: the run's peers.
+        log: the coordinator's message log.
+        admission: decides which peers join; None without messages.
+        order: executes the process commands of injected faults.
+        status: called with the run's status.
+        stop_wanted: true stops the run cleanly.
+        accepted: public keys of the peers; None without messages.
     """
-    _check_labels(scenario, data)
-    try:
-        model = data.build_model(scenario, "cpu", ())
-    except FieldError as error:
-        found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
-        raise InputError("objective", found, f"a network that can be sent: {error}") from None
-    context = data.context(scenario, model)
-    method = protocols.create(scenario.protocol, context)
-    eligible = sum(map(method.eligible, data.silos))
-    if not eligible:
-        allowed = f"at least one silo that {scenario.protocol.label} can select"
-        place = "missing_modality" if scenario.data is not None else "the silos' modalities"
-        raise InputError(place, "no such silo is left", allowed)
-    minimum = scenario.participation.minimum
-    if minimum is not None and minimum > eligible:
-        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
-        raise InputError("participation.minimum", minimum, allowed)
-    context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
-    size = model.layout.nbytes
-    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
-    trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
-    path = scenario.participation.trace
-    digests = data.digest, "" if path is None else file_digest(path)
-    method = protocols.create(scenario.protocol, context)
-    samples, pairs = _samples(scenario, data, method), data.pairs(scenario.evaluation.split)
-    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs)
-    if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
-        context = replace(context, whole_rounds=False)
-        method = protocols.create(scenario.protocol, context)
-        run_context = replace(run_context, protocol=method, context=context)
-    sent = _sent(run_context)
-    if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
-        allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
-        raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
-    if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
-        allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
-        raise InputError("participation.kind", "power_of_choice", allowed)
-    check_robust(run_context)
-    return run_context, model.flat.detach().clone()
 
+    arguments: CoordinatorArguments
+    clock: Clock
+    roster: Peers
+    log: MessageLog
+    admission: Admission | None
+    order: Callable[[ProcessCommand], None] | None
+    status: Callable[[Status], None]
+    stop_wanted: Callable[[], bool]
+    accepted: AcceptedKeys | None
 
-def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tuple[int, ...]:
-    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+    def __post_init__(self) -> None:
+        self._loop: Loop | None = None
 
-    Raises:
-        InputError: a silo that the method can select has nothing to train on.
-    """
-    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, data.silos), method.traits().unpaired
-    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
-    for silo in data.silos:
-        found = {state: data.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
-        samples.append(max(found.values()))
-        if not method.eligible(silo):
-            continue
-        for state in found:
-            held = data.training_items(state).dataset
-            if not held:
-                what = "both modalities" if state.paired else "an image" if state.image else "captions"
-                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
-        # A silo that lost a modality from the first round on never trains as it is described.
-        if silo.paired and contrasts and found.get(silo) == 1:
-            what = f"{silo.name} with one pair, which has no other to be contrasted with"
-            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
-    return tuple(samples)
+    def latest(self) -> StatusFile | None:
+        """The latest status, for Prometheus and those who ask."""
+        return None if self._loop is None else self._loop.status.latest
 
+    def run(
+        self,
+        data: RunData,
+        setting: tuple[RunContext, torch.Tensor] | None,
+        saved: checkpoints.Checkpoint | None,
+        revoked: frozenset[str],
+    ) -> CoordinatorResult:
+        """Run all rounds, and write the summary and the model.
 
-def _check_labels(scenario: Scenario, data: RunData) -> None:
-    """Refuse an objective base that needs labels if no training item has one."""
-    base = scenario.objective.base
-    if data.label_names and not data.labelled and OBJECTIVES.find(base).needs_labels:
-        raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
+        Args:
+            data: the run's data.
+            setting: the result of :func:`_resumable`, if known.
+            saved: the checkpoint that the run resumes from.
+            revoked: silos without an accepted key.
+        """
+        counters = Counters.from_record(saved.counters) if saved else Counters()
+        while True:
+            run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
+            loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
+            loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
+            phase = loop.run(continues=earlier is not None)
+            loop.saving.update_counters()
+            if phase is Phase.DONE:
+                return _ended(self.log, phase, finish(loop, data, self.clock, theta, self.admission))
+            roster, admission = self.roster, self.admission
+            if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+                return _ended(self.log, phase, None)
+            # As a resumed coordinator, it goes on from its checkpoint; peers stay connected and counters go on.
+            counters.subtract(roster.sent, roster.received, roster.refused)
+            folder = run_context.folder
+            data = included(roster, admission, self.arguments.scenario, folder, self.log)
+            saved = checkpoints.load(folder.checkpoints)
+            revoked = frozenset(name for name in revoked if name not in (self.accepted or ()))
 
+    def _loop_of(
+        self,
+        run_context: RunContext,
+        theta: torch.Tensor,
+        saved: checkpoints.Checkpoint | None,
+        revoked: frozenset[str],
+        counters: Counters,
+    ) -> Loop:
+        plan, log, clock, roster = run_context.plan, self.log, self.clock, self.roster
+        issued = saved.issued if saved else {}
+        fault_injector = FaultInjector(
+            run_context.script, run_context.folder, log, clock, order=self.order, wired=roster.wired, issued=issued
+        )
+        if saved is None:
+            rounds, states, due = Rounds(plan), {0: run_context.protocol.initial(theta)}, dict[str, float]()
+        else:
+            rounds, states, due = Rounds.from_record(plan, saved.rounds), dict(saved.states), dict(saved.due)
+        evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
+        if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
+            rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
+        loop = Loop(
+            run_context,
+            rounds,
+            states,
+            clock,
+            roster,
+            log,
+            counters,
+            fault_injector,
+            due,
+            evaluation,
+            StatusReport(run_context, clock, roster, counters, evaluation, self.status, log.logger),
+            stop_wanted=self.stop_wanted,
+            stop_silos=self.arguments.stop_silos,
+            late_silos=self._late_silos,
+        )
+        for silo in sorted(revoked):
+            loop.expel(silo)
+        return loop
 
-def _sent(run_context: RunContext) -> list[frozenset[type[Payload]]]:
-    """Payload kinds that each eligible silo uploads."""
-    protocol, silos = run_context.protocol, run_context.context.silos
-    return [protocol.uploads(silo) for silo in silos if protocol.eligible(silo)]
-
-
-def _loop(
-    run_context: RunContext,
-    theta: torch.Tensor,
-    saved: checkpoints.Checkpoint | None,
-    revoked: frozenset[str],
-    clock: Clock,
-    roster: Peers,
-    log: MessageLog,
-    order: Callable[[ProcessCommand], None] | None,
-    status: Callable[[Status], None],
-    stop_wanted: Callable[[], bool],
-) -> Loop:
-    plan, issued = run_context.plan, saved.issued if saved else {}
-    fault_injector = FaultInjector(
-        run_context.script, run_context.folder, log, clock, order=order, wired=roster.wired, issued=issued
-    )
-    if saved is None:
-        rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
-    else:
-        rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
-        due, counters = dict(saved.due), Counters.from_record(saved.counters)
-    evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
-    if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
-        rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
-    loop = Loop(
-        run_context,
-        rounds,
-        states,
-        clock,
-        roster,
-        log,
-        counters,
-        fault_injector,
-        due,
-        evaluation,
-        StatusReport(run_context, clock, roster, counters, evaluation, status, log.logger),
-        stop_wanted=stop_wanted,
-    )
-    for silo in sorted(revoked):
-        loop.expel(silo)
-    return loop
+    def _late_silos(self) -> bool:
+        return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)
 
 
 def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
@@ -467,7 +431,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context))
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "

@@ -23,7 +23,8 @@ from fedmq.federation.run_data import RunData
 from fedmq.runs.model_card import model_card
 from fedmq.runs.run_records import ReleaseConfig, ReleasedInputs, RunSummary
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
-from fedmq.wire.payloads import Payload, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Payload
 
 
 def write_model(

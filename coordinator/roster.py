@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
+from coordinator.inquiries import Inquiries
 from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
@@ -113,6 +114,9 @@ class Roster:
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides by the data that peers state which of them join; None lets all join that prove their key.
         options: what the coordinator hides of its messages.
+
+    Attributes:
+        inquiries: answers those who ask for the run's status; None refuses them.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class Roster:
     ) -> None:
         self._options = options
         self._max_body, self._patience, self._admission = max_body, patience, admission
+        self.inquiries: Inquiries | None = None
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -190,7 +195,7 @@ class Roster:
             if kind is Kind.HELLO:
                 self._hello(address, frames, size)
                 return None
-            if kind is Kind.READY:
+            if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
             if peer is None:
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
@@ -269,7 +274,8 @@ class Roster:
         for memory in (self._answered, self._pending):
             while len(memory) > _MAX_PENDING:
                 del memory[next(iter(memory))]
-        if not repeated:
+        # Whoever asks for the status may keep no log for an audit to compare with; the inquiry is noted instead.
+        if not repeated and not responded.inquiry:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
@@ -281,6 +287,9 @@ class Roster:
         responded = pending.responded
         session = confirm(responded, frames)
         del self._pending[address]
+        if responded.inquiry:
+            self._inform(address, responded.peer, session)
+            return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._log.handshake("received", Kind.READY, peer.name, size)
         self._by_address[address] = peer
@@ -293,6 +302,13 @@ class Roster:
             self._by_address.pop(earlier.address, None)
         self._joining[peer.name] = peer
         return None
+
+    def _inform(self, address: bytes, name: str, session: Session) -> None:
+        """Answer an inquiry; it neither joins its sender nor touches a session that the name has."""
+        if self.inquiries is None:
+            raise RemoteWireError(Reason.UNEXPECTED, "no inquiries are answered here")
+        message = Message(self.header(name, Kind.STATUS), (self.inquiries.answer(name, self),))
+        self._listener.send(address, seal_message(session, message).frames)
 
     def _admit(self, peer: Peer) -> Ready:
         """Replace an older session of the peer's name by this one."""
@@ -321,9 +337,25 @@ class Roster:
                 return self._admit(peer)
             case Agree(payloads):
                 self._send(peer, Message(self.header(peer.name, Kind.AGREEMENT), payloads))
-            case Waiting():
-                pass
+            case Waiting(refused):
+                for name, detail in refused.items():
+                    self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
         return None
+
+    def _refuse_waiting(self, name: str, error: RemoteWireError) -> None:
+        """Refuse a peer that has stated its data but not joined."""
+        self.refuse(name, error, 0)
+        if (peer := self._joining.get(name)) is not None:
+            self._turn_away(peer, error)
+
+    def refuse_late(self, name: str, detail: str) -> None:
+        """Refuse a silo whose data would not fit the run, though they fit the agreement."""
+        self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
+
+    def dismiss_joining(self) -> None:
+        """Tell peers that have not joined that the run is over."""
+        for peer in list(self._joining.values()):
+            self._send(peer, Message(self.header(peer.name, Kind.STOP)))
 
     def offer(self) -> None:
         """Send what the silos agreed on to all peers that have stated their data but not joined."""

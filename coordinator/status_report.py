@@ -18,7 +18,7 @@ from fedmq.errors import FedmqError
 from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
 from fedmq.runs.run_records import MergeLine
-from fedmq.runs.status import STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
+from fedmq.runs.status import ERROR_CHARACTERS, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
@@ -27,8 +27,6 @@ from fedmq.wire.payloads import Payload, tensor_bytes
 
 #: Interval between two reports to the display [s].
 _SHOW_SECONDS = 0.2
-#: Characters kept of a silo's error.
-_ERROR_CHARACTERS = 300
 
 
 class StatusReport:
@@ -88,7 +86,7 @@ class StatusReport:
 
     def failed(self, silo: str, why: str) -> None:
         """A silo reported an error, or its task failed."""
-        self._errors[silo] = printable(why)[:_ERROR_CHARACTERS]
+        self._errors[silo] = printable(why)[:ERROR_CHARACTERS]
 
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
@@ -160,7 +158,7 @@ class StatusReport:
             now=self._clock.now(),
             elapsed=round(now - self._began, 3),
             refused=dict(roster.refused),
-            last_refused=printable(roster.refusal)[:_ERROR_CHARACTERS],
+            last_refused=printable(roster.refusal)[:ERROR_CHARACTERS],
             silos={name: self._silo(name, rounds, seen, now) for name in self._names},
         )
 

@@ -13,6 +13,7 @@ from enum import IntEnum
 
 from coordinator.events import Arrived, Deadline, Event, Failed, Switched
 from coordinator.participation import Trace
+from fedmq.federation.protocol import SiloFacts
 from fedmq.wire.log_records import EventKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message
@@ -58,6 +59,12 @@ class Timeline:
 
     def __init__(self) -> None:
         self._heap: list[TimelineEntry] = []
+
+    def begin(self, trace: Trace, now: float, silos: Mapping[str, SiloFacts]) -> list[str]:
+        """Add each silo's first availability change after ``now`` [s]; returns the silos that are off."""
+        for name, facts in silos.items():
+            self.next_switch(trace, now, facts.index, name)
+        return [name for name in silos if not trace.on(name, now)]
 
     def arrival(self, at: float, index: int, silo: str, sequence: int) -> None:
         """Add a task's outcome at ``at`` [s]."""

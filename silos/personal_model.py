@@ -19,7 +19,7 @@ from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import as_measured, read_summary
 from fedmq.storage.cache import key_of
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import digest
+from fedmq.wire.payload_digest import digest
 from silos.program import Silo, SiloArguments
 
 #: Relative difference that the metrics of a model may have between machines.

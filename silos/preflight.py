@@ -17,6 +17,7 @@ from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, RemoteWireError
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
+from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
 from fedmq.version import __version__
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
@@ -88,13 +89,17 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
         yield Check("data", Verdict.FAILED, str(error))
         return
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
-    yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}")
+    unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
+    yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
     yield _disk(arguments, silo)
     yield from _step(silo)
 
 
 def _silo(arguments: SiloArguments, progress: Progress | None) -> Silo:
     here = arguments.scenario.model_copy(update={"device": arguments.device or arguments.scenario.device})
+    if arguments.scenario.data is None:
+        site = SiteData.load(here, arguments.site, arguments.run.id, progress)
+        return Silo(arguments, site.alone(arguments.name), noise=arguments.scenario.seed)
     population = build_population(here, progress, folder=arguments.data, pooled=arguments.run.pooled)
     return Silo(arguments, population, noise=arguments.scenario.seed)
 

@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {
     "training": {"batch_size": 16, "learning_rate": 0.001},
     "evaluation": {"every": 2},
 }
-#: The second site uses its images only.
+#: The second site's file has images only.
 IMAGE_ONLY = "silo-01"
 PATIENCE = 120.0
 FEDMQ = (sys.executable, "-m", "fedmq")
@@ -87,10 +87,11 @@ class Sites:
         for index, hospital in enumerate(HOSPITALS):
             folder = self.root / hospital
             folder.mkdir(exist_ok=True)
-            np.savez(folder / f"site{index}.npz", **of_hospital(found, hospital))
             site = {"name": f"silo-{index:02d}", "data": {"name": "features", "path": f"site{index}.npz"}}
-            only = {"modalities": ["image"]} if site["name"] == IMAGE_ONLY else {}
-            site |= {"keys": "keys", "connect": self.uri, "cache": "cache", "out": "run", **only}
+            lacks = ("text", "text_present") if site["name"] == IMAGE_ONLY else ()
+            held = {key: value for key, value in of_hospital(found, hospital).items() if key not in lacks}
+            np.savez(folder / f"site{index}.npz", **held)
+            site |= {"keys": "keys", "connect": self.uri, "cache": "cache", "out": "run"}
             (folder / "silo.yaml").write_text(yaml.safe_dump(site | self.site.get(index, {})))
             self._give_keys(folder, f"silo-{index:02d}")
         self._give_keys(self.root / "coordinator", "coordinator")

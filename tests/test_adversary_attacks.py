@@ -89,6 +89,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     assert not audit_run(tmp_path).findings
 
 
+@pytest.mark.slow
 def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
 ) -> None:

@@ -399,6 +399,7 @@ def test_an_update_with_an_implausible_norm_is_refused(theta_length: float) -> N
         assert refused(run, lie, theta=theta) == reason, length
 
 
+@pytest.mark.slow
 def test_an_update_with_a_huge_norm_fails_its_task_but_not_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

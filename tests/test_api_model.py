@@ -67,6 +67,7 @@ def alone(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(finished / "model", tmp_path_factory.mktemp("alone") / "model"))
 
 
+@pytest.mark.slow
 def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone: Path, photos: Path) -> None:
     exported = galleries.export(open_release(finished), None)
     model = fedmq.load(alone)
@@ -78,6 +79,7 @@ def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone:
     assert np.abs(model.embed_texts(captions) - exported.array("text")).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_fresh_process_without_data_and_cache_embeds_photos_and_finds_them(
     alone: Path, photos: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_fresh_process_without_data_and_cache_embeds_photos_and_finds_them(
     assert done.stdout.strip() == f"['00.png', '01.png', '02.png'] ({PHOTOS}, 512)", done.stderr
 
 
+@pytest.mark.slow
 def test_paths_pillow_images_arrays_and_tensors_give_the_same_embeddings(alone: Path, photos: Path) -> None:
     model = fedmq.load(alone)
     path = photos / "00.png"
@@ -213,6 +216,7 @@ def search(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
     alone: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,8 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.keys import load_identity
 from fedmq.wire.log_records import signed_statement
-from fedmq.wire.payloads import Metrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Metrics
 from tests import threaded_run
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
 from tests.threaded_run import resolved
@@ -405,6 +406,7 @@ def test_logs_without_any_signature_are_audited_as_unsigned_and_refused_with_the
     assert code == 3 and any("is not signed, though a public key" in each["what"] for each in found["findings"])
 
 
+@pytest.mark.slow
 def test_a_run_wound_back_to_an_earlier_signature_is_found_by_heads_noted_later(run: Path, tmp_path: Path) -> None:
     heads = tmp_path / "heads.json"
     assert audited(run, "--heads", str(heads))[0] == 0

@@ -105,6 +105,7 @@ def test_a_report_replaces_a_link_and_does_not_write_through_it(run: Path, tmp_p
     assert not (run / "audit.html").is_symlink() and "Audit of tiny" in (run / "audit.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_archive_that_expands_to_far_more_than_it_is_is_refused_before_it_is_read(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("image.npy", "w") as member:

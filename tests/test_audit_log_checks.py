@@ -30,7 +30,8 @@ from fedmq.wire.keys import Identity, fingerprint, load_accepted
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts, write_all
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import Error, Loss, Metrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Error, Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written
 

@@ -31,6 +31,7 @@ VALUES = arrays.arrays(np.float64, st.integers(1, 40), elements=st.integers(-6, 
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
+@pytest.mark.slow
 @given(VALUES, VALUES)
 @settings(deadline=None)
 def test_auc_and_true_positive_rate_equal_those_of_scikit_learn(members: np.ndarray, others: np.ndarray) -> None:
@@ -64,6 +65,7 @@ def test_the_confidence_interval_is_that_of_delong_over_all_pairs(members: np.nd
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
+@pytest.mark.slow
 def test_about_95_percent_of_the_confidence_intervals_contain_the_true_auc() -> None:
     generator = np.random.default_rng(0)
     truth = 0.7602499389065233  # AUC of N(1, 1) against N(0, 1): the standard normal CDF at 1 / sqrt(2)
@@ -237,6 +239,7 @@ def run_of_rcsr_p(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_command_probes_and_exits_with_0(
     run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def difference(one: RunFolder, other: RunFolder) -> Difference | None:
     return first_difference(read_record(one), read_record(other))
 
 
+@pytest.mark.slow
 def test_a_repeated_run_is_the_same(tiny: Path, tmp_path: Path) -> None:
     first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
     assert difference(first, second) is None
@@ -95,6 +96,7 @@ def test_logged_deadlines_of_finished_merges_do_not_make_a_run_different(tiny: P
     assert difference(first, second) is not None
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
     first = finished(resolved(tiny), tmp_path / "first")
     late = resolved(tiny, "faults=[{kind: late, seconds: 5, silos: [silo-00], rounds: [2]}]")

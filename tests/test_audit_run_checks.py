@@ -253,6 +253,7 @@ def with_invented_figures(summary: dict[str, Any]) -> None:
         own["mean_r1"] = 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

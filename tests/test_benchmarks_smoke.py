@@ -50,6 +50,7 @@ def test_a_step_of_the_gpu_benchmark_that_fails_is_named_and_fails_the_command(t
     assert done.stdout.count("Left out: ") == 4
 
 
+@pytest.mark.slow
 def test_an_unknown_benchmark_is_refused_with_the_names_that_exist() -> None:
     done = ran("benchmarks", "--only", "speed")
     assert done.returncode == 2

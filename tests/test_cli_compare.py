@@ -79,6 +79,7 @@ def test_bad_input_prints_one_line_and_writes_nothing(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_refused_comparison_leaves_existing_folders_in_place(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,10 +130,10 @@ def test_runs_started_within_one_second_get_separate_folders(tmp_path: Path) -> 
 
 def test_a_folder_taken_by_another_run_in_the_meantime_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
     folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
-    run_commands._begin(folder, scenario)
+    run_commands._begin(folder, scenario, extended=False)
     before = folder.scenario.read_text()
     with pytest.raises(InputError, match="another run has taken"):
-        run_commands._begin(folder, scenario.model_copy(update={"seed": 1}))
+        run_commands._begin(folder, scenario.model_copy(update={"seed": 1}), extended=False)
     assert folder.scenario.read_text() == before
 
 
@@ -189,7 +189,7 @@ def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
-    (other / "summary.json").write_text("{}")
+    (other / "summary.json").write_text((Path(__file__).parent / "fixtures/old_run/summary.json").read_text())
     assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
     assert "a finished run" in capfd.readouterr().err
 

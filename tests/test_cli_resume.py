@@ -28,6 +28,7 @@ def digest(out: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["model_digest"])
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_its_folder_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert fedmq(monkeypatch, "scenario", tiny, *INLINE, "--out", whole, "--quiet") == 0
@@ -39,6 +40,7 @@ def test_a_run_is_resumed_from_its_folder_alone(tiny: Path, tmp_path: Path, monk
     assert digest(out) == digest(whole)
 
 
+@pytest.mark.slow
 def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_contradicting_options_are_refused(
         assert expected in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_only_if_it_has_its_checkpoints(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

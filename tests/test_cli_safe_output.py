@@ -72,6 +72,7 @@ def on_console(show: Callable[[SafeConsole], object], *, terminal_of: bool = Fal
     return screen.getvalue()
 
 
+@pytest.mark.slow
 @given(hostile_text)
 @settings(max_examples=100)
 def test_text_is_escaped_in_one_way_and_nothing_else_of_it_changes(text: str) -> None:

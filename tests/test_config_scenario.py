@@ -15,13 +15,14 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 
 FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
-SCENARIOS = [path for path in FILES if path.parent.name != "tables"]
+SCENARIOS = [path for path in FILES if path.parent.name not in ("tables", "tune")]
 
 
 def test_loading_a_comparison_file_as_a_scenario_names_the_command_that_runs_it() -> None:
     for path in set(FILES) - set(SCENARIOS):
-        command = "compare" if "compare" in read_yaml(path) else "sweep"
-        with pytest.raises(InputError, match=f"a comparison file.*fedmq {command}"):
+        command = next(command for command in ("compare", "sweep", "tune") if command in read_yaml(path))
+        kind = "tuning" if command == "tune" else "comparison"
+        with pytest.raises(InputError, match=f"a {kind} file.*fedmq {command}"):
             scenarios.load(path)
 
 

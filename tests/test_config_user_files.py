@@ -54,6 +54,7 @@ def digest_of(scenario: Scenario, out: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
+@pytest.mark.slow
 def test_a_method_from_a_user_file_runs(file: Path, tmp_path: Path) -> None:
     half = resolved(file)
     assert half.protocol.label == "half.py"
@@ -174,6 +175,7 @@ def test_an_objective_without_its_begin_function_is_refused_with_one_line(file: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_data_set_from_a_user_file_is_read(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()

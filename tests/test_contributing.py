@@ -108,6 +108,7 @@ def with_option(file: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_option_is_explained_bounded_and_has_an_effect(
     tiny: Path, tmp_path: Path, printed: Callable[[str], Path]
 ) -> None:
@@ -138,6 +139,7 @@ def test_the_metric_is_in_the_summary(tiny: Path, tmp_path: Path, printed: Calla
     assert summary.own_metrics["mrr"].title == "mean reciprocal rank, mean"
 
 
+@pytest.mark.slow
 def test_the_data_set_is_read_and_trained_on(tiny: Path, tmp_path: Path, printed: Callable[[str], Path]) -> None:
     entries = []
     for number in range(20):
@@ -235,6 +237,7 @@ except FieldError as error:
 """
 
 
+@pytest.mark.slow
 def test_the_payload_is_declared_in_one_place(copy: Path) -> None:
     assert python(copy, "-c", PAYLOAD).startswith("gradient_norm.value: -2.0")
 
@@ -252,10 +255,12 @@ for silo in ("silo-00", "silo-01"):
 """
 
 
+@pytest.mark.slow
 def test_the_fault_lengthens_a_task(copy: Path) -> None:
     assert python(copy, "-c", FAULT).splitlines() == ["110.0 0", "130.0 1"]
 
 
+@pytest.mark.slow
 def test_a_scenario_takes_the_fault_and_the_command_reads_its_run(copy: Path, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings: list[Any] = ["--set", "launcher=inline", "--set", "faults=[{kind: slow, times: 3, rounds: 0-}]"]

@@ -174,6 +174,7 @@ def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(
     assert run(scenario, tmp_path / "parts", resume=True).summary.model_digest == uninterrupted["model_digest"]
 
 
+@pytest.mark.slow
 def test_a_run_on_the_wall_clock_completes_and_has_no_virtual_seconds(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, "clock=wall"), tmp_path)
     assert outcome.phase is Phase.DONE
@@ -227,6 +228,7 @@ class SlowEvaluator:
 LONG = ("rounds=16", "protocol=fedavg", "evaluation.every=1")
 
 
+@pytest.mark.slow
 def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
     assert [line["version"] for line in lines if line["kind"] == "evaluation"] == list(range(17))
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

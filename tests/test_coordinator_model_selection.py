@@ -48,6 +48,7 @@ def test_the_test_split_must_not_decide(tiny: Path, setting: str) -> None:
         resolved(tiny, "evaluation.split=val", "evaluation.every=0", "evaluation.patience=2")
 
 
+@pytest.mark.slow
 def test_the_best_version_is_kept_beside_the_last_one(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, *SETTINGS, "evaluation.keep=best"), tmp_path)
     assert outcome.summary is not None
@@ -62,6 +63,7 @@ def test_the_best_version_is_kept_beside_the_last_one(tiny: Path, tmp_path: Path
     assert not audit_run(tmp_path).findings
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_and_its_resume_does_not_continue(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, *SETTINGS, "evaluation.patience=2")
     outcome = run(scenario, tmp_path / "run")

@@ -268,6 +268,7 @@ def test_a_folder_of_frames_takes_precedence_over_its_video_file(tmp_path: Path)
     assert len(found.pictures.frames(1)) == 12
 
 
+@pytest.mark.slow
 def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     monkeypatch.setattr("fedmq.data.prepare.ITEMS", 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io as scipy_io
 from safetensors.numpy import save_file
 
 from fedmq.config.loader import parse
@@ -67,6 +68,37 @@ def test_a_safetensors_file_holds_the_column_as_numbers_or_as_text_in_its_metada
         save_file({"image": rows, "text": rows, "split": split, **tensors}, path, metadata)
         population = build_population(scenario(path), cache=tmp_path)
         assert population.train[0].tolist() == held(HOSPITALS, "east", "train")
+
+
+def in_matlab(path: Path, values: object, **more: object) -> Scenario:
+    rows = np.random.default_rng(0).normal(size=(24, 4))
+    arrays = {"I": rows, "T": rows + 1, "L": np.arange(24) % 2, "split": np.array([0] * 15 + [2] * 6 + [4] * 3)}
+    scipy_io.savemat(path, arrays | {"hospital": values} | more)
+    data = {"name": "mirflickr", "path": str(path)}
+    return scenario(path, data=data)
+
+
+@pytest.mark.parametrize("values", [np.array(HOSPITALS, object), np.array(HOSPITALS), np.array([[1.0, 2.0, 0.0] * 8])])
+def test_a_matlab_file_holds_the_column_as_cells_strings_or_numbers(tmp_path: Path, values: object) -> None:
+    population = build_population(in_matlab(tmp_path / "all.mat", values), cache=tmp_path)
+    assert [rows.tolist() for rows in population.train] == [
+        held(HOSPITALS, value, "train") for value in ("east", "north", "south")
+    ]
+
+
+def test_a_matlab_column_that_is_missing_or_of_another_length_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "all.mat"
+    with pytest.raises(InputError, match=r"all.mat: hospital: found 'float64 \[23\]'|hospital: found .*23"):
+        build_population(in_matlab(path, np.arange(23.0)), cache=tmp_path)
+    made = in_matlab(path, np.array(HOSPITALS))
+    other = made.model_copy(
+        update={
+            "data": made.dealt.model_copy(update={"column": "ward"}),
+            "partition": made.partition.model_copy(update={"column": "ward"}),
+        }
+    )
+    with pytest.raises(InputError, match=r"partition.column ward: found 'arrays .*hospital"):
+        build_population(other, cache=tmp_path)
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])

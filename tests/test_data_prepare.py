@@ -298,6 +298,7 @@ def tiny_clip(tmp_path: Path, **changes: Any) -> Backbone:
     return Backbone(name=str(tmp_path / "tiny.json"), **changes)
 
 
+@pytest.mark.slow
 def test_openmoji_with_adapters_in_the_blocks_is_stored_as_pixels_and_token_ids(
     few: list[openmoji.Item], tmp_path: Path
 ) -> None:

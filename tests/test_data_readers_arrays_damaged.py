@@ -19,6 +19,7 @@ h5py = pytest.importorskip("h5py")
 scipy_io = pytest.importorskip("scipy.io")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["4", "5", "compressed"])
 def test_a_truncated_mat_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.mat"

@@ -125,8 +125,8 @@ SPLIT = arrays()["split"]
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
-        ({"image": None}, "image", "no such key"),
-        ({"text": None}, "text", "no such key"),
+        ({"image": None, "text": None}, "image", "no such key.*or both"),
+        ({"text": None, "captions": None, "text_present": SPLIT == "train"}, "text_present", "items with text"),
         ({"image": NAN}, "image", "row 4"),
         ({"image": HUGE}, "image", "row 7.*finite float32"),
         ({"image": np.ones((10, 6), dtype=np.int32)}, "image", "dtype int32.*float16, float32, float64"),
@@ -276,3 +276,12 @@ def test_a_column_of_a_single_named_label_is_that_label(tmp_path: Path) -> None:
     found = read_features(saved(tmp_path, labels=COLUMN[:, None], label_names=np.array(["cat"])))
     assert found.label_names == ("cat",)
     assert (found.labels == COLUMN[:, None]).all()
+
+
+@pytest.mark.parametrize(("lacks", "width"), [("text", 6), ("image", 5)])
+def test_a_file_of_one_modality_needs_no_key_for_the_other(tmp_path: Path, lacks: str, width: int) -> None:
+    found = read_features(saved(tmp_path, **{lacks: None}))
+    assert found.present is not None
+    assert found.present.all(axis=0).tolist() == [lacks != "image", lacks != "text"]
+    assert not found.present[:, int(lacks == "text")].any()
+    assert (found.image if lacks == "text" else found.text).shape[-1] == width

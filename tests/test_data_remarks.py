@@ -36,6 +36,7 @@ def read(tmp_path: Path, **arrays: Any) -> FeatureSet:
 # --- padding --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=20))
 @settings(max_examples=30)
 def test_rows_of_zeros_behind_the_captions_are_padding_as_if_their_numbers_were_given(
@@ -131,6 +132,7 @@ def photos(folder: Path, captions: list[str]) -> Data:
 LONG = "examination of the site was done as ordered and nothing else was seen there; " * 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["lite", "tiny"])
 def test_captions_longer_than_the_encoder_reads_are_counted_and_the_first_is_named(
     tmp_path: Path, backbone: str
@@ -148,6 +150,7 @@ def test_captions_longer_than_the_encoder_reads_are_counted_and_the_first_is_nam
     assert any("3 captions were cut" in line and line.endswith("2.png") for line in sentences(remarks))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 90), st.sampled_from(["a", "dog ", "ü", "犬", "zebra-like "]))
 @settings(max_examples=40, deadline=None)
 def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: str) -> None:

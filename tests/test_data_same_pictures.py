@@ -107,6 +107,7 @@ def test_one_picture_for_all_items_cannot_be_split(tmp_path: Path) -> None:
         prepared(photos(tmp_path / "a", [0] * 4, split=False), tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_copies_of_a_photo_are_in_one_split_and_twins_across_a_given_split_are_told(tmp_path: Path) -> None:
     made = prepared(photos(tmp_path / "a", [row // 4 for row in range(40)], split=False), tmp_path / "cache")
     assert all(len(set(made.split[row : row + 4].tolist())) == 1 for row in range(0, 40, 4))

@@ -49,6 +49,7 @@ def test_the_heads_file_is_small() -> None:
     assert lite.HEADS.stat().st_size <= 4_000_000
 
 
+@pytest.mark.slow
 def test_vectors_have_unit_length(vectors: np.ndarray) -> None:
     texts = lite.encode_texts(["dog face", "", "a " * 500, "смайлик 🐶"])
     for found, rows in ((vectors, len(KEYS)), (texts, 4)):

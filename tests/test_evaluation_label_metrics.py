@@ -74,6 +74,7 @@ def test_one_pass_values_equal_the_definitions(seed: int) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_cosine_values_equal_the_definitions(seed: int) -> None:

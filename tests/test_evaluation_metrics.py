@@ -84,6 +84,7 @@ def told(run: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------- a user-defined metric
+@pytest.mark.slow
 def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_and_comparison(
     tiny: Path, tmp_path: Path, mine: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_user_metric_value_out_of_bounds_is_refused_by_name_and_reported_at_th
     assert why in " ".join(told(tmp_path / "run").split())
 
 
+@pytest.mark.slow
 def test_a_user_metric_with_values_above_one_is_accepted_from_silos(tiny: Path, tmp_path: Path, mine: Path) -> None:
     """A metric whose values are not fractions does not invalidate a silo's measurements."""
     mine.write_text(MINE.replace("high=2.0", "low=-50, high=-1").replace('"shift": float(', '"shift": -3 - float('))

@@ -76,6 +76,7 @@ def test_a_method_without_personal_models_writes_no_lines(tiny: Path, tmp_path: 
     assert in_process_run.lines(tmp_path, "personal") == []
 
 
+@pytest.mark.slow
 def test_a_silo_that_is_away_for_a_task_is_still_evaluated(tiny: Path, tmp_path: Path) -> None:
     left = "faults=[{kind: leave, silos: [silo-00], rounds: [1, 3]}]"
     in_process_run.run(scenario_of(tiny, EVERY, "participation=1.0", left), tmp_path)

@@ -23,6 +23,7 @@ def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> process_poo
     )
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_reported_with_its_last_error_line_and_the_others_continue(tmp_path: Path) -> None:
     todo = [
         job(tmp_path, "good", "pass"),

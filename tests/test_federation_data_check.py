@@ -112,6 +112,7 @@ def test_all_missing_and_unreadable_files_are_named_and_the_exit_code_is_2(
     assert json.loads(capfd.readouterr().out)["items"] == 5
 
 
+@pytest.mark.slow
 def test_flickr8ks_release_is_counted_without_unlisted_photos(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
+from fedmq.audit.sites import sites_of
+from fedmq.cli.scenarios import resolved_file
+from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, fedmq, of_hospital, outputs
 
 pytestmark = pytest.mark.slow
@@ -51,10 +55,27 @@ def test_three_sites_compute_what_a_simulation_by_column_computes(tmp_path: Path
         assert own["per_silo"][f"silo-{index:02d}"]["samples"] == train.sum()
 
 
+def check_replay(sites: Sites) -> None:
+    """Replay a run whose logs have not been collected, with the data of all sites and of some."""
+    files = [sites.root / hospital / "silo.yaml" for hospital in HOSPITALS]
+    replay = fedmq("replay", str(sites.run), *(word for file in files for word in ("--site", str(file))), "--quiet")
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert sites.summary()["model_digest"][:16] in replay.stdout
+    folder, run = RunFolder(sites.run), resolved_file(sites.run / "scenario.yaml", manual=True)
+    assert list(sites_of(run, folder, files)) == ["silo-00", "silo-01", "silo-02"]
+    with pytest.raises(InputError, match="--site: found 'no data of silo-00, silo-02'"):
+        sites_of(run, folder, files[1:2])
+    other = sites.root / "other.yaml"
+    other.write_text(files[0].read_text().replace("silo-00", "silo-02").replace("site0", "berlin/site0"))
+    with pytest.raises(InputError, match=r"other.yaml: line \d+: data: found 'data with digest .*what silo-02 stated"):
+        sites_of(run, folder, [other])
+
+
 def test_the_audit_of_the_collected_logs_is_clean_and_the_summary_has_counts_and_own_figures(tmp_path: Path) -> None:
     sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
     sites.write()
     outputs([sites.coordinator(), *map(sites.silo, range(3))])
+    check_replay(sites)
     sites.collect_logs()
     audit = fedmq("audit", str(sites.run))
     assert audit.returncode == 0, audit.stdout

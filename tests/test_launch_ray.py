@@ -115,6 +115,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ray_is_needed_only_by_its_launcher(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (

@@ -69,6 +69,7 @@ def test_a_zero_loss_counts_as_average_and_does_not_change_the_running_mean() ->
     assert now_seen.tolist() == [True, False, True]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     losses=st.lists(st.floats(0, 1e6), min_size=1, max_size=6),

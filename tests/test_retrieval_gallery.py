@@ -31,7 +31,8 @@ from fedmq.retrieval.released_model import Release, open_release
 from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.payloads import Memory, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
 from tests.threaded_run import resolved, run
 

@@ -48,6 +48,7 @@ def test_a_models_curves_agree_with_the_metrics_of_its_run(hashing: Path) -> Non
         assert np.all(np.diff(each.pr_radius.recall) >= 0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_one_table_and_one_page_for_all_runs(
     hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_row_of_a_comparison_is_the_mean_over_its_seeds(tiny: Path, hashing: Path, tmp_path: Path) -> None:
     threaded_run.run(threaded_run.resolved(tiny, *HASHING, "seed=1"), tmp_path / "other")
     own = [pr_curves.measured(open_release(path), (1, 5)) for path in (hashing, tmp_path / "other")]
@@ -159,6 +161,7 @@ def test_the_command_reads_the_folder_of_a_comparison(
     assert "fedmq: --silo: found 'nobody'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing: Path, tmp_path: Path) -> None:
     threaded_run.run(threaded_run.resolved(tiny, *HASHING, "objective.bits=8"), tmp_path / "short")
     own = [pr_curves.measured(open_release(path), (1,)) for path in (hashing, tmp_path / "short")]

@@ -86,6 +86,7 @@ def test_too_few_points_are_refused(release: Release) -> None:
         tsne.placed("it", release, items=1, classes=10, sides=("image", "text"))
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_a_page(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

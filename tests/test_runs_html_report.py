@@ -52,6 +52,7 @@ def photo_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return RunFolder(root / "run")
 
 
+@pytest.mark.slow
 def test_a_report_has_examples_with_pictures_holdings_a_timeline_and_the_space(photo_run: RunFolder) -> None:
     assert complete_report(photo_run, None) is None
     page = photo_run.report.read_text(encoding="utf-8")

@@ -45,6 +45,7 @@ def board(finished: Path) -> Iterator[str]:
         yield address.partition("?")[0].rstrip("/")
 
 
+@pytest.mark.slow
 def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
     page = httpx.get(f"{board}/", params={"token": TOKEN})
     assert page.status_code == 200

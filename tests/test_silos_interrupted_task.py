@@ -22,6 +22,7 @@ def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(personal_state, "SNAPSHOT_SECONDS", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -65,6 +66,7 @@ def test_an_interrupted_task_gives_the_same_reply(
     assert not list((tmp_path / "cut" / "checkpoints" / "silos").glob("*/epochs.safetensors")), "removed after the task"
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_another_task_is_ignored(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[bool] = []
     real = _epochs.restore

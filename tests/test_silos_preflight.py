@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
@@ -17,6 +19,7 @@ from fedmq.wire.keys import init_keys
 from silos import preflight as module
 from silos.preflight import Check, Verdict, preflight
 from silos.program import SiloArguments
+from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
 
 URI = "memory://preflight"
@@ -111,3 +114,27 @@ def test_the_command_exits_with_1_if_a_check_failed(
     assert ended.value.code == 1
     found = json.loads(capfd.readouterr().out)
     assert [check["verdict"] for check in found if check["name"] == "keys"] == ["failed"]
+
+
+@pytest.mark.parametrize(("name", "held"), [("silo-02", "images and captions ("), ("silo-01", "images only")])
+def test_a_site_with_data_of_its_own_trains_a_step_before_there_is_an_agreement(
+    name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.1)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", **COMMON, "partition": {"kind": "own"}}))
+    lacks = ("text", "text_present") if name == IMAGE_ONLY else ()
+    hospital = of_hospital(arrays(), HOSPITALS[int(name[-1])])
+    np.savez(tmp_path / "mine.npz", **{key: value for key, value in hospital.items() if key not in lacks})
+    init_keys(tmp_path / "keys", ("coordinator", name))
+    site = {"name": name, "data": {"name": "features", "path": "mine.npz"}, "keys": "keys", "out": "run"}
+    (tmp_path / "silo.yaml").write_text(yaml.safe_dump(site | {"connect": f"ipc://{tmp_path}/nobody"}))
+    words = ("preflight", tmp_path / "own.yaml", "--site", tmp_path / "silo.yaml", "--json")
+    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    found = {check["name"]: check for check in json.loads(capfd.readouterr().out)}
+    failed = [check for check in found.values() if check["verdict"] == "failed"]
+    assert not failed and found["coordinator"]["verdict"] == "skipped"
+    assert held in found["data"]["detail"]
+    assert not (tmp_path / "run").exists()

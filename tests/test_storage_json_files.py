@@ -132,7 +132,7 @@ def test_a_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -> 
         outcomes.read_summary(RunFolder(root))
     summary["per_silo"] = {"silo-01\nfedmq: all is well": 3}
     (root / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(InputError, match=r"per_silo\.silo-01\?fedmq: all is well: found '3'"):
+    with pytest.raises(InputError, match=r"per_silo\.silo-01\\nfedmq: all is well: found '3'"):
         outcomes.read_summary(RunFolder(root))
     del summary["model_digest"]
     (root / "summary.json").write_text(json.dumps({**summary, "per_silo": {}}))

@@ -234,6 +234,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @MANY
 @given(st.data())
 def test_well_formed_msgpack_with_the_wrong_structure_is_refused(data: st.DataObject) -> None:

@@ -130,10 +130,11 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     assert list(described) == [kind.value for kind in Kind]
     words = {
         "any of training": frozenset(PAYLOADS)
-        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "own_metrics"},
+        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "own_metrics", "run_status"},
         "data_statement, data_format": frozenset({"data_statement", "data_format"}),
         "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
         "own_metrics or error": frozenset({"own_metrics", "error"}),
+        "run_status": frozenset({"run_status"}),
         "metrics or none": frozenset({"metrics"}),
         "exactly one error or refusal": frozenset({"error", "refusal"}),
     }

@@ -20,7 +20,8 @@ from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import StartRecord, read_log
-from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototypes, PartialDelta, Payload, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototypes, PartialDelta, Payload
 from silos.program import SiloArguments, run_silo
 from tests.foreign import silo as foreign
 from tests.threaded_run import resolved, run_of

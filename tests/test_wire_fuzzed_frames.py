@@ -32,6 +32,7 @@ def test_an_exception_other_than_a_refusal_is_a_crash_with_its_frame(monkeypatch
     assert any((reader, what) == ("header", "ZeroDivisionError: oh") for _, reader, what in found.crashes)
 
 
+@pytest.mark.slow
 def test_a_campaign_continues_from_its_state_and_the_same_frames_have_the_same_outcome(tmp_path: Path) -> None:
     def campaign(count: int, name: str) -> dict[str, object]:
         command = [

@@ -28,7 +28,8 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
-from fedmq.wire.payloads import Loss, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Loss
 
 #: Written by a release without typed records: one of each kind, action, note and event.
 OLD = Path(__file__).parent / "logs" / "records.jsonl"

@@ -46,6 +46,7 @@ from fedmq.wire.payloads import (
     Refusal,
     Representations,
     RouterStatistics,
+    RunStatus,
     SecretShare,
     SiloModalities,
 )
@@ -70,6 +71,7 @@ def golden_messages(wire_version: int) -> dict[str, Message]:
     if wire_version == 1:
         return messages
     messages |= _of_data()
+    messages["status"] = Message(down(Kind.STATUS), (RunStatus('{"run": "größer-0123456789ab"}'),))
     messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
     return {name: replace(message, head=HEAD) for name, message in messages.items()}
 

@@ -15,7 +15,8 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import COORDINATOR, Kind
-from fedmq.wire.payloads import OwnMetrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import OwnMetrics
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]

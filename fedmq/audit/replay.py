@@ -8,7 +8,7 @@ Anything that depends on real time is not compared: tags, sessions, dates, and h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,7 +24,8 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payloads import Metrics, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Metrics
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
@@ -93,13 +94,13 @@ def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
     """Refuse a run that cannot be repeated exactly.
 
     Raises:
-        InputError: its clock is real time, or its noise is derived from keys.
+        InputError: its clock is real time, its noise is derived from keys, or it depends on when silos joined.
     """
     if scenario.clock != "virtual":
         raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: a run on real time cannot be repeated")
-    if scenario.data is None:
-        allowed = "a run whose data are here: those of silos with data of their own are at their sites"
-        raise InputError(f"{folder.scenario}: partition.kind", "own", allowed)
+    if scenario.data is None and scenario.participation.minimum is not None:
+        place, allowed = f"{folder.scenario}: participation.minimum", "null: this run depends on when silos joined"
+        raise InputError(place, scenario.participation.minimum, allowed)
     if scenario.privacy.noise_from == "key":
         allowed = "seed: a replay has new keys, and so other noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)
@@ -115,8 +116,9 @@ def read_record(folder: RunFolder) -> Record:
     if not log.is_file():
         raise InputError(str(folder.root), f"no {log.name} in its messages", "a run folder with its coordinator's log")
     messages: dict[Key, list[str]] = {}
-    for path in sorted(log.parent.glob("*.jsonl")):
-        for key, content in _sent(path):
+    logs = sorted(log.parent.glob("*.jsonl"))
+    for path in logs:
+        for key, content in _sent(path, {each.stem for each in logs}):
             known = messages.setdefault(key, [])
             if content not in known:
                 known.append(content)
@@ -181,10 +183,15 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(events)
 
 
-def _sent(path: Path) -> Iterator[tuple[Key, str]]:
-    """Keys and contents of the tasks and replies that a process sent."""
+def _sent(path: Path, logs: Set[str]) -> Iterator[tuple[Key, str]]:
+    """Keys and contents of the tasks and replies that a process sent, or received from one whose log is not there.
+
+    Args:
+        path: the process's log.
+        logs: names of the processes whose logs are there; those of sites may not have been collected.
+    """
     for _, record in read_log(path):
-        if not isinstance(record, MessageRecord) or record.action != "sent":
+        if not isinstance(record, MessageRecord) or (record.action != "sent" and record.header.sender in logs):
             continue
         header = record.header
         if header.kind not in _KINDS and (header.kind not in _OF_DATA or header.sender == COORDINATOR):

@@ -47,7 +47,8 @@ from fedmq.wire.log_records import (
     StartRecord,
 )
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payloads import Metrics, Model, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Metrics, Model
 
 #: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.
 _DONE = "done"
@@ -479,13 +480,12 @@ def _not_reported_by_silos(
 
 
 def _merged_not_received(place: str, merges: Sequence[MergeLine], course: LoggedRun) -> Iterator[Discrepancy]:
-    """Find replies that were merged more often than the coordinator logged them as received."""
+    """Find replies merged more often than received; staleness is the number of merges since the model of the task."""
     taken = Counter[tuple[str, int]]()
     for line in merges:
         silos, ages = line.replies, line.staleness
         if len(silos) != len(ages):
             yield place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line.version}"
-        # A reply's staleness is the number of merges since the model it was trained from.
         taken.update((silo, line.version - 1 - age) for silo, age in zip(silos, ages, strict=False))
     received = Counter((silo, base) for silo, base, _ in course.replies)
     for (silo, base), count in sorted(taken.items()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, keys, live, operate, preflight, reference, replay, report, run, search
+from fedmq.cli import audit, compare, init, keys, live, operate, preflight, reference, replay, report, run, search, tune
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -143,6 +143,16 @@ reference.add_reference(app)
 data_commands.add_data(data_app, bar, BAD_INPUT, _fits)
 
 
+def _refuse(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
+    """Refuse a scenario that cannot run, without extracting features."""
+    from fedmq.launch import processes  # noqa: PLC0415
+
+    processes.check_without_features(again(scenario), progress)
+
+
+init.add_init(app, _refuse)
+
+
 run.add_run(app)
 replay.add_replay(app)
 report.add_report(app)
@@ -178,6 +188,7 @@ def _warn(scenarios: Iterable[Scenario]) -> None:
 _ROOTS = compare.Roots(_scenario_of, _prepare, _check_partition, run.until_stopped, _warn)
 compare.add_compare(app, _ROOTS)
 compare.add_sweep(app, _ROOTS)
+tune.add_tune(app, _ROOTS, lambda scenario: again(scenario).personal_only)
 search.add_search(app, bar, _open_model)
 search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)

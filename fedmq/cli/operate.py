@@ -17,7 +17,7 @@ from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, metric_of
-from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
+from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status, status_of
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -38,30 +38,84 @@ def add_status(app: typer.Typer) -> None:
 
     @app.command("status")
     def status_command(
-        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+        run: Annotated[
+            Path | None, typer.Argument(metavar="[RUN]", help="A run folder; none with --connect.", show_default=False)
+        ] = None,
+        connect: Annotated[
+            str | None,
+            typer.Option("--connect", metavar="URI", help="Ask the coordinator at this address.", show_default=False),
+        ] = None,
+        keys: Annotated[
+            Path,
+            typer.Option("--keys", metavar="DIR", help="With --connect: folder of a key that the coordinator accepts."),
+        ] = Path("keys"),
+        name: Annotated[
+            str | None,
+            typer.Option("--name", help="With --connect: name of that key; by default the only one in the folder."),
+        ] = None,
         as_json: AsJson = False,
         watch: Annotated[bool, typer.Option("--watch", help="Repeat every 2 s until the run has ended.")] = False,
     ) -> None:
         """Show what a run is doing: its round, and of each silo its phase, last message, traffic and last error.
 
-        The coordinator writes the status into its run folder about every second.
+        The coordinator writes the status into its run folder about every second. From another machine, ask it with
+        --connect and the key of a silo or of an operator; this does not disturb the silo.
 
         Example: [bold]fedmq status runs/manual --watch[/bold]
-        """
-        from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
 
-        path = open_run(run).status
+        Example: [bold]fedmq status --connect tcp://127.0.0.1:5555 --keys keys --name silo-00[/bold]
+        """
+        if run is not None and connect is not None:
+            raise InputError("status", f"{run} and --connect", "one of the two")
+        read = _from_folder(run) if connect is None else _from_coordinator(connect, keys, name)
         while True:
-            status = read_status(path)
+            status = read()
             if as_json:
                 print_json(status.model_dump(mode="json"), indent=None if watch else 2)
             else:
                 if watch and out.is_terminal:
                     out.clear()
-                _show(status, datetime.now(UTC))
+                # The clock of the coordinator's machine may differ, so ages are counted from its time stamp.
+                _show(status, datetime.now(UTC) if connect is None else datetime.fromisoformat(status.written))
             if not watch or status.phase in _ENDED:
                 return
             time.sleep(_WATCH_SECONDS)
+
+
+def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
+    """Reads the status of a run folder.
+
+    Raises:
+        InputError: there is no such run, or none is named.
+    """
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
+
+    if run is None:
+        raise InputError("status", "no run", "a run folder, or --connect URI to ask its coordinator")
+    path = open_run(run).status
+    return lambda: read_status(path)
+
+
+def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], StatusFile]:
+    """Asks a coordinator for the status of its run.
+
+    Raises:
+        InputError: the address or a key is not usable.
+    """
+    from fedmq.wire.inquiry import ask_status  # noqa: PLC0415
+    from fedmq.wire.keys import load_accepted, load_identity, private_names  # noqa: PLC0415
+    from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+
+    check_uri(uri, "--connect")
+    if name is None:
+        names = [each for each in private_names(keys) if each != COORDINATOR]
+        if len(names) != 1:
+            found = ", ".join(names) if names else f"no private key in {keys}"
+            raise InputError("--name", found, "the name of one key that the coordinator accepts")
+        name = names[0]
+    identity, accepted = load_identity(keys, name), load_accepted(keys)
+    return lambda: status_of(ask_status(uri, identity, accepted))
 
 
 def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None:

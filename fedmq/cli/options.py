@@ -37,7 +37,6 @@ OwnKeys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="DIR", help="Folder of the process's keys; or [bold]keys[/bold] in the site file."),
 ]
-Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
 OwnConnect = Annotated[
     str | None,
     typer.Option("--connect", metavar="URI", help="Address of the coordinator; tcp://127.0.0.1:5555 by default."),

@@ -11,8 +11,9 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, out, starting
-from fedmq.cli.options import AsJson, Connect, Device, File, Keys, Seed, Settings
+from fedmq.cli.options import AsJson, Device, File, OwnConnect, OwnKeys, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_json, printable
 
@@ -25,10 +26,13 @@ def add_preflight(app: typer.Typer) -> None:
     @app.command("preflight")
     def preflight_command(
         file: File,
-        name: Annotated[str, typer.Option("--name", help="silo-00, silo-01, ...")],
-        keys: Keys,
-        connect: Connect = "tcp://127.0.0.1:5555",
+        name: Annotated[
+            str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
+        ] = None,
+        keys: OwnKeys = None,
+        connect: OwnConnect = None,
         device: Device = None,
+        site: SiteFile = None,
         out_dir: Annotated[
             Path | None, typer.Option("--out", metavar="DIR", help="As for [bold]fedmq silo[/bold].")
         ] = None,
@@ -41,22 +45,22 @@ def add_preflight(app: typer.Typer) -> None:
         Are the keys there, does the coordinator accept them, can the data be read, are disk and memory large enough,
         how long does a training step take? Nothing is trained, sent or written. Exit code 1 if a check failed.
 
-        Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
+        Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold], or with a site file
+        [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
         """
         starting(quiet=as_json)
         from fedmq.errors import InputError  # noqa: PLC0415 - --help does without
-        from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
         from silos.preflight import Verdict, preflight  # noqa: PLC0415
         from silos.program import SiloArguments  # noqa: PLC0415
 
-        check_uri(connect, "--connect")
         run = resolved_file(file, settings, seed, manual=True)
+        here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
         names = run.scenario.silo_names
-        if name not in names:
-            raise InputError("--name", name, f"{names[0]} to {names[-1]}")
-        folder = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
+        if here.name not in names:
+            raise InputError("--name", here.name, f"{names[0]} to {names[-1]}")
+        arguments = SiloArguments(run, here.name, here.connect, here.keys, here.out, here.device, site=here.site)
         found = []
-        for check in preflight(SiloArguments(run, name, connect, keys, folder, device), None if as_json else bar()):
+        for check in preflight(arguments, None if as_json else bar()):
             found.append(check)
             if not as_json:
                 verdict = f"[{_STYLES[check.verdict]}]{check.verdict:8}[/]"

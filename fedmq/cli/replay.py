@@ -6,21 +6,23 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedmq.cli.console import DIFFERENT, bar, err, out
 from fedmq.cli.options import AsJson, Quiet, Run
 from fedmq.cli.scenarios import resolved
-from fedmq.errors import RunError
+from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
     from fedmq.config.resolve import ResolvedRun
+    from fedmq.config.site import Site
     from fedmq.storage.run_folder import RunFolder
 
 
@@ -28,10 +30,19 @@ def add_replay(app: typer.Typer) -> None:
     """Add ``fedmq replay`` to the command line."""
 
     @app.command("replay")
-    def replay_command(run: Run, as_json: AsJson = False, quiet: Quiet = False) -> None:
+    def replay_command(
+        run: Run,
+        site: Annotated[
+            list[Path] | None,
+            typer.Option("--site", metavar="FILE", help="Site file with the data of a silo; one for each, repeated."),
+        ] = None,
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+    ) -> None:
         """Repeat a run, including its faults, and compare the two event by event.
 
-        Exit code 3 and the first difference if they are not the same.
+        Exit code 3 and the first difference if they are not the same. A run of sites with data of their own needs the
+        data of all of them, which must have the digests that the sites stated.
 
         Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
         """
@@ -50,8 +61,9 @@ def add_replay(app: typer.Typer) -> None:
         scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
         resolved_run = replace(resolved_run, scenario=scenario)
         replay.require_repeatable(resolved_run.scenario, folder)
+        sites = _sites(resolved_run, folder, site or [], quiet=quiet)
         before = replay.read_record(folder)
-        after = _repeat(resolved_run, folder.root.name, before.resumed, quiet=quiet)
+        after = _repeat(resolved_run, folder.root.name, before.resumed, sites, quiet=quiet)
         if after is None:
             err.print("stopped before the end, nothing was compared; repeat the command to compare")
             sys.exit(FAILED)
@@ -71,13 +83,31 @@ def add_replay(app: typer.Typer) -> None:
             sys.exit(DIFFERENT)
 
 
-def _repeat(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Record | None:
+def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:
+    """The sites of a run with data of their own; None for a simulated partition.
+
+    Raises:
+        InputError: their data are not here, or site files are given for a run that has all data.
+    """
+    if run.scenario.data is not None:
+        if files:
+            raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
+        return None
+    from fedmq.audit.sites import sites_of  # noqa: PLC0415
+
+    return sites_of(run, folder, files, None if quiet else bar())
+
+
+def _repeat(
+    run: ResolvedRun, name: str, resumed: int, sites: Mapping[str, Site] | None, *, quiet: bool
+) -> Record | None:
     """Repeat a run in a temporary folder; None if it was stopped before its end.
 
     Args:
         run: the run.
         name: name of the run's folder.
         resumed: how often the run was resumed.
+        sites: the sites, by name, if they have data of their own.
         quiet: show no progress.
     """
     from fedmq.audit import replay  # noqa: PLC0415
@@ -85,9 +115,12 @@ def _repeat(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Record
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
 
+    if sites is not None:
+        run = replace(run, scenario=run.scenario.model_copy(update={"launcher": "local"}))
     inline = run.scenario.launcher == "inline"
-    data = (processes.population_here if inline else supervisor.prepare_population)(run, None if quiet else bar())
-    launch = supervisor.simulate_inline if inline else supervisor.simulate
+    prepare = processes.population_here if inline else supervisor.prepare_population
+    data = None if sites is not None else prepare(run, None if quiet else bar())
+    launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, sites=sites)
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:
         again: RunFolder = RunFolder(Path(place) / name)
         again.root.mkdir()

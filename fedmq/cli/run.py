@@ -276,7 +276,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool) -> None:
+def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> None:
     """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
 
     Raises:

@@ -17,9 +17,10 @@ from rich.table import Column, Table
 from fedmq.cli.console import err, out, writes_unicode
 from fedmq.cli.options import AsJson, Bar, Device, Run
 from fedmq.errors import InputError
-from fedmq.text import print_json, printable
+from fedmq.text import print_json, printable, printable_lines
 
 if TYPE_CHECKING:
+    from fedmq.retrieval.gallery import Gallery
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
     from fedmq.runs.find_runs import Runs
@@ -158,32 +159,79 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
     @app.command("export")
     def export_command(
-        run: Run, chosen: Chosen = None, silo: OwnModel = None, device: Device = None, as_json: AsJson = False
+        run: Run,
+        chosen: Chosen = None,
+        onnx: Annotated[
+            Path | None,
+            typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR in place of a gallery."),
+        ] = None,
+        hub: Annotated[
+            Path | None,
+            typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub in place of a gallery."),
+        ] = None,
+        silo: OwnModel = None,
+        device: Device = None,
+        as_json: AsJson = False,
     ) -> None:
-        """Encode a gallery with a released model: embeddings or packed hash codes (.npz), and indexes of large ones.
+        """Encode a gallery with a released model, or export the model itself, to ONNX or for the Hugging Face Hub.
 
-        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR.
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery is embeddings
+        or packed hash codes (.npz), with faiss indexes from 10,000 items on.
 
         Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
 
         Example: [bold]fedmq export runs/fedper-20260101-120000 --silo silo-03[/bold]
+
+        Example: [bold]fedmq export runs/smoke-20260101-120000 --hub smoke --onnx smoke/onnx[/bold]
         """
+        if onnx is not None or hub is not None:
+            for option, given in (("--gallery", chosen), ("--silo", silo), ("--device", device)):
+                if given is not None:
+                    raise InputError(option, str(given), "no such option with --onnx or --hub")
+            _export_model(_released(run, "cpu", None, opened, bar()), onnx, hub, as_json=as_json)
+            return
+        show = bar()
         from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
-        show = bar()
         gallery = galleries.export(_released(run, device, silo, opened, show), chosen, show)
-        facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
-        files = sorted(path.name for path in gallery.folder.iterdir())
-        if as_json:
-            print_json({"folder": str(gallery.folder), "files": files, **facts}, indent=None)
-            return
-        size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
-        out.print(
-            f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        _print_gallery(gallery, as_json=as_json)
+
+
+def _print_gallery(gallery: Gallery, *, as_json: bool) -> None:
+    facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
+    files = sorted(path.name for path in gallery.folder.iterdir())
+    if as_json:
+        print_json({"folder": str(gallery.folder), "files": files, **facts}, indent=None)
+        return
+    size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
+    out.print(
+        f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | None, *, as_json: bool) -> None:
+    """Export the shared model; the folder for the Hub first, so that the ONNX files may lie in it."""
+    from fedmq.retrieval import model_export  # noqa: PLC0415
+    from fedmq.retrieval.released_model import Release  # noqa: PLC0415
+
+    files = found.files if isinstance(found, Release) else found
+    facts: dict[str, object] = {}
+    if hub is not None:
+        names = model_export.export_hub(files, hub)
+        facts |= {"hub": str(hub), "files": list(names)}
+    if onnx is not None:
+        towers = model_export.export_onnx(files, onnx)
+        facts |= {"onnx": {tower.path.name: tower.difference for tower in towers}, "onnx_folder": str(onnx)}
+    if as_json:
+        print_json(facts, indent=None)
+        return
+    lines = [] if hub is None else [f"{hub}: {', '.join(names)}"]
+    if onnx is not None:
+        lines += [f"{tower.path}: differs from the model by at most {tower.difference:.1g}" for tower in towers]
+    out.print(printable_lines("\n".join(lines)), highlight=False, markup=False, soft_wrap=True)
 
 
 def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:

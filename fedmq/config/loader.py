@@ -238,11 +238,9 @@ def parse(raw: Mapping[str, object], path: Path) -> Scenario:
     Raises:
         InputError: a key or value is not allowed; the place is in ``path``.
     """
-    for command in ("compare", "sweep"):
+    for command, kind in (("compare", "comparison"), ("sweep", "comparison"), ("tune", "tuning")):
         if command in raw:
-            raise InputError(
-                str(path), "a comparison file", f"a scenario; run the comparison with fedmq {command} {path}"
-            )
+            raise InputError(str(path), f"a {kind} file", f"a scenario; run it with fedmq {command} {path}")
     settings = raw.overridden if isinstance(raw, Overridden) else ()
     try:
         scenario = Scenario.model_validate(raw)

@@ -164,7 +164,8 @@ class Participation(Part):
     minimum: Count | None = Field(
         None,
         description="number of joined silos (of those that the method can select) at which the run starts; later ones "
-        "are selected once they have joined, so results then depend on when silos join; null: all silos",
+        "are selected once they have joined, so results then depend on when silos join; with partition.kind own the "
+        "labels are those of the silos that start; null: all silos",
     )
     candidates: Count | None = Field(
         None, description="power_of_choice: silos sampled as candidates; null: twice the number selected"

@@ -70,19 +70,21 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     split = split_of(
         read.get("split"), len(read["image"]), data, entry.draw, lambda: same_rows(image_rows(path, read["image"]))
     )
-    found = checked(path, {**read, "split": split}, 0)
+    found = checked(path, {**read, "split": split}, 0, data.column)
     content = hashlib.sha256()
     for part in (found.image, found.text, found.split, found.labels, found.present):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
-    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart)
+    dealt = () if found.column is None else ("column", data.column, found.column)
+    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart, *dealt)
 
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
         source |= save_present(folder, found.present)
-        finish(folder, digest, source, found.keys, found.label_names, remarks=found.remarks)
+        column, remarks = found.column, found.remarks
+        finish(folder, digest, source, found.keys, found.label_names, column=column, remarks=remarks)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 

@@ -92,20 +92,20 @@ def run_all(
         while (waiting and not stopped) or running:
             if stop_wanted() and not stopped:
                 stopped = True
-                _end(running.values())
+                end(running.values())
             while waiting and len(running) < at_once and not stopped:
                 job = waiting.popleft()
-                initial[job] = _fraction(job)
-                running[job] = _start(job)
+                initial[job] = fraction(job)
+                running[job] = start(job)
             over = [job for job, process in running.items() if process.poll() is not None]
             for job in over:
                 code = running.pop(job).returncode
                 ended += 1
                 if code and not stopped:
-                    errors[job.name] = _error_line(job.log, code)
+                    errors[job.name] = error_line(job.log, code)
             if not stopped and (over or clock.now() - reported >= _REPORT_SECONDS):
                 reported = clock.now()
-                fractions = {job: _fraction(job) for job in running}
+                fractions = {job: fraction(job) for job in running}
                 done = ended - sum(initial[job] for job in initial if job not in running)
                 done_here = done + sum(fractions[job] - initial[job] for job in running)
                 left = (
@@ -127,7 +127,7 @@ def run_all(
     return Ended(errors, stopped)
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def start(job: Job) -> subprocess.Popen[bytes]:
     """Start a run in a new session, so that only its parent receives the terminal's Ctrl-C."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
@@ -152,7 +152,7 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
+def end(running: Collection[subprocess.Popen[bytes]]) -> None:
     """Tell runs to stop after their current merge; kill those that take too long."""
     for process in running:
         process.terminate()
@@ -164,7 +164,7 @@ def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
             process.kill()
 
 
-def _fraction(job: Job) -> float:
+def fraction(job: Job) -> float:
     """Fraction of a run's merges in its ``metrics.jsonl``."""
     try:
         return min(1.0, job.metrics.read_bytes().count(b'"kind": "merge"') / job.rounds)
@@ -172,7 +172,7 @@ def _fraction(job: Job) -> float:
         return 0.0
 
 
-def _error_line(log: Path, code: int) -> str:
+def error_line(log: Path, code: int) -> str:
     """The error line of a failed program."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("fedmq: ")]

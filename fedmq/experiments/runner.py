@@ -9,7 +9,7 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,14 @@ def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[Scenario],
 
 
 def run_of(
-    entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False, rounds: int | None = None
+    entry: Entry,
+    chosen: Settings,
+    seed: int,
+    place: Workplace,
+    *,
+    trial: bool = False,
+    rounds: int | None = None,
+    evaluate_every: int = 0,
 ) -> Run:
     """The run of a row with the chosen settings; prepares its data in the cache.
 
@@ -156,13 +163,15 @@ def run_of(
         chosen: the candidate.
         seed: of the run.
         place: where and how runs are executed.
-        trial: evaluate on the validation split, once at the end.
+        trial: evaluate on the validation split, at the end.
         rounds: replaces the scenario's.
+        evaluate_every: rounds between the evaluations of a trial; 0 for none but at the end.
 
     Raises:
         InputError: the data or the trace cannot be read, or the data cannot be partitioned as required.
     """
-    split = ["evaluation.split=val", "evaluation.every=0", "evaluation.personal_every=0"] if trial else []
+    every = f"evaluation.every={evaluate_every}"
+    split = ["evaluation.split=val", every, "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
@@ -303,6 +312,13 @@ def _do(
     return jobs.run_all([job_of(run) for run in left.values()], at_once, report, stop_wanted)
 
 
+def metric_among(done: Collection[FinishedRun], metric: str) -> str:
+    """The metric by which runs are compared: that of the personal models if the shared model is not trained whole."""
+    personal_only = any(run.summary is not None and run.summary.personal_only for run in done)
+    personal = personal_only and all(run.value(f"personal.{metric}") is not None for run in done)
+    return f"personal.{metric}" if personal else metric
+
+
 def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str) -> Settings | None:
     """The candidate whose run on the validation split is best by a metric; the first one in case of ties.
 
@@ -321,9 +337,7 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     done = {
         candidate: results.read(run.folder) for candidate, run in runs.items() if run.done and run.unaccepted is None
     }
-    personal_only = any(run.summary is not None and run.summary.personal_only for run in done.values())
-    if personal_only and all(run.value(f"personal.{metric}") is not None for run in done.values()):
-        metric = f"personal.{metric}"
+    metric = metric_among(done.values(), metric)
     values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}
     if done and not values:
         raise results.unknown_metric(metric, next(iter(done.values())))

@@ -171,6 +171,25 @@ def _labels_differ(name: str, stated: Sequence[str], other: str, reference: Sequ
     return f"{what}; give every file label_names"
 
 
+def unknown_name(name: str, stated: DataFormat, agreed: DataFormat) -> str | None:
+    """A label or word of a silo that is not among those agreed on, in words for its operator; None without any.
+
+    Args:
+        name: of the silo.
+        stated: its format.
+        agreed: what others agreed on before it stated its data.
+    """
+    for what, held, known in (
+        ("label", stated.label_names, agreed.label_names),
+        ("word of the vocabulary", stated.vocabulary, agreed.vocabulary),
+    ):
+        strange = sorted(set(held) - set(known))
+        if strange:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            return f"{name} has the {what} {strange[0]!r}{more}"
+    return None
+
+
 def _shown(value: object) -> str:
     if isinstance(value, np.ndarray):
         return " x ".join(f"{each:g}" for each in value.tolist()) or _NONE
@@ -211,33 +230,41 @@ def _union(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted({name for names in different for name in names}))
 
 
-def silos_of(modalities: SiloModalities, counts: Mapping[str, Counts]) -> tuple[SiloFacts, ...]:
-    """The silos of an agreement, with the numbers of their unpaired items as far as this process knows them."""
-    silos = list[SiloFacts]()
-    for index, (name, mask) in enumerate(zip(modalities.silos, modalities.masks.tolist(), strict=True)):
-        image, text = bool(mask & IMAGE), bool(mask & TEXT)
+def silos_of(names: Sequence[str], modalities: SiloModalities, counts: Mapping[str, Counts]) -> tuple[SiloFacts, ...]:
+    """The silos of a run, with the numbers of their unpaired items as far as this process knows them.
+
+    Args:
+        names: of all silos of the scenario. Those that have stated no data yet have neither modality.
+        modalities: of the silos that have.
+        counts: numbers of items, of the silos that this process knows them of.
+    """
+    masks, silos = dict(zip(modalities.silos, modalities.masks.tolist(), strict=True)), list[SiloFacts]()
+    for index, name in enumerate(names):
+        image, text = bool(masks.get(name, 0) & IMAGE), bool(masks.get(name, 0) & TEXT)
         alone = counts[name][SPLITS.index("train"), 1:].tolist() if image and text and name in counts else (0, 0)
         silos.append(SiloFacts(name, index, image, text, *alone))
     return tuple(silos)
 
 
 def run_data_of(
+    names: Sequence[str],
     agreed: DataFormat,
     modalities: SiloModalities,
     cache: Path,
     counts: Mapping[str, Counts],
     digest: str = "",
-    heldout_without_pair: int = 0,
+    content: str = "",
 ) -> RunData:
     """The facts about the run's data that an agreement contains.
 
     Args:
+        names: of all silos of the scenario.
         agreed: the agreed format.
         modalities: the silos.
         cache: cache folder of this process.
         counts: numbers of items, of the silos that this process knows them of.
-        digest: digest (hex) of all silos' statements; empty in a silo.
-        heldout_without_pair: evaluated items of all silos that lack a modality.
+        digest: digest (hex) of the statements by which the agreement was made; empty in a silo.
+        content: digest (hex) of the statements of all silos; likewise.
     """
     inputs = InputSpec(
         image_shape=tuple(agreed.image_shape.tolist()),
@@ -249,15 +276,14 @@ def run_data_of(
     )
     encoders = {"image": agreed.image_encoder, "text": agreed.text_encoder}
     return RunData(
-        silos_of(modalities, counts),
+        silos_of(names, modalities, counts),
         inputs,
         agreed.label_names,
         cache,
         agreed.vocabulary,
         digest=digest,
-        content=digest,
+        content=content,
         counts=counts,
-        heldout_without_pair=heldout_without_pair,
         encoders={modality: value for modality, value in encoders.items() if value != _NONE},
     )
 

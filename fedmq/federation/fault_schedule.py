@@ -126,9 +126,13 @@ class FaultSchedule:
     def phases(self, silo: SiloFacts, rounds: int) -> frozenset[SiloFacts]:
         """All facts that the silo has at some time during a run of ``rounds`` rounds.
 
+        A silo that has stated no data of its own yet has no modality, and faults change nothing about it.
+
         Raises:
             InputError: the silo would lose its last modality.
         """
+        if not (silo.image or silo.text):
+            return frozenset({silo})
         changing = (fault for fault in self.faults if isinstance(fault, ModalityLost | ModalityGained))
         turns = {0, *(turn for fault in changing for turn in fault.turns)}
         states = frozenset(self.facts(silo, round_) for round_ in turns if round_ < rounds)

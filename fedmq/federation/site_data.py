@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
@@ -75,6 +77,27 @@ class SiteData:
         """Number of training items."""
         return int(self.statement[0].counts[SPLITS.index("train")].sum())
 
+    def alone(self, name: str) -> Population:
+        """The population as if this site were the only one, to try it before there is an agreement.
+
+        A modality that the site lacks has the shape of the encoder's inputs; of a features file the other one's shape.
+
+        Args:
+            name: of the silo.
+        """
+        (stated, held), inputs = self.statement, self.prepared.inputs
+        alike = self.scenario.backbone.name == "features"
+        if held.image_dtype == "none":
+            shape = inputs.text_shape if alike else inputs.image_shape
+            held = replace(held, image_shape=np.array(shape, np.int64), image_dtype=inputs.image_dtype)
+        elif held.text_dtype == "none":
+            shape = inputs.image_shape if alike else inputs.text_shape
+            held = replace(held, text_shape=np.array(shape, np.int64), text_dtype=inputs.text_dtype)
+        modalities = SiloModalities((name,), np.array([stated.mask], np.int64))
+        names, counts = self.scenario.silo_names, {name: stated.counts}
+        data = run_data_of(names, held, modalities, cache_folder(), counts)
+        return own_population(self.scenario, name, self.prepared, data)
+
     def population(self, name: str, agreement: Sequence[Payload]) -> Population:
         """The population as this site sees it.
 
@@ -91,11 +114,14 @@ class SiteData:
             case _:
                 raise RemoteWireError(Reason.UNEXPECTED, "an agreement without data_format and silo_modalities")
         stated, held = self.statement
-        data = run_data_of(agreed, modalities, cache_folder(), {name: stated.counts})
+        names = self.scenario.silo_names
+        data = run_data_of(names, agreed, modalities, cache_folder(), {name: stated.counts})
         here = [silo for silo in data.silos if silo.name == name]
         fits = set(held.label_names) <= set(agreed.label_names) and set(held.vocabulary) <= set(agreed.vocabulary)
         mine = name == EVALUATOR or (here and mask_of(image=here[0].image, text=here[0].text) == stated.mask)
-        if not fits or not mine or tuple(silo.name for silo in data.silos) != self.scenario.silo_names:
+        # Silos that will state their data later are not listed.
+        known = modalities.silos == tuple(silo for silo in names if silo in modalities.silos)
+        if not fits or not mine or not known:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
         return own_population(self.scenario, name, self.prepared, data)
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -18,6 +18,7 @@ import psutil
 from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments
 from fedmq.config.resolve import ResolvedRun
+from fedmq.config.site import Site
 from fedmq.errors import RunError
 from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.launch import processes as children
@@ -61,6 +62,7 @@ class ProcessGroup:
         hosting: which silos share a process.
         logs: of the log for operators; None for none.
         cluster: starts the silos and the evaluator on other machines; None starts them here.
+        sites: the sites by name, if they have data of their own.
 
     Attributes:
         stopped: hosted silos that a fault of the scenario keeps away.
@@ -74,6 +76,7 @@ class ProcessGroup:
     hosting: Hosting
     logs: LogOptions | None = None
     cluster: Cluster | None = None
+    sites: Mapping[str, Site] = field(default_factory=dict)
     stopped: set[str] = field(default_factory=set)
     processes: dict[str, ForkServerProcess | RemoteProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class ProcessGroup:
         """Start the evaluator and every silo or host that is not running yet."""
         self.uri = uri
         silos = [_host_name(index) for index in range(len(self.hosting.hosts))] or self.run.scenario.silo_names
-        for name in (EVALUATOR, *silos):
+        for name in (*([EVALUATOR] if self.run.scenario.evaluator else []), *silos):
             if name not in self.processes:
                 self.start_peer(name)
 
@@ -113,7 +116,8 @@ class ProcessGroup:
         """Start or restart a silo, a host or the evaluator."""
         root = self.folder.root
         if name == EVALUATOR:
-            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, data=self.data, logs=self.logs)
+            site = self.sites.get(name)
+            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, None, self.data, site, self.logs)
             self._start(name, children.evaluator_process, evaluator)
         elif self.hosting.hosts:
             index = int(name.removeprefix(_HOST))
@@ -122,7 +126,8 @@ class ProcessGroup:
                 first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
                 self._start(name, children.host_process, HostArguments(names, first, self.hosting.most, index))
         else:
-            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, logs=self.logs)
+            site = self.sites.get(name)
+            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
             self._start(name, children.silo_process, silo)
 
     def _process_of(self, name: str) -> str:

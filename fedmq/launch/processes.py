@@ -20,9 +20,12 @@ from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
+from fedmq.data import extract
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import build_population
+from fedmq.storage.cache import cache_folder
 from fedmq.text import print_line
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
@@ -151,6 +154,34 @@ def population_process(run: ResolvedRun, line: Connection) -> None:
         _report(line, folder)
 
 
+def _fits(run: ResolvedRun) -> Fits:
+    """Raises InputError if the run's programs would refuse a scenario with the prepared data in a folder."""
+
+    def fits(scenario: Scenario, folder: Path) -> None:
+        here = scenario.model_copy(update={"device": "cpu"})
+        check(here, build_population(here, folder=folder, pooled=run.pooled))
+
+    return fits
+
+
+def check_without_features(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> None:
+    """Refuse a run that its data cannot serve, without extracting features.
+
+    Args:
+        run: the run.
+        progress: called with (what, done, total) during long steps.
+
+    Raises:
+        InputError: as of :func:`population_here`, as far as it can be seen without features.
+    """
+    scenario, fits = run.scenario, _fits(run)
+    if scenario.backbone.name == "features":
+        fits(scenario, build_population(scenario, progress).prepared.folder)
+        return
+    made = extract.plan(scenario.dealt, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
+    refuse_before_extraction(made, scenario, fits)
+
+
 def population_here(
     run: ResolvedRun, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
 ) -> Path:
@@ -167,11 +198,6 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-
-    def fits(scenario: Scenario, placeholders: Path) -> None:
-        here = scenario.model_copy(update={"device": "cpu"})
-        check(here, build_population(here, folder=placeholders, pooled=run.pooled))
-
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=fits)
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=_fits(run))
     check(run.scenario, population)
     return population.prepared.folder

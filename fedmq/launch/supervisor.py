@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -24,6 +24,7 @@ from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
+from fedmq.config.site import Site
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import Population, device_of
@@ -150,6 +151,7 @@ def simulate(
     data: Path | None = None,
     notice: Callable[[str], None] = lambda _: None,
     logs: LogOptions | None = None,
+    sites: Mapping[str, Site] | None = None,
 ) -> Simulated:
     """Run a scenario with real processes, on this machine or on those of a cluster.
 
@@ -162,6 +164,7 @@ def simulate(
         data: folder of the prepared data, from :func:`prepare_population`; None lets every process find it.
         notice: called with one line if silos share processes because this machine is too small.
         logs: of the log for operators; None for none.
+        sites: the sites by name, if they have data of their own; None for a simulated partition.
 
     Raises:
         RunError: the run cannot continue.
@@ -169,16 +172,17 @@ def simulate(
     """
     began = time.monotonic() if began is None else began
     allow_descriptors()
-    elsewhere = run.scenario.launcher in ("ray", "slurm")
-    # On a cluster the limits of this machine mean nothing: silos share processes there only if asked to.
-    hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if elsewhere else limits_here())
+    alone = run.scenario.launcher in ("ray", "slurm") or sites
+    # On a cluster the limits of this machine mean nothing: silos share processes there only if asked to. A process of
+    # several silos has one data set, and so not those of sites.
+    hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if alone else limits_here())
     if hosting.reason:
         notice(hosting.reason)
     warm_up(run.scenario.backbone.name)
     with private_folder() as private, _cluster_of(run.scenario, folder) as cluster:
         keys = private / "keys"
         init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
-        supervisor = ProcessGroup(run, folder, keys, resume, data, hosting, logs, cluster)
+        supervisor = ProcessGroup(run, folder, keys, resume, data, hosting, logs, cluster, sites=sites or {})
         try:
             with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)

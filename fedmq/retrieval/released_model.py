@@ -29,7 +29,8 @@ from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
-from fedmq.wire.payloads import Model, Payload, digest
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import Model, Payload
 
 
 class OtherModelError(InputError):

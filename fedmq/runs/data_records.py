@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Digest, Stored
-from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, SiloModalities
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 Modalities = Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
@@ -113,20 +113,13 @@ class AgreementRecord(Stored):
         run: the run's id, the salt of the digests.
         stated: by process.
         agreed: what the silos agreed on; with ``partition.kind own`` only.
+        late: silos that stated their data after the agreement, in the order in which they were included.
     """
 
     run: str
     stated: dict[str, StatedData]
     agreed: StatedFormat | None = None
-
-    def modalities(self, silos: tuple[str, ...]) -> SiloModalities:
-        """The silos' modalities as the coordinator sends them.
-
-        Raises:
-            KeyError: a silo has stated nothing.
-        """
-        masks = [self.stated[name].payload().mask for name in silos]
-        return SiloModalities(silos, np.array(masks, np.int64))
+    late: list[str] = Field(default_factory=list)
 
     @classmethod
     def of(
@@ -134,11 +127,13 @@ class AgreementRecord(Stored):
         run: str,
         stated: Mapping[str, tuple[DataStatement, DataFormat | None]],
         agreed: DataFormat | None = None,
+        late: Sequence[str] = (),
     ) -> AgreementRecord:
         """The record of what was stated and agreed on."""
         plain = {
             "run": run,
             "stated": {name: StatedData.of(*each) for name, each in sorted(stated.items())},
             **({} if agreed is None else {"agreed": StatedFormat.of(agreed)}),
+            **({"late": list(late)} if late else {}),
         }
         return cls.model_validate(plain)

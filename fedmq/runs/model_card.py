@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from fedmq.config.scenario import Objective
@@ -27,6 +28,13 @@ _CARD = """\
 library_name: fedmq
 pipeline_tag: feature-extraction
 tags: [cross-modal-retrieval, federated-learning]
+model-index:
+  - name: {scenario}
+    results:
+      - task: {{type: image-text-retrieval, name: cross-modal retrieval}}
+        dataset: {{type: held-out-{split_name}, name: held-out {split_name} split of the training data's own set}}
+        metrics:
+{measured}
 ---
 
 # {scenario}: a cross-modal retrieval model trained with {label}
@@ -104,9 +112,20 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
         model=config.model_digest,
         made=made,
         split=f"held-out {split} split",
+        split_name=split,
+        measured="\n".join(_measured(summary.metrics)),
         results=_results(summary.metrics),
         forward=_forward(config),
     )
+
+
+def _measured(metrics: Mapping[str, float]) -> list[str]:
+    """Lines of the front matter, one a metric."""
+    lines = []
+    for metric in shown(metrics):
+        about = {"type": metric.name, "name": metric.title, "value": round(metrics[metric.name], 6)}
+        lines.append(f"          - {json.dumps(about)}")
+    return lines
 
 
 def _results(metrics: Mapping[str, float]) -> str:

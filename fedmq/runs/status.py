@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from fedmq.errors import RunError
 from fedmq.storage.json_files import Stored, read_json
+from fedmq.text import printable
 
 #: Interval between two writings of ``status.json`` [s].
 STATUS_SECONDS = 1.0
+#: Characters kept of an error in a status.
+ERROR_CHARACTERS = 300
 
 
 class SiloPhase(StrEnum):
@@ -85,6 +89,20 @@ class StatusFile(Stored):
     refused: dict[str, int]
     last_refused: str
     silos: dict[str, SiloStatus]
+
+
+def status_of(text: str) -> StatusFile:
+    """The status that a coordinator sent.
+
+    Raises:
+        RunError: it is none, e.g. because the coordinator is of another release.
+    """
+    try:
+        return StatusFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RunError(printable(f"the coordinator's status cannot be read: {place}: {first['msg']}")) from None
 
 
 def read_status(path: Path) -> StatusFile:

@@ -74,6 +74,11 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         raise
 
 
+def private_names(directory: Path) -> list[str]:
+    """Names of the private keys of a folder, sorted; none of a folder that does not exist."""
+    return sorted(path.stem for path in directory.glob("*.key"))
+
+
 def load_identity(directory: Path, name: str) -> Identity:
     """Load a private key.
 

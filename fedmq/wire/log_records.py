@@ -54,6 +54,8 @@ class NoteKind(StrEnum):
     CHECKPOINT_REFUSED = "checkpoint refused"
     REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
     KEYS_UNREADABLE = "the folder of accepted keys cannot be read completely"
+    #: Written by the coordinator when a process first asks for the run's status.
+    INQUIRED = "asked for the run's status"
     HELLO_REFUSED = "the coordinator refused the handshake"
     # Scripted faults.
     FAULT = "fault"

@@ -44,7 +44,8 @@ from fedmq.wire.log_records import (
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.payloads import digest, tensor_bytes
+from fedmq.wire.payload_digest import digest
+from fedmq.wire.payloads import tensor_bytes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fedmq.wire.payloads import (
     OwnMetrics,
     Payload,
     Refusal,
+    RunStatus,
     SiloModalities,
 )
 
@@ -34,6 +35,8 @@ HEAD_BYTES = 32
 MAX_PAYLOADS = 64
 #: Names of the two processes that are not silos; every other name is a silo's.
 COORDINATOR, EVALUATOR = "coordinator", "evaluator"
+#: In a hello that asks for the run's status, in place of the run's name, which the asker need not know.
+ANY_RUN = "any"
 
 
 class Kind(StrEnum):
@@ -45,6 +48,8 @@ class Kind(StrEnum):
     REJECT = "reject"
     REKEY = "rekey"
     REKEYED = "rekeyed"
+    INQUIRE = "inquire"
+    STATUS = "status"
     STATEMENT = "statement"
     AGREEMENT = "agreement"
     LAYOUT = "layout"
@@ -158,7 +163,7 @@ class ShortHeader:
 #: Payloads of the agreement on the data, and of silos' own evaluations.
 _STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
 _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
-_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, OwnMetrics.KIND} - _STATED - _AGREED
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, OwnMetrics.KIND, RunStatus.KIND} - _STATED - _AGREED
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
@@ -167,6 +172,8 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.REJECT: frozenset(),
     Kind.REKEY: frozenset(),
     Kind.REKEYED: frozenset(),
+    Kind.INQUIRE: frozenset(),
+    Kind.STATUS: frozenset({RunStatus.KIND}),
     Kind.STATEMENT: _STATED,
     Kind.AGREEMENT: _AGREED,
     Kind.LAYOUT: frozenset(),

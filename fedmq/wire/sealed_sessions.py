@@ -39,7 +39,7 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
-HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT})
+HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE})
 #: Messages with which the two ends of a session agree on new keys; see :mod:`fedmq.wire.rekeying`.
 REKEY_KINDS = frozenset({Kind.REKEY, Kind.REKEYED})
 

@@ -187,8 +187,8 @@ def _refuse_truncated(path: Path) -> None:
     check_tags(path)
 
 
-def _arrays_in(path: Path) -> list[Stored]:
-    """List one file's arrays without reading them, and any ``split`` entry, so that a bad one is not ignored."""
+def _arrays_in(path: Path, also: str) -> list[Stored]:
+    """List one file's arrays without reading them, and any entry ``also``, so that a bad one is not ignored."""
     if path.suffix.lower() == ".npz":
         with np.load(path, allow_pickle=False) as opened:
             return [_npy_header(opened, path, key) for key in opened.files]
@@ -202,14 +202,14 @@ def _arrays_in(path: Path) -> list[Stored]:
             groups = {
                 key: value
                 for key, value in opened.items()
-                if key not in datasets and ("MATLAB_sparse" in getattr(value, "attrs", ()) or key == "split")
+                if key not in datasets and ("MATLAB_sparse" in getattr(value, "attrs", ()) or key == also)
             }
             return [
                 _dataset(path, key, value, strings)
                 for key, value in datasets.items()
                 if (strings := h5py.check_string_dtype(value.dtype) is not None)
                 or value.dtype.kind in "iufb"
-                or key == "split"
+                or key == also
             ] + [
                 Stored(path, key, sparse.hdf5_shape(f"{path}: {key}", value), matlab=True)
                 for key, value in groups.items()
@@ -219,7 +219,7 @@ def _arrays_in(path: Path) -> list[Stored]:
     return [
         Stored(path, key, tuple(map(int, shape)), strings=kind == "char", integers=kind.startswith(("int", "uint")))
         for key, shape, kind in listed
-        if kind not in ("cell", "struct", "object") or key == "split"
+        if kind not in ("cell", "struct", "object") or key == also
     ]
 
 
@@ -233,13 +233,17 @@ def _dataset(path: Path, key: str, value: Any, strings: bool) -> Stored:
     return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, strings or characters, integers)
 
 
-def list_arrays(path: Path) -> list[Stored]:
+def list_arrays(path: Path, also: str = "split") -> list[Stored]:
     """List the arrays of a file without reading them.
+
+    Args:
+        path: the file.
+        also: name of an array that is listed whatever it holds, e.g. a cell array of strings.
 
     Raises:
         InputError: the file is missing, truncated or unreadable.
     """
-    arrays: list[Stored] = guarded(path, lambda: _arrays_in(path))
+    arrays: list[Stored] = guarded(path, lambda: _arrays_in(path, also))
     return arrays
 
 

@@ -73,6 +73,28 @@ def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
     return split_codes(stored.path, value, n)
 
 
+def _stored_column(path: Path, column: str, sizes: Mapping[str, int]) -> Array:
+    """The array by whose values the partition deals the items, strings or whole numbers [n].
+
+    Raises:
+        InputError: there is none, the items are in parts, or its length is wrong.
+    """
+    place = f"{path}: partition.column {column}"
+    if (parts := list(sizes)) != ["all"]:
+        found = f"arrays of the parts {', '.join(parts)}"
+        raise InputError(place, found, "arrays of all items in one order, with their parts in an array split")
+    listed = [array for file in files_of(path) for array in list_arrays(file, column)]
+    stored = next((array for array in listed if array.key == column), None)
+    if stored is None:
+        raise InputError(place, f"arrays {', '.join(array.key for array in listed)}", "an array of this name")
+    value = stored.read()
+    if value.shape in ((sizes["all"], 1), (1, sizes["all"])):
+        value = value.reshape(-1)  # a vector, as MATLAB stores it
+    if value.dtype.kind in "US":
+        return np.char.strip(value)
+    return value.astype(np.int64) if value.dtype.kind == "f" and _integral(value) else value
+
+
 def _flat_labels(stored: Stored, n: int) -> Array:
     """Read labels as class numbers int64 [n] or multi-hot uint8 [n, L]."""
     return label_array(stored.place, stored.numbers(), n)
@@ -165,6 +187,8 @@ def read_arrays(data: Data) -> dict[str, Array]:
     else:
         codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
         arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
+    if data.column is not None:
+        arrays[data.column] = _stored_column(path, data.column, sizes)
     duplicates = _duplicates(arrays, sizes) if "database" in sizes else np.zeros(0, dtype=np.bool_)
     if duplicates.any():
         arrays = _take(arrays, np.flatnonzero(~duplicates))

@@ -323,6 +323,20 @@ def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
         raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
 
 
+def _with_absent(path: Path, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+    """The arrays of a file of one modality, with a column of zeros for the other one, which no item has."""
+    absent = [name for name in ("image", "text") if name not in arrays]
+    if len(absent) == 2:
+        raise InputError(f"{path}: image", "no such key", "image [n, d_i], or text [n, d_t] or [n, C, d_t], or both")
+    for name in absent:
+        other = arrays["text" if name == "image" else "image"]
+        n, mark = len(other) if other.ndim else 0, f"{name}_present"
+        if mark in arrays and np.any(arrays[mark]):
+            raise InputError(f"{path}: {mark}", f"items with {name}", f"a key {name}, or no item with {name}")
+        arrays = {**arrays, name: np.zeros((n, 1), np.float32), mark: np.zeros(n, np.bool_)}
+    return arrays
+
+
 def checked(
     path: Path, arrays: Mapping[str, Array], seed: int, column: str | None = None, *, merge: bool = False
 ) -> FeatureSet:
@@ -338,9 +352,7 @@ def checked(
     Raises:
         InputError: as :func:`read_features`.
     """
-    for name in ("image", "text"):
-        if name not in arrays:
-            raise InputError(f"{path}: {name}", "no such key", "image [n, d_i] and text [n, d_t] or [n, C, d_t]")
+    arrays = _with_absent(path, arrays)
     n = len(arrays["image"]) if arrays["image"].ndim else 0
     if arrays["text"].ndim and len(arrays["text"]) != n:
         raise InputError(f"{path}: text", f"{len(arrays['text'])} items", f"as many as image has, {n}")
@@ -419,7 +431,8 @@ def _one_item_per_image(path: Path, found: FeatureSet) -> FeatureSet:
 def read_features(path: Path, seed: int = 0, column: str | None = None) -> FeatureSet:
     """Read a ``features`` data set.
 
-    Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64. Optional:
+    Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64; one of
+    them is left out if no item has that modality. Optional:
     ``captions`` int [n]; ``labels`` int [n] or 0/1 [n, L]; ``label_names`` strings [L] (in a .safetensors file a JSON
     list in the metadata); ``split`` [n] of train, val, test, public, database or 0 to 4; ``keys`` (or ``filename``)
     strings [n]; ``image_present`` and ``text_present`` bool [n], for items that lack one of the two, whose row in

@@ -1,0 +1,76 @@
+"""Answers to those who ask for the run's status with an accepted key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator.peers import Peers
+from coordinator.rounds import Phase
+from fedmq.clock import Clock
+from fedmq.runs.status import ERROR_CHARACTERS, SiloPhase, SiloStatus, StatusFile
+from fedmq.text import printable
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.payloads import MAX_STATUS, RunStatus
+
+#: Characters kept of each silo's error in a status that is too large otherwise.
+_SHORT_ERROR = 40
+
+
+class Inquiries:
+    """What the roster asks about inquiries.
+
+    Args:
+        run: the run's id.
+        silos: names of all silos.
+        rounds: total number of rounds.
+        clock: for the time stamp.
+        log: the coordinator's message log, which notes everyone who asks, once.
+
+    Attributes:
+        latest: the last status of the rounds; None before the first.
+    """
+
+    def __init__(self, run: str, silos: Sequence[str], rounds: int, clock: Clock, log: MessageLog) -> None:
+        self._run, self._silos, self._rounds, self._clock, self._log = run, tuple(silos), rounds, clock, log
+        self._asked: set[str] = set()
+        self.latest: Callable[[], StatusFile | None] = lambda: None
+
+    def answer(self, name: str, peers: Peers) -> RunStatus:
+        """The answer to an inquiry.
+
+        Args:
+            name: whose key the asker has proven.
+            peers: the run's peers, whose state is the status before the rounds begin.
+        """
+        if name not in self._asked:
+            self._asked.add(name)
+            self._log.note(NoteKind.INQUIRED, peer=name)
+        status = self.latest() or self._before(peers)
+        text = status.model_dump_json()
+        if len(text.encode()) > MAX_STATUS:
+            short = {
+                silo: each.model_copy(update={"error": each.error[:_SHORT_ERROR]})
+                for silo, each in status.silos.items()
+            }
+            text = status.model_copy(update={"silos": short}).model_dump_json()
+        return RunStatus(text)
+
+    def _before(self, peers: Peers) -> StatusFile:
+        phases = {name: SiloPhase.WAITING if peers.online(name) else SiloPhase.ABSENT for name in self._silos}
+        return StatusFile(
+            run=self._run,
+            written=self._clock.utc(),
+            phase=Phase.GATHERING.value,
+            round=0,
+            rounds=self._rounds,
+            loss=None,
+            metrics={},
+            up=0,
+            down=0,
+            now=self._clock.now(),
+            elapsed=0.0,
+            refused=dict(peers.refused),
+            last_refused=printable(peers.refusal)[:ERROR_CHARACTERS],
+            silos={name: SiloStatus(phase=phase) for name, phase in phases.items()},
+        )

@@ -1,0 +1,213 @@
+"""A first scenario for a user's own data: which reader fits them, and settings that fit their number."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.config.scenario import Data
+from fedmq.data import catalogue
+from fedmq.data.raw_set import U8, RawSet, whole
+from fedmq.data.readers import manifest, parquet, photo_folder
+from fedmq.data.readers.features import read_features
+from fedmq.data.splits import SPLITS
+from fedmq.encoders.images import IMAGE_ENDINGS, files_below
+from fedmq.errors import InputError
+
+FEATURES = (".npz", ".safetensors")
+#: Fewest training items of a silo: methods that compare the pairs of a batch need two.
+LEAST = 2
+_FORMS = (
+    f"a folder of pictures with .txt files or metadata.csv, a list ({', '.join(manifest.READERS)}), "
+    f"{' or '.join(parquet.ENDINGS)} files, tar files, or features ({' or '.join(FEATURES)})"
+)
+
+
+def reader_of(path: Path) -> str:
+    """The ``data.name`` that reads a file or folder, judged by names alone.
+
+    Raises:
+        InputError: it does not exist, or no reader fits it.
+    """
+    if path.is_file():
+        ending = path.suffix.lower()
+        for name, endings in (
+            ("manifest", tuple(manifest.READERS)),
+            ("parquet", parquet.ENDINGS),
+            ("webdataset", (".tar",)),
+            ("features", FEATURES),
+        ):
+            if ending in endings:
+                return name
+        raise InputError("--data", str(path), _FORMS)
+    if not path.is_dir():
+        raise InputError("--data", str(path), f"an existing file or folder: {_FORMS}")
+    found = {file.suffix.lower() for file in files_below(path)}
+    if any(file.name in photo_folder.METADATA for file in files_below(path)):
+        return "folder"
+    if any(file.suffix == ".tar" for file in path.iterdir()):
+        return "webdataset"
+    if found & set(parquet.ENDINGS):
+        return "parquet"
+    lists = sorted(file for file in path.iterdir() if file.suffix.lower() in manifest.READERS)
+    if found & IMAGE_ENDINGS and ".txt" in found:
+        return "folder"
+    if lists:
+        raise InputError("--data", str(path), f"the list itself: {', '.join(map(str, lists[:3]))}")
+    raise InputError("--data", f"{path}, without captions", _FORMS)
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """A user's data, counted.
+
+    Args:
+        name: ``data.name``.
+        path: absolute path.
+        items: number of items.
+        captions: number of captions.
+        pairs: number of items with a picture and captions.
+        incomplete: number of items that lack a picture or captions and will be left out.
+        split: number of training and of test pairs, of data that say which is which or whose split is always drawn
+            in these parts; None if the scenario can say how many to draw.
+    """
+
+    name: str
+    path: Path
+    items: int
+    captions: int
+    pairs: int
+    incomplete: int
+    split: tuple[int, int] | None
+
+
+def count(path: Path) -> OwnData:
+    """Read the annotations of a user's data; pictures are not opened.
+
+    Raises:
+        InputError: no reader fits them, or they are malformed.
+    """
+    path = path.expanduser()
+    path = Path(whole(str(path), "--data")).absolute()
+    name = reader_of(path)
+    if name == "features":
+        read = read_features(path, 0)
+        both = np.ones(len(read.image), np.bool_) if read.present is None else read.present[:, 0] & read.present[:, 1]
+        return OwnData(
+            name, path, len(both), int(read.captions.sum()), int(both.sum()), 0, _train_and_test(read.split, both)
+        )
+    raw = catalogue.find(name).read(Data(name=name, path=path, missing="skip"))
+    incomplete = _incomplete(raw)
+    kept = raw.subset([row for row in range(len(raw)) if row not in incomplete]) if incomplete else raw
+    if len(kept) <= LEAST:
+        raise InputError(str(path), f"{len(kept)} items with picture and caption", f"at least {LEAST + 1}")
+    both = np.array([bool(captions) for captions in kept.captions]) & kept.pictured
+    split = None if kept.split is None else _train_and_test(kept.split, both)
+    captions = sum(map(len, kept.captions))
+    return OwnData(name, path, len(kept), captions, int(both.sum()), len(incomplete), split)
+
+
+def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    train, test = (int(((split == SPLITS.index(name)) & both).sum()) for name in ("train", "test"))
+    return train, test
+
+
+def _incomplete(raw: RawSet) -> set[int]:
+    """Rows that a run would refuse: without a caption or with a missing file, unless the data say so of each item."""
+    rows = range(len(raw))
+    return {row for row in rows if raw.pictures.missing(row) or not (raw.captions[row] or raw.unpaired)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of the first scenario.
+
+    Args:
+        silos: number of silos.
+        missing: part of the silos that lack a modality, 0 to 1.
+        method: ``protocol.name``.
+        rounds: number of rounds.
+    """
+
+    silos: int
+    missing: float
+    method: str
+    rounds: int = 20
+
+
+def most_silos(data: OwnData) -> int:
+    """Largest number of silos that get enough items to train on and at least one to be tested on."""
+    if data.split is not None:
+        return min(data.split[0] // LEAST, data.split[1])
+    return data.pairs // (LEAST + 1)
+
+
+def _drawn(data: OwnData, silos: int) -> tuple[int, str]:
+    """Number of training pairs, and the keys of ``data`` that say how many items to draw for the test."""
+    if data.split is not None:
+        return data.split[0], ""
+    tenth = data.items // 10
+    if tenth >= silos:
+        return data.pairs - 2 * tenth, ""
+    return data.pairs - silos, f", queries: {silos}, val: 0"
+
+
+def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
+    """The scenario as YAML with comments.
+
+    Args:
+        name: of the scenario; characters that are not allowed become ``-``.
+        data: the user's.
+        plan: the settings.
+
+    Raises:
+        InputError: there are more silos than the data allow, or a number is out of range.
+    """
+    if not 1 <= plan.silos <= most_silos(data):
+        allowed = f"1 to {most_silos(data)}: each silo needs {LEAST} of the {data.pairs} pairs to train on, one to test"
+        raise InputError("--silos", plan.silos, allowed)
+    if not 0 <= plan.missing < 1:
+        raise InputError("--missing", plan.missing, "a part of the silos: 0 or more, below 1")
+    trained, drawn = _drawn(data, plan.silos)
+    clusters = min(10, trained // 4)
+    if clusters >= 2:
+        dealt = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, least: {LEAST}}}"
+        why = (
+            "# Silos get different topics: clusters of captions, dealt unevenly. A larger alpha makes silos more alike."
+        )
+    else:
+        dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: dealt at random."
+    backbone = "features" if data.name == "features" else "lite"
+    kept = ", missing: skip" if data.incomplete else ""
+    lines = [
+        f"# {data.items} items with {data.captions} captions, {trained} pairs of them to train on.",
+        f"name: {plain_name(name)}",
+        "seed: 0",
+        "# Merges of the shared model. More rounds train longer.",
+        f"rounds: {plan.rounds}",
+        "# The federated method; fedmq protocols lists all of them and their options.",
+        f"protocol: {{name: {json.dumps(plan.method)}}}",
+        *(["# Items without a picture or a caption are left out."] if kept else []),
+        f"data: {{name: {data.name}, path: {json.dumps(str(data.path), ensure_ascii=False)}{drawn}{kept}}}",
+        "# The frozen encoders. Larger ones: docs/reference/backbones.md.",
+        f"backbone: {{name: {backbone}}}",
+        f"silos: {{count: {plan.silos}}}",
+        why,
+        dealt,
+        "# Part of the silos that have images only or captions only.",
+        f"missing_modality: {{rate: {plan.missing:g}}}",
+        "training: {learning_rate: 1.0e-3, batch_size: 32, warmup_rounds: 2}",
+        "# Measured on the test items, after every fifth round and the last one.",
+        "evaluation: {every: 5, split: test}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plain_name(name: str) -> str:
+    """A name that a scenario may have."""
+    return re.sub(r"[^a-z0-9_.-]+", "-", name.lower()).strip("-._")[:48] or "mine"

@@ -1,0 +1,252 @@
+"""Tuning files: what ``fedmq tune`` searches, for which methods, and with which budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from fedmq.config.loader import apply_settings, input_error
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Count
+from fedmq.config.yaml_files import read_yaml
+from fedmq.errors import InputError
+from fedmq.evaluation.metrics import known_names
+from fedmq.evaluation.user_metrics import measures_of
+from fedmq.experiments.grid import Entry, Resolve
+from fedmq.text import nearest
+
+#: Keys that a search cannot vary, and why.
+_FIXED = {
+    "seed": "seeds: each trial runs with all of them",
+    "name": "another key: the name does not affect the model",
+    "rounds": "rounds outside of search, so that trials have equal budgets",
+    "protocol": "methods, so that each has the same number of trials",
+    "protocol.name": "methods, so that each has the same number of trials",
+    "launcher": "another key: the launcher does not affect the model",
+    "evaluation": "a key that the trials do not set themselves",
+}
+_KEY = re.compile(r"\w+(\.[\w-]+)*")
+
+
+class Range(BaseModel):
+    """Numbers from ``low`` to ``high``; whole numbers if both bounds are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    low: int | float = Field(description="least value")
+    high: int | float = Field(description="largest value")
+    log: bool = Field(False, description="search on a logarithmic scale")
+    step: Annotated[int | float, Field(gt=0)] | None = Field(None, description="distance of two values; not with log")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Range:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError("low must be below high, both finite")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError("log needs low above 0 and no step")
+        if self.whole and self.step is not None and not isinstance(self.step, int):
+            raise ValueError("step must be whole, as low and high are")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether its values are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    texts = [json.dumps(value, sort_keys=True) for value in values]
+    if len(set(texts)) < len(texts):
+        raise ValueError("lists a value twice")
+    return values
+
+
+Choices = Annotated[tuple[Any, ...], Field(min_length=2), AfterValidator(_different)]
+
+
+def _searchable(space: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in space:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key} is not a scenario key, e.g. training.learning_rate")
+        for fixed, instead in _FIXED.items():
+            if key == fixed or (fixed == "evaluation" and key.startswith("evaluation.")):
+                raise ValueError(f"{key} cannot be searched; use {instead}")
+    return space
+
+
+Space = Annotated[Mapping[str, Range | Choices], AfterValidator(_searchable)]
+
+
+def _settings(text: str) -> str:
+    try:
+        apply_settings({}, [text])
+    except InputError as error:
+        raise ValueError(error.allowed) from None
+    return text
+
+
+class TuneFile(BaseModel):
+    """A tuning file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tune: str = Field(min_length=1, description="the scenario, relative to this file's folder")
+    set: Annotated[
+        tuple[Annotated[str, AfterValidator(_settings)], ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = Field((), description="key=value settings of all trials, as of `--set`")
+    search: Space = Field(
+        {}, description="scenario keys, each with a list of values or `{low, high}` with `log: true` or `step`"
+    )
+    methods: Mapping[str, Space] = Field(
+        {}, description="methods to tune, each with further keys of its own; the scenario's method by default"
+    )
+    metric: str = Field("mean_r1", description="metric on the validation split that trials are compared by")
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)] = Field(
+        (0,), description="seeds; a trial's value is the mean over them"
+    )
+    trials: Annotated[Count, Field(strict=True)] = Field(20, description="trials of each method")
+    rounds: Annotated[Count, Field(strict=True)] | None = Field(
+        None, description="rounds of a trial; null: the scenario's"
+    )
+    pruning: Literal["none", "median"] = Field(
+        "none", description="median: stop a trial whose evaluation is below the median of the finished ones"
+    )
+    evaluate_every: Annotated[Count, Field(strict=True)] | None = Field(
+        None, description="rounds between the evaluations that pruning looks at; null: a fifth of the rounds"
+    )
+    startup: Annotated[Count, Field(strict=True)] = Field(
+        5, description="trials of a method that are drawn at random, and finished trials before pruning begins"
+    )
+    sampler: Literal["tpe", "random"] = Field("tpe", description="tpe: tree-structured Parzen estimator; or random")
+    seed: int = Field(0, ge=0, strict=True, description="seed of the search")
+    batch: Annotated[Count, Field(strict=True)] = Field(
+        4, description="trials of a method that are proposed, and may run, at once; affects the proposals"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TuneFile:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds lists a seed twice")
+        if not self.search and not all(self.methods.values() or [{}]):
+            raise ValueError("search is empty: give at least one key for each method")
+        if self.pruning == "median" and "." in self.metric:
+            raise ValueError(f"pruning median needs a metric of the shared model without a dot, not {self.metric}")
+        return self
+
+
+@dataclass(frozen=True)
+class TunedMethod:
+    """A method with its search space.
+
+    Args:
+        name: of the method.
+        entry: scenario file and settings.
+        space: scenario key to range or values.
+        rounds: of a trial.
+        evaluate_every: rounds between evaluations; 0 evaluates at the end only.
+    """
+
+    name: str
+    entry: Entry
+    space: Mapping[str, Range | tuple[Any, ...]]
+    rounds: int
+    evaluate_every: int
+
+
+@dataclass(frozen=True)
+class TunePlan:
+    """A checked tuning file.
+
+    Args:
+        source: the file.
+        spec: its content.
+        methods: in order.
+    """
+
+    source: Path
+    spec: TuneFile
+    methods: tuple[TunedMethod, ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the search: everything but the number of trials, which may grow."""
+        plain = self.spec.model_dump(mode="json", exclude={"trials"})
+        return {**plain, "settings": [list(method.entry.settings) for method in self.methods]}
+
+
+def read(path: Path) -> TuneFile:
+    """Read a tuning file.
+
+    Raises:
+        InputError: it cannot be read, or a key or value in it is not allowed; the error names file, line and key.
+    """
+    raw = read_yaml(path)
+    if "tune" not in raw:
+        raise InputError(str(path), "no key tune", "a tuning file, see docs/howto/tune.md")
+    try:
+        spec = TuneFile.model_validate(raw)
+    except ValidationError as error:
+        raise input_error(error, path) from None
+    if not (path.parent / spec.tune).is_file():
+        raise InputError(f"{path}: tune", spec.tune, f"a scenario file, relative to {path.parent}")
+    return spec
+
+
+def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callable[[Scenario], bool]) -> TunePlan:
+    """The plan of a tuning file; every bound of its search spaces is tried on the scenario.
+
+    Args:
+        path: the file.
+        spec: its content.
+        resolve: reads and checks a scenario.
+        personal_only: whether a scenario trains no shared model as a whole; its trials are then not pruned.
+
+    Raises:
+        InputError: a key, a bound, a method or the metric is not allowed.
+    """
+    file = path.parent / spec.tune
+    own = _resolved(path, "set", resolve, file, spec.set)
+    named = spec.methods or {own.protocol.label: {}}
+    methods = []
+    for name, more in named.items():
+        switch = () if name == own.protocol.label else (f"protocol={json.dumps(name)}",)
+        settings = (*spec.set, *switch)
+        space = {**spec.search, **more}
+        scenario = _resolved(path, f"methods.{name}", resolve, file, settings)
+        first = {key: values[0] for key, values in _extremes(space)}
+        for key, values in _extremes(space):
+            for value in values:
+                tried = [*settings, *as_settings({**first, key: value})]
+                _resolved(path, f"search space of {name}: {key}", resolve, file, tried)
+        rounds = spec.rounds or scenario.rounds
+        pruned = spec.pruning != "none" and not personal_only(scenario)
+        every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
+        entry = Entry(name, name, (), file, settings, ((),))
+        methods.append(TunedMethod(name, entry, space, rounds, every))
+    known = known_names(own.evaluation, measures_of(own.evaluation))
+    if "." not in spec.metric and spec.metric not in known:
+        raise InputError(f"{path}: metric", spec.metric, f"a metric, e.g. {', '.join(nearest(spec.metric, known))}")
+    return TunePlan(path, spec, tuple(methods))
+
+
+def _extremes(space: Mapping[str, Range | tuple[Any, ...]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for key, values in space.items():
+        yield key, (values.low, values.high) if isinstance(values, Range) else values
+
+
+def as_settings(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Values by scenario key in the form of ``--set``."""
+    return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+
+
+def _resolved(path: Path, what: str, resolve: Resolve, file: Path, settings: Any) -> Scenario:
+    try:
+        return resolve(file, list(settings), None)
+    except InputError as error:
+        raise InputError(f"{path}: {what}: {error.place}", error.found, error.allowed) from None

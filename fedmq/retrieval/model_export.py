@@ -1,0 +1,244 @@
+"""Export a released model for other programs: to ONNX, and as a folder that can be uploaded to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from fedmq.config import yaml_files
+from fedmq.config.sections import Modality
+from fedmq.encoders.base import MODALITIES, InputSpec
+from fedmq.errors import InputError, RunError
+from fedmq.extras import package
+from fedmq.models.two_tower import TwoTower
+from fedmq.retrieval.released_model import ModelFolder, described
+from fedmq.runs.model_files import BESIDE
+from fedmq.storage.regular_files import check_regular, read_regular
+from fedmq.storage.run_folder import writing
+
+#: Largest difference of an exported model's outputs from the model's own.
+PARITY: Final = 1e-5
+_OPSET: Final = 17
+_CHECKED = (1, 5)  # batch sizes with which an exported model is compared
+_CARD = "README.md"
+
+
+class _Tower(nn.Module):
+    """One tower from its inputs to embeddings of unit length, or to the outputs whose signs are a hash code."""
+
+    def __init__(self, model: TwoTower, modality: Modality) -> None:
+        super().__init__()
+        self.model, self.modality = model, modality
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.model.image(x) if self.modality == "image" else self.model.caption(x)
+        return output if self.model.binary else normalize(output, dim=1)
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """An exported tower.
+
+    Args:
+        path: of the file.
+        difference: largest difference of its outputs from the model's own, over random inputs.
+    """
+
+    path: Path
+    difference: float
+
+
+def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
+    """Write ``image.onnx`` and ``text.onnx``, and compare them with the model in onnxruntime.
+
+    A tower's input ``x`` is what the frozen encoder gives, float32 [batch, d]; with adapters in the blocks it is uint8
+    pixels [batch, 3, S, S] or int32 tokens [batch, 77], and the file includes the frozen encoder. The output
+    ``embedding`` is float32 [batch, dim] of unit length; of a hash network it is ``code``, whose signs are the bits.
+
+    Args:
+        files: the released model, on the CPU.
+        folder: to create.
+
+    Returns:
+        The two files.
+
+    Raises:
+        InputError: the folder exists, the model cannot stand alone or has a layer that ONNX lacks, or a package is
+            missing.
+        RunError: the exported model computes something else, or the folder cannot be written.
+    """
+    _check_new(folder, "--onnx")
+    onnx, runtime = (package(name, "onnx", "fedmq export --onnx") for name in ("onnx", "onnxruntime"))
+    inputs, label_names = described(files)
+    model = files.build(inputs, label_names)
+    found: dict[str, float] = {}
+
+    def fill(made: Path) -> None:
+        for modality in MODALITIES:
+            path = made / f"{modality}.onnx"
+            tower = _Tower(model, modality).eval()
+            _write_tower(tower, _examples(inputs, modality, 2), path)
+            _describe(onnx, path, files, modality)
+            found[modality] = _difference(runtime, tower, path, inputs)
+
+    _create(folder, fill)
+    return tuple(OnnxFile(folder / f"{modality}.onnx", found[modality]) for modality in MODALITIES)
+
+
+def _check_new(folder: Path, option: str) -> None:
+    if folder.exists():
+        raise InputError(f"{option} {folder}", "a folder that exists", "a new one")
+
+
+def _create(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Create a folder with its contents, complete or not at all."""
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            fill(made)
+            made.chmod(0o755)
+            made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _examples(inputs: InputSpec, modality: Modality, count: int) -> Tensor:
+    """Random inputs of a tower, [count, ...]."""
+    shape = inputs.image_shape if modality == "image" else inputs.text_shape
+    dtype = inputs.image_dtype if modality == "image" else inputs.text_dtype
+    generator = np.random.default_rng(count)
+    if dtype == "float32":
+        return torch.from_numpy(generator.normal(size=(count, *shape)).astype(np.float32))
+    # Token ids: any small ones; open_clip pools at the largest.
+    return torch.from_numpy(generator.integers(1, 256, (count, *shape)).astype(dtype))
+
+
+def _write_tower(tower: _Tower, example: Tensor, path: Path) -> None:
+    output = "code" if tower.model.binary else "embedding"
+    try:
+        with torch.inference_mode(), warnings.catch_warnings():
+            # The exporter that replaces this one needs a further package and computes the same.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.onnx.export(
+                tower,
+                (example,),
+                str(path),
+                input_names=["x"],
+                output_names=[output],
+                dynamic_axes={"x": {0: "batch"}, output: {0: "batch"}},
+                opset_version=_OPSET,
+                dynamo=False,
+            )
+    except Exception as error:  # the exporter raises many types for layers that it does not know
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise InputError(f"--onnx: the {tower.modality} tower", reason[:200], "layers that ONNX has") from None
+
+
+def _describe(onnx: Any, path: Path, files: ModelFolder, modality: Modality) -> None:
+    """Record in an exported tower which model it is, and which frozen encoder makes its inputs."""
+    loaded = onnx.load(str(path))
+    config = files.config
+    inside = config.backbone.get("adapter_site") == "blocks"
+    facts = {
+        "fedmq.model_digest": config.model_digest,
+        "fedmq.backbone": str(config.backbone.get("name")),
+        "fedmq.input": "pixels or tokens" if inside else "vectors of the frozen encoder",
+        "fedmq.frozen_digest": config.frozen.get("blocks" if inside else modality, ""),
+    }
+    onnx.helper.set_model_props(loaded, facts)
+    onnx.checker.check_model(loaded)
+    onnx.save(loaded, str(path))
+
+
+def _difference(runtime: Any, tower: _Tower, path: Path, inputs: InputSpec) -> float:
+    """The largest difference between a tower's outputs and those of its exported file.
+
+    Raises:
+        RunError: it is larger than :data:`PARITY`.
+    """
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for count in _CHECKED:
+        x = _examples(inputs, tower.modality, count)
+        with torch.inference_mode():
+            expected: npt.NDArray[np.float32] = tower(x).float().numpy()
+        (found,) = session.run(None, {"x": x.numpy()})
+        worst = max(worst, float(np.abs(found - expected).max()))
+    if not worst <= PARITY:
+        raise RunError(f"{path.name}: its outputs differ by {worst:.2g} from the model's, more than {PARITY:g}")
+    return worst
+
+
+# ---------------------------------------------------------------------------------------------------------- hub folder
+def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
+    """Write a folder that can be uploaded to the Hugging Face Hub, and that :func:`fedmq.load` opens.
+
+    It holds the model card, the weights and the configuration, and nothing else: no gallery, and no path of this
+    machine's weights. The parameters are checked against their digests.
+
+    Args:
+        files: the released model.
+        folder: to create.
+
+    Returns:
+        Names of its files.
+
+    Raises:
+        InputError: the folder exists, the model is damaged or cannot stand alone, or its card has no valid front
+            matter.
+        RunError: the folder cannot be written.
+    """
+    _check_new(folder, "--hub")
+    files.build(*described(files))
+    card = files.folder / _CARD
+    front_matter(read_regular(card, "the model card").decode("utf-8", "replace"), str(card))
+    beside = [f"{kind}.safetensors" for kind in BESIDE if kind in files.config.released_with]
+    _create(folder, partial(_fill_hub, files=files, names=[_CARD, "model.safetensors", *beside]))
+    return tuple(sorted(path.name for path in folder.iterdir()))
+
+
+def _fill_hub(made: Path, files: ModelFolder, names: list[str]) -> None:
+    for name in names:
+        check_regular(files.folder / name, 1 << 40, "a file of the released model")
+        shutil.copyfile(files.folder / name, made / name)
+    backbone = dict(files.config.backbone)
+    pretrained = backbone.get("pretrained")
+    if isinstance(pretrained, str) and ("/" in pretrained or "\\" in pretrained):
+        backbone["pretrained"] = Path(pretrained).name
+    plain = files.config.model_copy(update={"backbone": backbone}).plain()
+    (made / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+
+
+def front_matter(card: str, place: str) -> dict[str, Any]:
+    """The metadata at the head of a model card, which the Hub reads.
+
+    Raises:
+        InputError: there are none, or they are no valid YAML.
+    """
+    lines = card.splitlines()
+    if lines[:1] == ["---"] and "---" in lines[1:]:
+        try:
+            found = yaml_files.parse("\n".join(lines[1 : lines.index("---", 1)]))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            return found
+    raise InputError(place, "no valid front matter", "YAML between two lines of --- at the head of the card")

@@ -1,0 +1,86 @@
+"""Asking a coordinator for the run's status, with an accepted key; see docs/reference/wire.md, inquire."""
+
+from __future__ import annotations
+
+import time
+
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
+from fedmq.wire.keys import Identity, words
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, Kind, Reason
+from fedmq.wire.payloads import RunStatus
+from fedmq.wire.sealed_sessions import open_message
+from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.base import Connection, Trouble
+from fedmq.wire.transports.registry import connect
+
+#: Time to wait for the coordinator, which does not answer during a merge [s].
+ANSWER_SECONDS = 10.0
+#: Interval between two looks at the connection [s].
+_STEP_SECONDS = 0.1
+
+
+def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float = ANSWER_SECONDS) -> str:
+    """Ask a coordinator for the status of its run.
+
+    Args:
+        uri: where it listens.
+        identity: whoever asks; the coordinator has to accept this key under this name.
+        accepted: accepted public keys, with that of the coordinator.
+        patience: time to wait for the answer [s].
+
+    Returns:
+        The content of its ``status.json``.
+
+    Raises:
+        InputError: the coordinator does not accept the key, or what listens there does not have the coordinator's.
+        RunError: nothing answers, or the answer cannot be used.
+    """
+    if COORDINATOR not in accepted:
+        allowed = "the coordinator's, accepted with `fedmq keys accept`"
+        raise InputError(f"keys of {identity.name}: accepted", "no key of the coordinator", allowed)
+    until = time.monotonic() + patience
+    connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
+    try:
+        hello, initiated = initiate(identity, COORDINATOR, ANY_RUN, 0.0)
+        connection.send(hello)
+        inquire, session = complete(initiated, accepted, _answer(connection, uri, identity, until), 0.0)
+        connection.send(inquire)
+        message, _ = open_message(session, _answer(connection, uri, identity, until))
+    except HelloRefusedError as refusal:
+        if refusal.reason == Reason.UNKNOWN_SENDER:
+            raise _not_accepted(uri, identity) from None
+        raise RunError(f"the coordinator at {uri} does not answer: {refusal.reason}: {refusal.detail}") from None
+    except RemoteWireError as error:
+        raise RunError(f"the answer of {uri} cannot be used: {error.reason}: {error.detail}") from None
+    finally:
+        connection.close()
+    match message.header.kind, message.payloads:
+        case Kind.STATUS, (RunStatus(json=text),):
+            return text
+    raise RunError(f"the answer of {uri} cannot be used: a {message.header.kind}, expected a status")
+
+
+def _answer(connection: Connection, uri: str, identity: Identity, until: float) -> list[memoryview]:
+    """The frames of the coordinator's next message.
+
+    Raises:
+        InputError: the connection is not admitted.
+        RunError: there is none before ``until``, on the monotonic clock.
+    """
+    while time.monotonic() < until:
+        frames = connection.receive(_STEP_SECONDS)
+        if frames is not None:
+            return frames
+        match connection.trouble():
+            case Trouble.REFUSED:
+                raise _not_accepted(uri, identity)
+            case Trouble.FOREIGN:
+                allowed = "the coordinator whose key is in the folder accepted/ here"
+                raise InputError(uri, "another process, or a coordinator with another key", allowed)
+    raise RunError(f"no answer from {uri}: no coordinator listens there, or it is busy")
+
+
+def _not_accepted(uri: str, identity: Identity) -> InputError:
+    found = f"the coordinator there does not accept this key of {identity.name} ({words(identity)})"
+    return InputError(uri, found, "an accepted key: its operator accepts one with `fedmq keys accept`")

@@ -1,0 +1,182 @@
+"""``fedmq tune``: equal budgets, pruning, refused updates, and the same search after a stop."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedmq.cli import main as cli
+from fedmq.config import loader
+from fedmq.errors import InputError
+from fedmq.experiments import process_pool as pool
+from fedmq.experiments import tune_file, tuning
+from fedmq.experiments.runner import Workplace
+from fedmq.experiments.tuning import TrialState, Tuned
+from tests.threaded_run import resolved
+
+SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
+#: Learning rate of the runs of which a reply counts as refused.
+REFUSED_RATE = 2e-6
+
+
+class InThisProcess:
+    """A run in this process, which is over when it has started: real runs without the imports of a new process."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, job: pool.Job) -> None:
+        self.started.append(job.name)
+        done = CliRunner().invoke(cli.app, list(job.command[3:]))
+        job.log.write_text(f"fedmq: {done.exception}\n" if done.exit_code else "")
+        self.returncode = done.exit_code
+        folder = Path(job.command[job.command.index("--quiet") - 1])
+        if loader.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
+            summary = json.loads((folder / "summary.json").read_text())
+            refused = {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}
+            (folder / "summary.json").write_text(json.dumps({**summary, "unusable_replies": refused}))
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def terminate(self) -> None:
+        """It is over."""
+
+    kill = wait = terminate
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run jobs in this process; returns the names of the jobs that were started."""
+    monkeypatch.setattr(InThisProcess, "started", [])
+    monkeypatch.setattr(pool, "start", InThisProcess)
+    monkeypatch.setattr(tuning, "_POLL_SECONDS", 0.0)
+    return InThisProcess.started
+
+
+def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
+    path = tmp_path / "search.yaml"
+    facts = {"tune": str(tiny), "search": SPACE, "trials": 4, "rounds": 2, "batch": 2, "startup": 2}
+    path.write_text(yaml.safe_dump({**facts, **keys}))
+    return path
+
+
+def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
+    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), shared)
+    place = Workplace(folder / "runs", lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), lambda _: "", False, 2)
+    return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop)
+
+
+def seed_of(seed: int | None) -> list[str]:
+    return [] if seed is None else [f"seed={seed}"]
+
+
+def shared(_: object) -> bool:
+    return False
+
+
+@pytest.mark.slow
+def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
+    tiny: Path, tmp_path: Path, here: list[str]
+) -> None:
+    path = spec(tiny, tmp_path, methods={"fedavg": {}, "rcsr": {"protocol.lambda_anc": [0.3, 1.0]}}, trials=2)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--json", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert len(here) == 4
+    rows = list(csv.DictReader((out / "trials.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == ["fedavg", "fedavg", "rcsr", "rcsr"]
+    for method in ("fedavg", "rcsr"):
+        best = max((row for row in rows if row["method"] == method), key=lambda row: float(row["value"]))
+        scenario = loader.load(out / f"best-{method}.yaml")
+        assert scenario.protocol.label == method
+        assert scenario.training.learning_rate == float(best["training.learning_rate"])
+        assert scenario.rounds == 4 and scenario.evaluation.split == "test"
+    folders = sorted((out / "runs").glob("*/summary.json"))
+    trials = [loader.load(each.with_name("scenario.yaml")) for each in folders]
+    assert {(each.rounds, each.evaluation.split) for each in trials} == {(2, "val")}
+    again = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--quiet"])
+    assert again.exit_code == 0 and len(here) == 4  # nothing is left to run
+    assert max(map(len, again.stdout.splitlines())) <= 80
+    spec(tiny, tmp_path, metric="mean_r10")
+    other = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out)])
+    assert isinstance(other.exception, InputError) and "another tuning file" in str(other.exception)
+
+
+@pytest.mark.slow
+def test_a_stopped_search_continues_with_the_trials_of_one_that_was_not_stopped(
+    tiny: Path, tmp_path: Path, here: list[str]
+) -> None:
+    path = spec(tiny, tmp_path, trials=4)
+    whole = tuned(path, tmp_path / "whole")
+    assert [each.state for each in whole.trials] == [TrialState.FINISHED] * 4 and not whole.stopped
+    begun = len(here)
+    stopped = tuned(path, tmp_path / "parts", lambda: len(here) >= begun + 1)
+    assert stopped.stopped and len(stopped.trials) < 4
+    resumed = tuned(path, tmp_path / "parts")
+    assert [(each.values, each.value) for each in resumed.trials] == [
+        (each.values, each.value) for each in whole.trials
+    ]
+    best = max(whole.trials, key=lambda each: each.value or 0.0)
+    assert whole.best["rcsr"].value == best.value
+
+
+@pytest.mark.slow
+def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: Path, here: list[str]) -> None:
+    rates = {
+        1e30: TrialState.FAILED,
+        REFUSED_RATE: TrialState.REFUSED,
+        1e-6: TrialState.FINISHED,
+        3e-2: TrialState.PRUNED,
+    }
+    keys = {"pruning": "median", "evaluate_every": 1, "startup": 1, "batch": 1, "trials": 12, "sampler": "random"}
+    path = spec(tiny, tmp_path, search={"training.learning_rate": list(rates)}, seed=2, **keys)
+    found = tuned(path, tmp_path / "out")
+    states = [each.state for each in found.trials]
+    assert len(states) == 12 and len(here) <= 12 and set(states) == set(rates.values()), states
+    began = states.index(TrialState.FINISHED) + 1  # pruning needs a finished trial
+    for each in found.trials[began:]:
+        assert each.state is rates[each.values["training.learning_rate"]]
+        assert (each.reason == "") == (each.state is TrialState.FINISHED)
+    assert "too long" in found.trials[states.index(TrialState.REFUSED)].reason
+    assert found.trials[states.index(TrialState.PRUNED)].reason == "below the median at round 1"
+    assert found.best["rcsr"].values == {"training.learning_rate": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "low must be below high"),
+        ({"search": {"seed": [1, 2]}}, "seed cannot be searched; use seeds"),
+        ({"search": {"evaluation.every": [1, 2]}}, "evaluation.every cannot be searched"),
+        ({"search": {"training.speed": [1, 2]}}, "training.speed"),
+        ({"search": {"training.learning_rate": [0.1, -1]}}, "training.learning_rate"),
+        ({"search": {"training.batch_size": [16]}}, "search"),
+        ({"search": {}}, "search is empty"),
+        ({"methods": {"fedavgg": {}}}, "fedavg"),
+        ({"metric": "mean_r11"}, "mean_r1"),
+        ({"pruning": "median", "metric": "fairness.worst_r1"}, "pruning median needs"),
+        ({"seeds": [1, 1]}, "seeds lists a seed twice"),
+        ({"trails": 3}, "trails"),
+    ],
+)
+def test_a_wrong_tuning_file_is_refused_before_anything_runs(
+    tiny: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    path = spec(tiny, tmp_path, **keys)
+    with pytest.raises(InputError, match=message):
+        tuned(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
+    values = [[0.9, 0.999], [0.8, 0.99]]
+    path = spec(tiny, tmp_path, search={"training.betas": values})
+    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1]), shared)
+    assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}

@@ -1,0 +1,138 @@
+"""Released models for other programs: ONNX files that compute the same, and folders for the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedmq
+from fedmq.cli import main as cli
+from fedmq.config import loader
+from fedmq.errors import InputError, RunError
+from fedmq.retrieval import model_export
+from fedmq.retrieval.released_model import described, open_model
+from tests.threaded_run import run
+
+SETTINGS = {
+    "embeddings": ["protocol=fedavg"],
+    "codes": ["protocol=fedavg", "objective={base: dcmh, bits: 16, hidden: 16}"],
+    "a query bank": ["protocol={name: fedbridge, warmup: 0, bank: all}"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders of short runs, by what is special about them."""
+    found = {}
+    for what, settings in SETTINGS.items():
+        root = tmp_path_factory.mktemp("run") / "run"
+        short = ["rounds=1", "training.warmup_rounds=0", "participation=1.0", *settings]
+        run(loader.load(tiny, short), root)
+        found[what] = root / "model"
+    return found
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", "export", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("what", ["embeddings", "codes", "a query bank"])
+def test_onnxruntime_computes_what_the_model_computes(what: str, models: dict[str, Path], tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    files = open_model(models[what])
+    written = model_export.export_onnx(files, tmp_path / "onnx")
+    assert [each.path.name for each in written] == ["image.onnx", "text.onnx"]
+    assert max(each.difference for each in written) <= 1e-5
+    towers = files.alone()
+    inputs, _ = described(files)
+    x = np.random.default_rng(0).normal(size=(7, *inputs.image_shape)).astype(np.float32)
+    session = runtime.InferenceSession(str(written[0].path))
+    import torch
+
+    with torch.inference_mode():
+        expected = towers.encoders.image(torch.from_numpy(x)).numpy()
+    (found,) = session.run(None, {"x": x})
+    assert np.abs(found - expected).max() <= 1e-5
+    assert session.get_outputs()[0].name == ("code" if towers.binary else "embedding")
+    about = session.get_modelmeta().custom_metadata_map
+    assert about["fedmq.model_digest"] == files.config.model_digest
+
+
+def test_an_export_that_computes_something_else_is_refused_and_leaves_nothing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(model_export, "PARITY", -1.0)
+    with pytest.raises(RunError, match="more than -1"):
+        model_export.export_onnx(open_model(models["embeddings"]), tmp_path / "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_for_the_hub_has_a_card_that_the_hub_reads_and_loads_again(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("onnxruntime")
+    source = Path(shutil.copytree(models["a query bank"], tmp_path / "model"))
+    (source / "gallery").mkdir()
+    (source / "gallery" / "private.json").write_text("names of photos")
+    folder = tmp_path / "hub"
+    assert export(monkeypatch, source, "--hub", folder, "--onnx", folder / "onnx", "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert set(facts["files"]) == {"README.md", "config.json", "model.safetensors", "class_prototypes.safetensors"}
+    assert sorted(path.name for path in (folder / "onnx").iterdir()) == ["image.onnx", "text.onnx"]
+    card = hub.ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "fedmq"
+    assert card.data.pipeline_tag == "feature-extraction"
+    measured = {each.metric_type: each.metric_value for each in card.data.eval_results}
+    assert 0 <= measured["mean_r1"] <= 1
+    assert "## Limits" in card.text
+    assert fedmq.load(folder).config == fedmq.load(source).config
+
+
+def test_a_path_of_this_machine_is_not_exported(models: dict[str, Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["embeddings"], tmp_path / "model"))
+    files = open_model(source)
+    backbone = {**files.config.backbone, "pretrained": "/home/me/weights.pt"}
+    moved = replace(files, config=files.config.model_copy(update={"backbone": backbone}))
+    model_export._fill_hub(tmp_path, moved, [])
+    assert json.loads((tmp_path / "config.json").read_text())["backbone"]["pretrained"] == "weights.pt"
+
+
+@pytest.mark.parametrize("card", ["", "no front matter", "---\n- a list\n---\n", "---\na: [\n---\n", "---\na: 1\n"])
+def test_a_card_without_valid_front_matter_is_refused(card: str, models: dict[str, Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["embeddings"], tmp_path / "model"))
+    (source / "README.md").write_text(card)
+    with pytest.raises(InputError, match=r"README\.md: found 'no valid front matter'"):
+        model_export.export_hub(open_model(source), tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+def test_exports_that_are_not_possible_are_refused_in_one_line(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = models["embeddings"]
+    for arguments, words in (
+        (("--hub", tmp_path), "found 'a folder that exists'"),
+        (("--onnx", tmp_path), "found 'a folder that exists'"),
+        (("--onnx", tmp_path / "o", "--silo", "silo-00"), "no such option with --onnx or --hub"),
+        (("--onnx", tmp_path / "o", "--gallery", tmp_path), "no such option with --onnx or --hub"),
+    ):
+        assert export(monkeypatch, source, *arguments) == 2
+        error = capfd.readouterr().err
+        assert words in error
+        assert len(error.splitlines()) == 1
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
+    assert export(monkeypatch, tmp_path / "model", "--hub", tmp_path / "hub") == 2
+    assert "model.safetensors" in capfd.readouterr().err
+    assert not (tmp_path / "hub").exists()

@@ -1,8 +1,7 @@
-"""``fedmq init``: a scenario for the user's own data that runs at once."""
+"""``fedmq init``: a scenario for the user's own data; tests/test_docs_notebooks.py runs one."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -62,22 +61,6 @@ def test_four_answers_give_a_commented_scenario(
     assert all(line.startswith("#") or yaml.safe_load(line) for line in file.read_text().splitlines())
     assert f"fedmq scenario '{file}'" in capfd.readouterr().out
     assert not (own_cache / "features").exists()
-
-
-@pytest.mark.slow
-def test_the_scenario_runs_at_once_and_its_model_finds_a_photo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder, file = photos(tmp_path / "photos", 12), tmp_path / "mine.yaml"
-    options = ("--data", folder, "--silos", 2, "--missing", 0, "--method", "fedavg")
-    assert fedmq(monkeypatch, "init", file, *options, "--quiet") == 0
-    run = tmp_path / "run"
-    short = ("--set", "rounds=1", "--set", "training.warmup_rounds=0", "--set", "launcher=inline")
-    assert fedmq(monkeypatch, "scenario", file, "--out", run, "--quiet", *short) == 0
-    capfd.readouterr()
-    search = ("search", run / "model", "--gallery", folder, "--image", folder / "03.png", "--top", 1, "--json")
-    assert fedmq(monkeypatch, *search) == 0
-    assert json.loads(capfd.readouterr().out)["results"][0]["item"] == "03.png"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -26,6 +26,7 @@ import yaml
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import protocols
+from fedmq.api.notebook import in_notebook, notebook_bar
 from fedmq.api.results import Run
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
@@ -276,6 +277,9 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
     if not shown:
         yield lambda _: None
         return
+    if in_notebook():
+        yield notebook_bar(scenario.name, scenario.rounds, brief)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -291,8 +295,13 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
             if isinstance(line, MergeLine):
                 bar.update(task, completed=line.version)
             elif isinstance(line, EvaluationLine):
-                found = [name for name in BRIEF if name in line.metrics]
-                text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
-                bar.update(task, metrics=f"{text} (of round {line.version})")
+                bar.update(task, metrics=brief(line))
 
         yield show
+
+
+def brief(line: EvaluationLine) -> str:
+    """The most important metrics of an evaluation, and its round."""
+    found = [name for name in BRIEF if name in line.metrics]
+    text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
+    return f"{text} (of round {line.version})"

@@ -254,6 +254,9 @@ class Roster:
             rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
             if rejection is not None:
                 self._listener.send(address, rejection)
+            if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
+                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.

@@ -57,6 +57,13 @@ class Network:
         time.sleep(seconds)
         self.set_link(machine, up=True)
 
+    def move(self, machine: str) -> None:
+        """Give a machine another address; its connections from the old one break."""
+        number = self._number[machine]
+        space, new = f"{self._id}n{number}", number + len(self._number)
+        _ip("-n", space, "address", "delete", f"{SUBNET}.{number}/24", "dev", "eth0")
+        _ip("-n", space, "address", "add", f"{SUBNET}.{new}/24", "dev", "eth0")
+
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         """The network exists while the block runs."""

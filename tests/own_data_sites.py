@@ -121,6 +121,11 @@ class Sites:
         where = ("--keys", keys, "--bind", self.uri, "--out", str(self.run))
         return self.start("coordinator", str(self.scenario), *where, *options, folder="coordinator")
 
+    def resumed(self) -> subprocess.Popen[str]:
+        """Start the coordinator again."""
+        where = ("--keys", str(self.root / "coordinator" / "keys"), "--bind", self.uri)
+        return self.start("coordinator", "--resume", str(self.run), *where, folder="coordinator")
+
     def silo(self, index: int) -> subprocess.Popen[str]:
         folder = HOSPITALS[index]
         return self.start("silo", str(self.scenario), "--site", "silo.yaml", folder=folder)

@@ -12,7 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, init, keys, live, operate, preflight, reference, replay, report, run, search, tune
+from fedmq.cli import (
+    audit,
+    compare,
+    init,
+    keys,
+    live,
+    operate,
+    preflight,
+    reference,
+    replay,
+    report,
+    run,
+    search,
+    signing,
+    tune,
+)
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -193,6 +208,7 @@ search.add_search(app, bar, _open_model)
 search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)
 search.add_tsne(app, bar, _open_model)
+signing.add_signing(app)
 
 
 @app.callback(invoke_without_command=True)

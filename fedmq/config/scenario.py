@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import AnyFault, Fault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, Fault, named_silos
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -25,6 +25,7 @@ from fedmq.config.sections import (
     Positive,
     Privacy,
     Silos,
+    Wire,
 )
 from fedmq.config.user_files import label
 from fedmq.errors import InputError
@@ -314,6 +315,7 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
+    wire: Wire = Wire()
     faults: tuple[AnyFault, ...] = Field((), description="scripted faults, see docs/reference/faults.md")
     clock: Literal["virtual", "wall"] = Field(
         "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
@@ -391,6 +393,10 @@ class Scenario(Part):
             raise ValueError(
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
+        on_messages = [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]
+        if on_messages and self.wire.hides:
+            found = f"found faults of kind {on_messages[0]}, which recognise messages by their names"
+            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:
             raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")

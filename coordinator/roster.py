@@ -16,7 +16,7 @@ from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
-from fedmq.wire.codec import decode_clear
+from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind

@@ -12,7 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, init, keys, live, operate, preflight, reference, replay, report, run, search, tune
+from fedmq.cli import (
+    audit,
+    compare,
+    init,
+    keys,
+    live,
+    operate,
+    preflight,
+    reference,
+    replay,
+    report,
+    run,
+    schema,
+    search,
+    signing,
+    tune,
+)
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
 from fedmq.cli.scenarios import again, resolved_file, warn
@@ -32,7 +48,6 @@ app = typer.Typer(
     help="Federated cross-modal retrieval over encrypted messages, with a simulator.\n\n"
     "Example: [bold]fedmq scenario scenarios/smoke.yaml[/bold]",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -157,6 +172,7 @@ run.add_run(app)
 replay.add_replay(app)
 report.add_report(app)
 live.add_board(app)
+schema.add_schema(app)
 
 
 def _prepare(quiet: bool) -> Callable[[Scenario], Path]:
@@ -193,6 +209,7 @@ search.add_search(app, bar, _open_model)
 search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)
 search.add_tsne(app, bar, _open_model)
+signing.add_signing(app)
 
 
 @app.callback(invoke_without_command=True)

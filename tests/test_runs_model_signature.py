@@ -1,0 +1,112 @@
+"""Signatures of model folders: who released these files, and were they changed since?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedmq.cli import main as cli
+from fedmq.errors import InputError
+from fedmq.runs.model_signature import SIGNATURE, sign_model, verify_model
+from fedmq.wire.keys import init_keys, load_identity
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    init_keys(tmp_path / "keys", ["coordinator", "other"])
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "onnx").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "README.md", "onnx/image.onnx"):
+        (folder / name).write_text(f"content of {name}")
+    return folder
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_a_signed_folder_is_verified_also_after_a_search(
+    keys: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "sign", model, "--keys", keys) == 0
+    words = capfd.readouterr().out.split("words of the key: ")[1].strip()
+    (model / "gallery" / "photos-1").mkdir(parents=True)
+    (model / "gallery" / "photos-1" / "items.json").write_text("{}")
+    assert fedmq(monkeypatch, "verify", model, "--keys", keys) == 0
+    assert "4 files are as coordinator signed them" in capfd.readouterr().out
+    assert fedmq(monkeypatch, "verify", model) == 0
+    assert words in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_text("other"), "model.safetensors: changed since"),
+        (lambda folder: (folder / "onnx" / "image.onnx").unlink(), "onnx/image.onnx: missing"),
+        (lambda folder: (folder / "more.py").write_text("code"), "more.py: not signed"),
+    ],
+)
+def test_a_changed_folder_is_exit_code_3(
+    change: Callable[[Path], object],
+    line: str,
+    keys: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    sign_model(model, load_identity(keys, "coordinator"))
+    change(model)
+    assert fedmq(monkeypatch, "verify", model, "--keys", keys) == 3
+    assert line in capfd.readouterr().out
+
+
+def test_a_signature_of_another_key_is_exit_code_3(
+    keys: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    init_keys(tmp_path / "stranger", ["coordinator"])
+    sign_model(model, load_identity(tmp_path / "stranger", "coordinator"))
+    assert fedmq(monkeypatch, "verify", model, "--keys", keys, "--json") == 3
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["differences"] == ["signed with another key than the accepted one of coordinator"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"signer": "other"}, "a signature that does not fit"),
+        ({"files": {"config.json": "0" * 64}}, "a signature that does not fit"),
+        ({"files": {"../config.json": "0" * 64}}, "paths within the folder"),
+        ({"signature": "00"}, "signature"),
+        ({"format": 2}, "format"),
+    ],
+)
+def test_an_edited_signature_is_refused(edit: dict[str, object], words: str, keys: Path, model: Path) -> None:
+    sign_model(model, load_identity(keys, "coordinator"))
+    path = model / SIGNATURE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    with pytest.raises(InputError, match=words):
+        verify_model(model)
+
+
+def test_a_folder_without_signature_and_one_with_links_are_refused(keys: Path, model: Path) -> None:
+    with pytest.raises(InputError, match=r"no signature\.json"):
+        verify_model(model)
+    (model / "link").symlink_to("/etc/hostname")
+    with pytest.raises(InputError, match="link: found 'a link'"):
+        sign_model(model, load_identity(keys, "coordinator"))
+    (model / "link").unlink()
+    (model / "config.json").unlink()
+    with pytest.raises(InputError, match=r"no config\.json"):
+        sign_model(model, load_identity(keys, "coordinator"))

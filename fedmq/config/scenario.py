@@ -444,9 +444,7 @@ class Scenario(Part):
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
-        groups = {each.silos for each in self.faults if isinstance(each, Fault) and isinstance(each.silos, str)} - {
-            "all"
-        }
+        groups = {"paired", "image_only", "text_only"} & {getattr(each, "silos", None) for each in self.faults}
         if self.data is None and self.participation.minimum is not None and groups:
             raise ValueError(
                 f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos these are "

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ import msgpack
 import numpy as np
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedmq import seeds
 from fedmq.errors import RemoteWireError
-from fedmq.wire import codec, handshake
+from fedmq.wire import codec, handshake, rekeying
+from fedmq.wire.disguise import front_of
+from fedmq.wire.key_agreement import Ephemeral
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind
 from fedmq.wire.payload_digest import digest
@@ -153,7 +156,7 @@ class Readers:
     def __init__(self) -> None:
         self._keys = {name: Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", COORDINATOR)}
         self._accepted = {name: identity.key.public_key() for name, identity in self._keys.items()}
-        self._ephemeral = handshake.Ephemeral.generate()
+        self._ephemeral = Ephemeral.generate()
         files = [json.loads(path.read_text()) for path in sorted(FRAMES.glob("v*.json"))]
         self._messages = [(bytes.fromhex(f["clear"]), bytes.fromhex(f["body"])) for f in files if "body" in f]
         self._hello, self._initiated = handshake.initiate(self._keys["silo-00"], COORDINATOR, _RUN, 0.0)
@@ -165,6 +168,8 @@ class Readers:
             "hello": self._hello_frames,
             "welcome": self._welcome_frames,
             "ready": self._ready,
+            "short": self._short,
+            "rekey": self._rekey,
         }
 
     def _answered(self) -> tuple[tuple[bytes, bytes], handshake.Responded]:
@@ -174,7 +179,7 @@ class Readers:
 
     def read(self, generator: np.random.Generator) -> tuple[str, Callable[[], object]]:
         """The name of a reader, and a function that has it read a frame made for it."""
-        name = str(generator.choice(list(self._kinds), p=[0.15, 0.5, 0.15, 0.1, 0.05, 0.05]))
+        name = str(generator.choice(list(self._kinds), p=[0.15, 0.4, 0.15, 0.1, 0.05, 0.05, 0.07, 0.03]))
         return name, self._kinds[name](generator)
 
     def _message(self, generator: np.random.Generator) -> tuple[bytes, bytes]:
@@ -182,7 +187,7 @@ class Readers:
 
     def _header(self, generator: np.random.Generator) -> Callable[[], object]:
         clear = mutated_msgpack(self._message(generator)[0], generator)
-        return lambda: codec.decode_header(clear)
+        return lambda: codec.decode_clear(clear)
 
     def _body(self, generator: np.random.Generator) -> Callable[[], object]:
         clear, body = self._message(generator)
@@ -207,6 +212,62 @@ class Readers:
             at = int(generator.integers(0, 2))
             frames[at] = (mutated_bytes if at else mutated_msgpack)(frames[at], generator)
         return lambda: open_message(receiver, frames)
+
+    def _short(self, generator: np.random.Generator) -> Callable[[], object]:
+        """A mutated content with a sealed header, sealed by a peer that has the session's keys."""
+        receiver = Session(
+            run=_RUN, name=COORDINATOR, peer="silo-00", session=bytes(16), send_key=bytes(32), receive_key=bytes(32)
+        )
+        header = Header(
+            run=_RUN, kind=Kind.REPLY, sender="silo-00", receiver=COORDINATOR, sequence=0, reply_to=0, sent_at=0.0,
+            session=bytes(16),
+        )  # fmt: skip
+        clear, body = codec.encode_short_header(header), self._message(generator)[1]
+        whole = codec.encode_header(header)
+        if generator.random() < 0.5:
+            whole = mutated_msgpack(whole, generator)
+        content = front_of(whole, len(body)) + (mutated_body(body, generator) if generator.random() < 0.5 else body)
+        if generator.random() < 0.5:
+            content = mutated_bytes(content, generator)
+        frames = [clear, AESGCM(bytes(32)).encrypt(bytes(12), content, clear)]
+        return lambda: open_message(receiver, frames)
+
+    def _rekey(self, generator: np.random.Generator) -> Callable[[], object]:
+        """A mutated rekey or its answer, half of them signed again."""
+        ends = [
+            Session(run=_RUN, name=me, peer=peer, session=bytes(16), send_key=bytes(32), receive_key=bytes(32))
+            for me, peer in (("silo-00", COORDINATOR), (COORDINATOR, "silo-00"))
+        ]
+        keys, identities = self._accepted, self._keys
+
+        def header(kind: Kind, end: Session) -> Header:
+            return Header(run=_RUN, kind=kind, sender=end.name, receiver=end.peer, sequence=0, sent_at=0.0)
+
+        asked, state = rekeying.begin(identities["silo-00"], ends[0], header(Kind.REKEY, ends[0]), self._ephemeral)
+        opened = ends[1].open(asked.frames)
+        answer = header(Kind.REKEYED, ends[1])
+        if generator.random() < 0.5:
+            body = self._resigned("silo-00", rekeying.REKEY_LABEL, (bytes(16),), bytes(opened.body), generator)
+            asked_again = replace(opened, body=memoryview(body))
+            return lambda: rekeying.answer(
+                identities[COORDINATOR], keys["silo-00"], ends[1], asked_again, answer, self._ephemeral
+            )
+        answered = ends[0].open(
+            rekeying.answer(identities[COORDINATOR], keys["silo-00"], ends[1], opened, answer, self._ephemeral).frames
+        )
+        context = bytes(16), state.body
+        body = self._resigned(COORDINATOR, rekeying.REKEYED_LABEL, context, bytes(answered.body), generator)
+        changed = replace(answered, body=memoryview(body))
+        return lambda: rekeying.finish(state, keys[COORDINATOR], ends[0], changed)
+
+    def _resigned(
+        self, name: str, label: bytes, context: tuple[bytes, ...], body: bytes, generator: np.random.Generator
+    ) -> bytes:
+        signature, packed = body[: handshake.SIGNATURE_BYTES], body[handshake.SIGNATURE_BYTES :]
+        packed = mutated_msgpack(packed, generator)
+        if generator.random() < 0.5:
+            signature = self._keys[name].key.sign(label + handshake.transcript_digest(*context, packed))
+        return signature + packed
 
     def _signed(
         self, name: str, label: bytes, context: bytes, frames: tuple[bytes, bytes], generator: np.random.Generator

@@ -17,7 +17,20 @@ from typing import Any, Literal, get_args
 from coordinator.checkpoint_files import to_disk
 from coordinator.events import Failed
 from fedmq.clock import Clock
-from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Poison, Reorder, Split, Standing
+from fedmq.config.faults import (
+    ON_MESSAGES,
+    Corrupt,
+    Crash,
+    Drop,
+    Duplicate,
+    Freeze,
+    Late,
+    Leave,
+    Poison,
+    Reorder,
+    Split,
+    Standing,
+)
 from fedmq.errors import RemoteWireError
 from fedmq.federation.fault_effects import FailureReason, TaskOutcome
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
@@ -30,7 +43,6 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 Frames = tuple[bytes, Sequence[Any]]
-_ON_FRAMES = Drop | Split | Duplicate | Reorder | Corrupt
 _STANDING, _POISON = get_args(Standing), get_args(Poison)
 
 
@@ -140,7 +152,7 @@ class FaultInjector:
             if isinstance(fault, Drop) and fault.again is None:
                 # A permanent loss is the outcome of the task: it holds for every resend, also after a restart.
                 self._on_frames[silo, sequence] = [FaultHit(place, fault)]
-            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._mark_fired(
+            elif isinstance(fault, ON_MESSAGES | Crash | Freeze | Leave) and self._mark_fired(
                 f"{place} {silo} {sequence}"
             ):
                 match fault:

@@ -45,10 +45,12 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
+from fedmq.wire.disguise import MAX_FRONT, padded_size
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.sealed_sessions import TAG_BYTES
 from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
@@ -202,7 +204,10 @@ def _roster(
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
-    roster = Roster(listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission)
+    options = arguments.scenario.wire
+    roster = Roster(
+        listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
+    )
     roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
     return roster
 
@@ -221,7 +226,8 @@ def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: Acc
     allow_descriptors(math.ceil(len(peers) / arguments.silos_per_connection), arguments.bind)
     keys = ListenerKeys(identity.key, accepted, peers)
     queue = QUEUE * arguments.silos_per_connection
-    return listen(arguments.bind, max_frame=2 * max_body, queue=queue, keys=keys)
+    largest = max(2 * max_body, padded_size(max_body + MAX_FRONT) + TAG_BYTES)
+    return listen(arguments.bind, max_frame=largest, queue=queue, keys=keys)
 
 
 def _resumable(

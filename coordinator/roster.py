@@ -12,21 +12,25 @@ from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, 
 from coordinator.inquiries import Inquiries
 from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
+from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
+from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
-from fedmq.wire.codec import decode_header
+from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Message, Reason
+from fedmq.wire.messages import Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
 from fedmq.wire.refusals import UNKNOWN, RefusalLog
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
 #: Interval at which the folder of accepted keys is checked for changes [s].
 _KEYS_SECONDS = 1.0
+#: Nothing is hidden.
+_DEFAULTS = Wire()
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
 
@@ -109,6 +113,7 @@ class Roster:
         max_body: largest accepted message body [bytes].
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides by the data that peers state which of them join; None lets all join that prove their key.
+        options: what the coordinator hides of its messages.
 
     Attributes:
         inquiries: answers those who ask for the run's status; None refuses them.
@@ -126,7 +131,9 @@ class Roster:
         *,
         patience: float = 1.0,
         admission: Admission | None = None,
+        options: Wire = _DEFAULTS,
     ) -> None:
+        self._options = options
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._joining: dict[str, Peer] = {}
@@ -180,20 +187,21 @@ class Roster:
         """
         size = sum(frame.nbytes for frame in frames)
         peer = self._by_address.get(address)
-        proven = peer.session.received if peer else 0
+        proven = peer.session.authentic if peer else 0
         try:
             # The header is not authenticated yet; it only selects the handler, which checks it again.
-            header = decode_header(frames[0])
-            if header.kind is Kind.HELLO:
+            header = decode_clear(frames[0])
+            kind = None if isinstance(header, ShortHeader) else header.kind
+            if kind is Kind.HELLO:
                 self._hello(address, frames, size)
                 return None
-            if header.kind in (Kind.READY, Kind.INQUIRE):
+            if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
             if peer is None:
-                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {header.kind} before a handshake")
+                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
-            if peer is None or peer.session.received == proven:
+            if peer is None or peer.session.authentic == proven:
                 # No key vouches for the frames, even if they arrived on the connection of a session.
                 self._count(UNKNOWN, error)
                 self._refusals.add(address, error, size)
@@ -207,7 +215,8 @@ class Roster:
             if error.reason == Reason.GAP:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
-            return Unusable(header, error.reason, str(error))
+            found = error.header if isinstance(error, UnreadableError) else header
+            return None if isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal; of senders that prove no key only a limited number per minute is logged."""
@@ -249,11 +258,16 @@ class Roster:
             self._listener.send(address, pending.welcome)
             return
         try:
-            welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
+            welcome, responded = respond(
+                self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
+            )
         except RemoteWireError as error:
             rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
             if rejection is not None:
                 self._listener.send(address, rejection)
+            if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
+                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.
@@ -354,16 +368,37 @@ class Roster:
                 self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
 
     def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
-        message, tag = open_message(peer.session, frames, max_body=self._max_body)
+        opened = peer.session.open(frames, max_body=self._max_body)
+        if opened.header.kind is Kind.REKEY:
+            self._agree_on_keys(peer, opened, size)
+            return None
+        message = decode_opened(opened, max_body=self._max_body)
         peer.heard = self._clock.stopwatch()
         self.received += 1
-        self._log.message("received", message, tag, size)
+        self._log.message("received", message, opened.tag, size)
         if message.header.kind is Kind.HEARTBEAT:
             self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
             return None
         if message.header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
             return self._stated(peer, message)
         return message
+
+    def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
+        """Give a session the new keys that its peer asks for."""
+        key = self._accepted.get(peer.name)
+        if key is None:
+            raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {peer.name} is accepted here")
+        header = self.header(peer.name, Kind.REKEYED)
+        sealed = rekeying.answer(self._identity, key, peer.session, asked, header)
+        peer.heard = self._clock.stopwatch()
+        self.received += 1
+        self.sent += 1
+        self._log.message("received", Message(asked.header), asked.tag, size)
+        self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
+        if not self._listener.send(peer.address, sealed.frames):
+            self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+            if self._by_name.get(peer.name) is peer:
+                self.drop(peer.name)
 
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0

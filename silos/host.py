@@ -114,6 +114,7 @@ class _Host:
             progress=logger.warning,
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
+            options=self.arguments.silo.scenario.wire,
         )
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)
         return channel

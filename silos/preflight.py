@@ -109,7 +109,7 @@ def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted)
     name, uri = "coordinator", arguments.connect
     connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
     try:
-        hello, initiated = initiate(identity, COORDINATOR, arguments.run.id, 0.0)
+        hello, initiated = initiate(identity, COORDINATOR, arguments.run.id, 0.0, options=arguments.scenario.wire)
         connection.send(hello)
         frames = connection.receive(_ANSWER_SECONDS)
         if frames is None:

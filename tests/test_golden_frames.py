@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from fedmq.config.sections import Wire
 from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.messages import WIRE_VERSIONS, Kind, Message
 from fedmq.wire.payloads import PAYLOADS, Refusal
+from fedmq.wire.rekeying import begin, finish
 from fedmq.wire.sealed_sessions import open_message, seal_message
 from tools.make_golden_frames import (
     RUN,
@@ -25,7 +27,8 @@ from tools.make_golden_frames import (
 )
 
 FRAMES = Path(__file__).parent / "frames"
-FILES = sorted(path for path in FRAMES.glob("v*.json") if not path.stem.endswith("-handshake"))
+OTHER = ("handshake", "rekey", "short")
+FILES = sorted(path for path in FRAMES.glob("v*.json") if path.stem.partition("-")[2] not in OTHER)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def test_every_message_and_payload_kind_of_every_version_has_a_golden_frame() ->
         later = {Refusal.KIND, "data_statement", "data_format", "silo_modalities", "own_metrics", "run_status"}
         later = later if version == 1 else set()
         assert {payload["kind"] for message in messages for payload in message["payloads"]} == set(PAYLOADS) - later
-        handshake = {Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE}
+        handshake = {Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE, Kind.REKEY, Kind.REKEYED}
         newer = {Kind.STATEMENT, Kind.AGREEMENT, Kind.EVALUATE_OWN, Kind.OWN_RESULT, Kind.STATUS}
         after_handshake = set(Kind) - handshake - (newer if version == 1 else set())
         assert {message["header"]["kind"] for message in messages} == after_handshake
@@ -83,6 +86,31 @@ def test_the_golden_handshake_still_gives_its_session(version: int) -> None:
     assert [frame.hex() for frame in hello] == golden["hello"]
     ready, session = complete(initiated, keys, [bytes.fromhex(frame) for frame in golden["welcome"]], 3.0)
     assert [bytes(frame).hex() for frame in ready] == golden["ready"]
+    assert session.session.hex() == golden["session"]
+    heartbeat = seal_message(session, Message(up(Kind.HEARTBEAT)))
+    assert [bytes(frame).hex() for frame in heartbeat.frames] == golden["heartbeat"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("hidden", Wire(hide_names=True)), ("padded", Wire(padding=True))])
+def test_golden_messages_with_a_sealed_header_open_and_are_still_written_byte_for_byte(
+    name: str, options: Wire
+) -> None:
+    golden = load(FRAMES / "v3-short.json")[name]
+    frames = [bytes.fromhex(golden[key]) for key in ("clear", "sealed")]
+    message, _ = open_message(golden_session("coordinator", 3), frames)
+    assert describe(message) == golden["message"]
+    sealed = seal_message(golden_session("silo-00", 3, options), golden_messages(3)["reply-loss"])
+    assert [bytes(frame).hex() for frame in sealed.frames] == [golden[key] for key in ("clear", "sealed")]
+
+
+def test_the_golden_rekey_still_gives_its_session() -> None:
+    golden = load(FRAMES / "v3-rekey.json")
+    silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
+    session = golden_session("silo-00", 3)
+    asked, state = begin(silo, session, up(Kind.REKEY), golden_ephemeral(30))
+    assert [bytes(frame).hex() for frame in asked.frames] == golden["rekey"]
+    answered = session.open([bytes.fromhex(frame) for frame in golden["rekeyed"]])
+    finish(state, coordinator.key.public_key(), session, answered)
     assert session.session.hex() == golden["session"]
     heartbeat = seal_message(session, Message(up(Kind.HEARTBEAT)))
     assert [bytes(frame).hex() for frame in heartbeat.frames] == golden["heartbeat"]

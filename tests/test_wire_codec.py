@@ -421,7 +421,7 @@ def test_encoding_does_not_copy_tensors() -> None:
 
 
 def test_an_unknown_wire_version_is_refused_by_name_even_if_its_header_is_strange() -> None:
-    for plain in ({"wire_version": 3}, {"wire_version": 99, "anything": [1]}):
+    for plain in ({"wire_version": 4}, {"wire_version": 99, "anything": [1]}):
         with pytest.raises(RemoteWireError, match=str(plain["wire_version"])) as caught:
             decode_header(msgpack.packb(plain))
         assert caught.value.reason == "wire_version"

@@ -9,7 +9,19 @@ import pytest
 
 import protocols
 from coordinator import body_limits
-from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sealed_sessions
+from fedmq.wire import (
+    channel,
+    codec,
+    disguise,
+    fields,
+    handshake,
+    key_agreement,
+    layout,
+    messages,
+    payloads,
+    rekeying,
+    sealed_sessions,
+)
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
@@ -139,7 +151,19 @@ def test_exactly_the_existing_reasons_are_documented() -> None:
 
 def test_every_reason_used_in_the_code_is_in_the_enumeration() -> None:
     given = set()
-    for module in (codec, sealed_sessions, fields, handshake, layout, messages, payloads, base):
+    for module in (
+        codec,
+        sealed_sessions,
+        disguise,
+        rekeying,
+        key_agreement,
+        fields,
+        handshake,
+        layout,
+        messages,
+        payloads,
+        base,
+    ):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
         given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))
@@ -148,14 +172,17 @@ def test_every_reason_used_in_the_code_is_in_the_enumeration() -> None:
 
 
 def test_the_header_keys_are_documented() -> None:
-    assert tuple(rows(section("The clear header"))) == codec._HEADER_KEYS
+    assert tuple(rows(section("The clear header").partition("\n### ")[0])) == codec._HEADER_KEYS
+    short = section("short header", 3)
+    assert all(f"`{key}`" in short for key in codec._SHORT_KEYS)
+    assert f"at most {codec.MAX_HEADER}" in short and f"{disguise.LEAST_PADDED} bytes" in short
     body = section("The body")
     assert tuple(rows(body.partition("\n### ")[0])) == codec._BODY_KEYS
     assert tuple(rows(section("task info", 3))) == codec._TASK_KEYS
 
 
 def test_the_handshakes_fields_and_lengths_are_documented() -> None:
-    for title, lengths in (("hello", handshake._HELLO), ("welcome", handshake._WELCOME)):
+    for title, lengths in (("hello", handshake.HELLO_FIELDS), ("welcome", handshake.WELCOME_FIELDS)):
         described = rows(section(title, 3))
         assert {name for name in described if name != "versions"} == set(lengths)
         for name, length in lengths.items():
@@ -165,8 +192,9 @@ def test_the_handshakes_fields_and_lengths_are_documented() -> None:
 
 def test_every_label_of_the_handshake_is_documented() -> None:
     text = section("The handshake")
-    labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
-    assert len(labels) == 7
+    modules = (handshake, key_agreement, rekeying)
+    labels = {value for each in modules for name, value in vars(each).items() if name.endswith("_LABEL")}
+    assert len(labels) == 9
     assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
 
 

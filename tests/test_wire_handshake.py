@@ -135,11 +135,11 @@ def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypat
 
 def test_a_peer_with_more_versions_agrees_on_a_common_one(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3, 4))
+        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3, 4, 5))
         hello, initiated = exchange.hello()
     welcome, responded = exchange.welcome(hello)
     ready, silo = exchange.ready(initiated, welcome)
-    assert silo.wire_version == 2
+    assert silo.wire_version == 3
     assert_works(silo, confirm(responded, ready))
 
 

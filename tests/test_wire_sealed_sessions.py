@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedmq.errors import LocalWireError, RemoteWireError
-from fedmq.wire import handshake
+from fedmq.wire import key_agreement
 from fedmq.wire import sealed_sessions as crypto
 from fedmq.wire.codec import encode_header
 from fedmq.wire.messages import Header, Kind, Message
@@ -247,11 +247,11 @@ def test_a_session_needs_keys_of_the_right_length() -> None:
 
 
 def test_the_keys_depend_on_both_secrets_and_the_transcript() -> None:
-    base = handshake.derive_keys(bytes(32), bytes(32), bytes(32))
+    base = key_agreement.derive_keys(bytes(32), bytes(32), bytes(32))
     others = [
-        handshake.derive_keys(b"1" * 32, bytes(32), bytes(32)),
-        handshake.derive_keys(bytes(32), b"1" * 32, bytes(32)),
-        handshake.derive_keys(bytes(32), bytes(32), b"1" * 32),
+        key_agreement.derive_keys(b"1" * 32, bytes(32), bytes(32)),
+        key_agreement.derive_keys(bytes(32), b"1" * 32, bytes(32)),
+        key_agreement.derive_keys(bytes(32), bytes(32), b"1" * 32),
     ]
     parts = [part for made in (base, *others) for part in made]
     assert len(set(parts)) == len(parts)

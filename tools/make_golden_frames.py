@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from fedmq.config.sections import Wire
 from fedmq.wire.codec import encode_body
-from fedmq.wire.handshake import Ephemeral, complete, confirm, initiate, respond
+from fedmq.wire.handshake import complete, confirm, initiate, respond
+from fedmq.wire.key_agreement import Ephemeral
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, TaskInfo
@@ -48,6 +50,7 @@ from fedmq.wire.payloads import (
     SecretShare,
     SiloModalities,
 )
+from fedmq.wire.rekeying import answer, begin, finish
 from fedmq.wire.sealed_sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
@@ -57,6 +60,9 @@ HEAD = bytes(range(64, 96))
 UP_KEY = bytes(range(32))
 DOWN_KEY = bytes(range(32, 64))
 LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "float32"), ("logit_scale", (), "float32")])
+
+
+_NOTHING_HIDDEN = Wire()
 
 
 def golden_messages(wire_version: int) -> dict[str, Message]:
@@ -144,7 +150,7 @@ def down(kind: Kind) -> Header:
     )
 
 
-def golden_session(name: str, wire_version: int) -> Session:
+def golden_session(name: str, wire_version: int, options: Wire = _NOTHING_HIDDEN) -> Session:
     """One end of the session with the fixed keys; ``name`` is ``silo-00`` or ``coordinator``."""
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
@@ -156,6 +162,7 @@ def golden_session(name: str, wire_version: int) -> Session:
         send_key=keys[0],
         receive_key=keys[1],
         wire_version=wire_version,
+        options=options,
     )
 
 
@@ -232,6 +239,38 @@ def handshake_entry(wire_version: int) -> dict[str, Any]:
     }
 
 
+def short_entry() -> dict[str, Any]:
+    """Messages whose header is sealed with the body: without and with padding."""
+    entries = {}
+    for name, options in (("hidden", Wire(hide_names=True)), ("padded", Wire(padding=True))):
+        message = golden_messages(WIRE_VERSION)["reply-loss"]
+        sealed = seal_message(golden_session("silo-00", WIRE_VERSION, options), message)
+        entries[name] = {
+            "clear": bytes(sealed.frames[0]).hex(),
+            "sealed": bytes(sealed.frames[1]).hex(),
+            "message": describe(replace(message, header=sealed.header)),
+        }
+    return {"wire_version": WIRE_VERSION, "key": UP_KEY.hex(), **entries}
+
+
+def rekey_entry() -> dict[str, Any]:
+    """New keys within a session; all but the rekeyed is reproducible, as ML-KEM encapsulation is random."""
+    silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
+    ends = golden_session("silo-00", WIRE_VERSION), golden_session("coordinator", WIRE_VERSION)
+    asked, state = begin(silo, ends[0], up(Kind.REKEY), golden_ephemeral(30))
+    opened = ends[1].open(asked.frames)
+    answered = answer(coordinator, silo.key.public_key(), ends[1], opened, down(Kind.REKEYED), golden_ephemeral(40))
+    finish(state, coordinator.key.public_key(), ends[0], ends[0].open(answered.frames))
+    first = seal_message(ends[0], Message(up(Kind.HEARTBEAT)))
+    return {
+        "wire_version": WIRE_VERSION,
+        "rekey": [bytes(frame).hex() for frame in asked.frames],
+        "rekeyed": [bytes(frame).hex() for frame in answered.frames],
+        "session": ends[0].session.hex(),
+        "heartbeat": [bytes(frame).hex() for frame in first.frames],
+    }
+
+
 def main() -> None:
     FRAMES.mkdir(exist_ok=True)
     entries = {
@@ -240,6 +279,8 @@ def main() -> None:
         for name, message in golden_messages(version).items()
     }
     entries[f"v{WIRE_VERSION}-handshake"] = handshake_entry(WIRE_VERSION)
+    entries[f"v{WIRE_VERSION}-short"] = short_entry()
+    entries[f"v{WIRE_VERSION}-rekey"] = rekey_entry()
     for name, entry in entries.items():
         path = FRAMES / f"{name}.json"
         if not path.exists():

@@ -230,6 +230,7 @@ def _compare(place: str, record: MessageRecord, other_place: str, other: Message
 def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
     """The records of a log with their places, after checking process names and message counters."""
     counters, strangers, refusals = dict[tuple[str, str, bytes], int](), set[str](), dict[str, float]()
+    rekeyed = set[str]()
     for place, record in _checked_chain(path, result):
         process = record.process
         if process != path.stem and process not in strangers:
@@ -243,8 +244,11 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
                 refusals[record.peer] = refusals.get(record.peer, 0) + lost
             case MessageRecord():
                 action, sender = record.action, record.header.sender
-                # A silo's first sealed message is its ready, which is logged as a handshake.
-                first = 0 if sender == COORDINATOR else 1
+                if record.header.kind is Kind.REKEYED:
+                    rekeyed.add(record.header.receiver)
+                # A silo's first sealed message is its ready, which is logged as a handshake; under new keys there is
+                # none.
+                first = 0 if sender == COORDINATOR or sender in rekeyed else 1
                 session = action, sender, record.header.session
                 counter, expected = record.header.counter, counters.get(session, first)
                 # A message that was refused on arrival leaves a refusal record instead of a message record.
@@ -255,7 +259,10 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
                 elif counter < expected and action == "received":
                     result.findings.append(Finding(place, f"message {counter} of a session after {expected - 1}"))
                 counters[session] = max(expected, counter + 1)
-            case HandshakeRecord() | NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
+            case HandshakeRecord():
+                if record.kind is Kind.READY:
+                    rekeyed.discard(record.peer if record.action == "received" else record.process)
+            case NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
                 pass
         yield place, record
 

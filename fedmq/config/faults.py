@@ -258,6 +258,8 @@ class PrototypePoisoning(TaskFault):
 
 
 Timed = Late | Drop | Leave | Split | Crash | Freeze | Duplicate | Reorder | Corrupt
+#: Faults on single messages, which are recognised by their clear headers.
+ON_MESSAGES = Drop | Split | Duplicate | Reorder | Corrupt
 Poison = SignFlip | Scaled | Noise | NotANumber | PrototypePoisoning
 Standing = ModalityLost | ModalityGained | Drift | LabelNoise
 OfCoordinator = CoordinatorCrash | DiskFull

@@ -11,6 +11,7 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "track": (),
+    "wire": (),
     "data": ("path", "annotations", "images"),
     "silos": ("slots", "hosts", "needs"),
     "participation": ("trace", "minimum"),

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import AnyFault, Fault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, Fault, named_silos
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -25,10 +25,12 @@ from fedmq.config.sections import (
     Positive,
     Privacy,
     Silos,
+    Wire,
 )
 from fedmq.config.user_files import label
 from fedmq.errors import InputError
 
+TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -314,6 +316,7 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
+    wire: Wire = Wire()
     faults: tuple[AnyFault, ...] = Field((), description="scripted faults, see docs/reference/faults.md")
     clock: Literal["virtual", "wall"] = Field(
         "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
@@ -326,7 +329,7 @@ class Scenario(Part):
         "coordinator, evaluator and silos are launched manually with their own commands; ray, slurm: evaluator and "
         "silos are processes on the machines of a Ray cluster, or jobs of Slurm, see docs/howto/clusters.md",
     )
-    track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
+    track: tuple[TrackerName, ...] = Field(
         (),
         description="experiment trackers that receive the run's parameters, metrics and files, see docs/howto/track.md",
     )
@@ -355,17 +358,17 @@ class Scenario(Part):
         column = partition.get("column")
         return given if column is None else {**given, "data": {"column": column, **data}}
 
-    @field_validator("protocol", mode="before")
+    @field_validator("protocol", mode="before", json_schema_input_type=str | ProtocolChoice)
     @classmethod
     def _short_form(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
-    @field_validator("objective", mode="before")
+    @field_validator("objective", mode="before", json_schema_input_type=str | Objective)
     @classmethod
     def _short_objective(cls, value: object) -> object:
         return {"base": value} if isinstance(value, str) else value
 
-    @field_validator("track", mode="before")
+    @field_validator("track", mode="before", json_schema_input_type=TrackerName | tuple[TrackerName, ...])
     @classmethod
     def _one_tracker(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -377,7 +380,7 @@ class Scenario(Part):
             raise ValueError(f"{twice[0]} is listed twice")
         return value
 
-    @field_validator("participation", mode="before")
+    @field_validator("participation", mode="before", json_schema_input_type=float | Participation)
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}
@@ -391,6 +394,10 @@ class Scenario(Part):
             raise ValueError(
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
+        on_messages = [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]
+        if on_messages and self.wire.hides:
+            found = f"found faults of kind {on_messages[0]}, which recognise messages by their names"
+            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:
             raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")

@@ -26,6 +26,27 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class Wire(Part):
+    """What a watcher of the network learns of messages, and how long keys are used; see docs/reference/wire.md."""
+
+    hide_names: bool = Field(
+        False, description="seal names, kinds and sequence numbers of messages with their bodies; needs wire version 3"
+    )
+    padding: bool = Field(
+        False,
+        description="as hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
+        "between two powers of two",
+    )
+    rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
+    rekey_messages: Count = Field(1 << 20, description="messages in both directions after which it does")
+    rekey_gigabytes: Positive = Field(64.0, description="10^9 bytes in both directions after which it does")
+
+    @property
+    def hides(self) -> bool:
+        """Whether headers are sealed."""
+        return self.hide_names or self.padding
+
+
 class Staleness(Part):
     """Damping h(s) of a reply with a staleness of s versions; see :mod:`fedmq.federation.staleness`."""
 

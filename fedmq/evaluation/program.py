@@ -159,12 +159,12 @@ def run_evaluator(
     """
     torch.set_num_threads(1)
     identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
-    clock, run, last_sent = WallClock(), arguments.run.id, {"at": 0.0}
+    clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=logger.warning
+        arguments.connect, identity, accepted, run, log, clock, lambda: last_sent["at"], logger.warning, options=wire
     )
     try:
         start = EvaluatorStart.of(arguments)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedmq.clock import Clock
+from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire.codec import decode_header
+from fedmq.wire import rekeying
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
@@ -23,10 +24,11 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
 from fedmq.wire.refusals import RefusalLog
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message, sealed_size
+from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.registry import connect
+from fedmq.wire.transports.tcp import unknown_host
 
 BEAT_SECONDS = 2.0
 #: Code of the error with which a coordinator ends the session of a peer whose key was removed.
@@ -44,10 +46,14 @@ _QUIET_SECONDS = 10.0
 _EARLIER_HELLOS = 16
 #: Longest wait of the thread before it checks the clock again [s].
 STEP_SECONDS = 0.25
+#: Nothing is hidden.
+_DEFAULTS = Wire()
 #: Messages received per step: a peer that floods the channel must not keep this side from sending heartbeats.
 _MESSAGES_PER_STEP = 256
 #: Steps after which a message that does not fit into the queue is dropped and its session ended.
 _MAX_SEND_STEPS = int(BEAT_SECONDS / STEP_SECONDS)
+#: What to do about another scenario.
+_SAME = "both sides need the same file and the same --set and --seed"
 
 
 class Channel:
@@ -67,6 +73,7 @@ class Channel:
             refuses the handshake, or another process answers.
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
+        options: what this side hides of its messages, and when a session gets new keys.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -86,7 +93,10 @@ class Channel:
         forbidden: Callable[[Message, int], Refusal | None] | None = None,
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
+        options: Wire = _DEFAULTS,
     ) -> None:
+        self._options, self._keys_since = options, 0.0
+        self._rekeying: rekeying.Rekeying | None = None
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -230,21 +240,45 @@ class Channel:
             if self._initiated is None or again:
                 self._say_hello(connection, now)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(
-                    f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: no coordinator listens there yet, it is "
-                    f"busy, or it is of an earlier release and refuses this run ({self._run}) or this key"
+                why = (
+                    f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
+                    f"({self._run}) or this key"
                 )
+                if host := unknown_host(self._uri):
+                    why = f"the name {host} is unknown on this machine"
+                self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
+        elif self._rekeying is None and rekeying.due(self._session, self._options, now - self._keys_since):
+            self._ask_for_keys(connection, self._session)
         elif now - self._beat_at >= beat:
             self._beat_at = now
-            header = Header(
-                run=self._run,
-                kind=Kind.HEARTBEAT,
-                sender=self._identity.name,
-                receiver=COORDINATOR,
-                sequence=0,
-                sent_at=self._now(),
-            )
-            self._send_sealed(connection, self._session, Message(header))
+            self._send_sealed(connection, self._session, Message(self._header(Kind.HEARTBEAT)))
+
+    def _ask_for_keys(self, connection: Connection, session: Session) -> None:
+        header = self._header(Kind.REKEY)
+        sealed, self._rekeying = rekeying.begin(self._identity, session, header)
+        self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
+        if not connection.send(sealed.frames, timeout_s=STEP_SECONDS):
+            self._end_session(NoteKind.QUEUE_FULL)
+
+    def _header(self, kind: Kind) -> Header:
+        return Header(
+            run=self._run,
+            kind=kind,
+            sender=self._identity.name,
+            receiver=COORDINATOR,
+            sequence=0,
+            sent_at=self._now(),
+        )
+
+    def _on_new_keys(self, session: Session, opened: Opened, size: int) -> None:
+        """Use the keys that the coordinator agreed to."""
+        key = self._accepted.get(COORDINATOR)
+        if self._rekeying is None or key is None:
+            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not asked for"))
+        rekeying.finish(self._rekeying, key, session, opened)
+        self._log.message("received", Message(opened.header), opened.tag, size)
+        self._rekeying, self._received_at = None, self._clock.stopwatch()
+        self._keys_since = self._received_at
 
     def _say_hello(self, connection: Connection, now: float) -> None:
         """Start a handshake; until the coordinator answers, it is repeated less and less often."""
@@ -253,7 +287,7 @@ class Channel:
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
-        frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
+        frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
@@ -290,7 +324,7 @@ class Channel:
         if self._forbidden is None:
             return message
         header, head = message.header, self._log.sent_head
-        refusal = self._forbidden(message, sealed_size(session, replace(message, head=head)))
+        refusal = self._forbidden(message, session.sealed_size(replace(message, head=head)))
         if refusal is None:
             return message
         self._log.note(
@@ -310,7 +344,7 @@ class Channel:
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
-        self._session = self._initiated = None
+        self._session = self._initiated = self._rekeying = None
 
     def _receive_all(self, connection: Connection, wait_s: float = 0.0) -> None:
         """Receive arrived messages up to the limit per step; wait for the first one at most ``wait_s`` seconds."""
@@ -323,7 +357,7 @@ class Channel:
         """Receive one message unless the coordinator has sent stop; return whether there was one."""
         if self._stopped:
             return False
-        size, frames, proven = 0, None, self._session.received if self._session else 0
+        size, frames, proven = 0, None, self._session.authentic if self._session else 0
         try:
             frames = connection.receive(wait_s)
             if frames is None:
@@ -332,17 +366,21 @@ class Channel:
             if self._session is None:
                 self._complete_handshake(connection, frames, size)
                 return True
-            message, tag = open_message(self._session, frames)
+            opened = self._session.open(frames)
+            if opened.header.kind is Kind.REKEYED:
+                self._on_new_keys(self._session, opened, size)
+                return True
+            message, tag = decode_opened(opened), opened.tag
         except RemoteWireError as error:
-            if frames is None or self._session is None or self._session.received == proven:
+            if frames is None or self._session is None or self._session.authentic == proven:
                 # Neither the coordinator's key nor that of the session vouches for it.
                 self._refusals.add(b"", error, size)
                 return True
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
                 self._end_session(NoteKind.MESSAGE_LOST)
-            else:
-                self._report_unreadable(frames[0], error)
+            elif isinstance(error, UnreadableError):
+                self._report_unreadable(error)
             return True
         self._received_at = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
@@ -355,10 +393,10 @@ class Channel:
             self._deliver(message)
         return True
 
-    def _report_unreadable(self, clear: memoryview, error: RemoteWireError) -> None:
+    def _report_unreadable(self, error: UnreadableError) -> None:
         """Answer an authentic but unreadable message with an error, or the coordinator would wait forever."""
         self._received_at = self._clock.stopwatch()
-        header = decode_header(clear)
+        header = error.header
         if header.kind in (Kind.TASK, Kind.EVALUATE):
             number, base = header.sequence, header.base_version
             answer = Error.saying("unreadable", f"{header.kind} {number}: {error.detail}")
@@ -386,17 +424,9 @@ class Channel:
         self._session, self._hello_seconds, self._unanswered_since = session, _HELLO_SECONDS, math.inf
         self._reported.clear()
         self._earlier.clear()
-        self._received_at = self._beat_at = now
+        self._received_at = self._beat_at = self._keys_since = now
         if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
-            header = Header(
-                run=self._run,
-                kind=Kind.STATEMENT,
-                sender=self._identity.name,
-                receiver=COORDINATOR,
-                sequence=0,
-                sent_at=self._now(),
-            )
-            self._send_sealed(connection, session, Message(header, self.statement))
+            self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
     def _on_trouble(self, trouble: Trouble | None) -> None:
         """Report that the connection is not admitted."""
@@ -423,7 +453,7 @@ class Channel:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
-                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}")
+                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")
             case _:
                 why = f"{refusal.reason}: {refusal.detail}"
                 self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")

@@ -18,7 +18,17 @@ import numpy.typing as npt
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, Reason, TaskInfo
+from fedmq.wire.messages import (
+    MAX_PAYLOADS,
+    WIRE_VERSION,
+    WIRE_VERSIONS,
+    Header,
+    Kind,
+    Message,
+    Reason,
+    ShortHeader,
+    TaskInfo,
+)
 from fedmq.wire.payloads import PAYLOADS, Payload, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
@@ -41,6 +51,7 @@ _HEADER_KEYS = (
     "session",
     "counter",
 )
+_SHORT_KEYS = ("wire_version", "session", "counter")
 _BODY_KEYS = ("payloads", "task", "layout", "head")
 #: Keys of the body that a wire version does not have yet.
 _LATER_BODY_KEYS: Mapping[int, frozenset[str]] = {1: frozenset({"head"})}
@@ -80,13 +91,30 @@ def encode_header(header: Header) -> bytes:
     return pack(plain)
 
 
+def encode_short_header(header: Header) -> bytes:
+    """Encode what stays in clear of a header that is sealed with its body."""
+    return pack({key: getattr(header, key) for key in _SHORT_KEYS})
+
+
 def decode_header(raw: BytesLike) -> Header:
-    """Decode an unencrypted header.
+    """Decode a whole header.
 
     The wire version is checked first, so that a peer of another version gets that reason and not ``malformed``.
 
     Raises:
         RemoteWireError: reason ``oversized``, ``malformed`` or ``wire_version``.
+    """
+    found = decode_clear(raw)
+    if isinstance(found, ShortHeader):
+        raise RemoteWireError(Reason.MALFORMED, "a short header, where a whole one is needed")
+    return found
+
+
+def decode_clear(raw: BytesLike) -> Header | ShortHeader:
+    """Decode a clear header: a whole one, or a short one.
+
+    Raises:
+        RemoteWireError: see :func:`decode_header`.
     """
     plain = unpack(raw, MAX_HEADER)
     if not isinstance(plain, dict):
@@ -95,6 +123,8 @@ def decode_header(raw: BytesLike) -> Header:
     if type(version) is int and version not in WIRE_VERSIONS:
         raise RemoteWireError(Reason.WIRE_VERSION, f"wire version {version}, supported here: {_versions()}")
     try:
+        if plain.keys() == set(_SHORT_KEYS):
+            return ShortHeader(**plain)
         _require_keys("header", plain, _HEADER_KEYS)
         return Header(**{**plain, "kind": _kind(plain["kind"])})
     except FieldError as error:

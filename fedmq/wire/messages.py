@@ -24,9 +24,11 @@ from fedmq.wire.payloads import (
     SiloModalities,
 )
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 #: Wire versions supported by this release; the handshake picks the highest common one.
-WIRE_VERSIONS: tuple[int, ...] = (1, 2)
+WIRE_VERSIONS: tuple[int, ...] = (1, 2, 3)
+#: First wire version with short headers, padding and new keys within a session.
+SHORT_HEADER_VERSION = 3
 SESSION_BYTES = 16
 #: Size of the head of a message log, a SHA-256.
 HEAD_BYTES = 32
@@ -44,6 +46,8 @@ class Kind(StrEnum):
     WELCOME = "welcome"
     READY = "ready"
     REJECT = "reject"
+    REKEY = "rekey"
+    REKEYED = "rekeyed"
     INQUIRE = "inquire"
     STATUS = "status"
     STATEMENT = "statement"
@@ -132,6 +136,30 @@ class Header:
         check_whole("wire_version", self.wire_version, 1, 0xFFFF)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortHeader:
+    """The clear header of a message whose header is sealed with its body: what is needed to open it.
+
+    Args:
+        wire_version: version of the wire format, at least 3.
+        session: 16 bytes.
+        counter: of the AEAD, per direction.
+
+    Raises:
+        FieldError: a field is of the wrong type or out of bounds.
+    """
+
+    wire_version: int
+    session: bytes
+    counter: int
+
+    def __post_init__(self) -> None:
+        check_whole("wire_version", self.wire_version, SHORT_HEADER_VERSION, 0xFFFF)
+        if type(self.session) is not bytes or len(self.session) != SESSION_BYTES:
+            raise FieldError(f"session: not {SESSION_BYTES} bytes")
+        check_whole("counter", self.counter, 0, U64)
+
+
 #: Payloads of the agreement on the data, and of silos' own evaluations.
 _STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
 _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
@@ -142,6 +170,8 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.WELCOME: frozenset(),
     Kind.READY: frozenset(),
     Kind.REJECT: frozenset(),
+    Kind.REKEY: frozenset(),
+    Kind.REKEYED: frozenset(),
     Kind.INQUIRE: frozenset(),
     Kind.STATUS: frozenset({RunStatus.KIND}),
     Kind.STATEMENT: _STATED,

@@ -10,6 +10,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from fedmq.config.sections import Wire
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.codec import (
     MAX_BODY,
@@ -17,17 +18,33 @@ from fedmq.wire.codec import (
     body_size,
     byte_view,
     decode,
-    decode_header,
+    decode_clear,
     encode_body,
     encode_header,
+    encode_short_header,
 )
-from fedmq.wire.messages import SESSION_BYTES, WIRE_VERSION, Header, Kind, Message, Reason
+from fedmq.wire.disguise import MAX_FRONT, front_of, padded_size, parted
+from fedmq.wire.messages import (
+    SESSION_BYTES,
+    SHORT_HEADER_VERSION,
+    WIRE_VERSION,
+    Header,
+    Kind,
+    Message,
+    Reason,
+    ShortHeader,
+)
 
 TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
 HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE})
+#: Messages with which the two ends of a session agree on new keys; see :mod:`fedmq.wire.rekeying`.
+REKEY_KINDS = frozenset({Kind.REKEY, Kind.REKEYED})
+
+#: What a session hides by default.
+_NOTHING_HIDDEN = Wire()
 
 # update_into needs a block less one byte of extra room after its output; the tag is written there afterwards.
 _SLACK = TAG_BYTES
@@ -62,6 +79,21 @@ class Opened:
     tag: str
 
 
+@dataclass
+class _Receiving:
+    """The key of the peer's messages, under the session identifier that they carry.
+
+    Args:
+        session: identifier, 16 bytes.
+        cipher: the key.
+        next: expected counter of the next message.
+    """
+
+    session: bytes
+    cipher: AESGCM
+    next: int = 0
+
+
 class Session:
     """One side's keys and counters of a connection; not thread-safe.
 
@@ -73,6 +105,11 @@ class Session:
         send_key: 32 bytes, the peer's receive key.
         receive_key: 32 bytes, the peer's send key.
         wire_version: negotiated in the handshake.
+        options: what of its messages this side hides.
+
+    Attributes:
+        authentic: number of the peer's messages whose tag was right.
+        size: bytes sealed and opened under the present keys.
 
     Raises:
         LocalWireError: the identifier or a key has the wrong length.
@@ -88,28 +125,42 @@ class Session:
         send_key: bytes,
         receive_key: bytes,
         wire_version: int = WIRE_VERSION,
+        options: Wire = _NOTHING_HIDDEN,
     ) -> None:
+        self.run, self.name, self.peer, self.wire_version = run, name, peer, wire_version
+        self._hides = options.hides and wire_version >= SHORT_HEADER_VERSION
+        self._pads = options.padding and self._hides
+        self.authentic = 0
+        self._receiving = self._use(session, send_key, receive_key)
+        self._coming: _Receiving | None = None
+
+    def _use(self, session: bytes, send_key: bytes, receive_key: bytes) -> _Receiving:
+        """Use keys for sending; returns what opens the peer's messages under them."""
         if len(session) != SESSION_BYTES or len(send_key) != KEY_BYTES or len(receive_key) != KEY_BYTES:
             raise LocalWireError("a session needs an identifier of 16 bytes and two keys of 32 bytes")
-        self.run = run
-        self.name = name
-        self.peer = peer
-        self.session = session
-        self.wire_version = wire_version
-        self._send_key = algorithms.AES(send_key)
-        self._receive = AESGCM(receive_key)
-        self._next_sent = 0
-        self._next_received = 0
+        self.session, self._send_key, self._next_sent = session, algorithms.AES(send_key), 0
+        self.size = 0
+        return _Receiving(session, AESGCM(receive_key))
+
+    def rekey(self, session: bytes, send_key: bytes, receive_key: bytes) -> None:
+        """Use new keys for sending; the peer's messages may have the old ones until the first with the new ones.
+
+        Args:
+            session: the new identifier, 16 bytes, which the header of each message names.
+            send_key: 32 bytes.
+            receive_key: 32 bytes.
+        """
+        self._coming = self._use(session, send_key, receive_key)
 
     @property
     def sent(self) -> int:
-        """Messages sealed so far."""
+        """Messages sealed under the present keys."""
         return self._next_sent
 
     @property
     def received(self) -> int:
-        """Expected counter of the peer's next message."""
-        return self._next_received
+        """Expected counter of the peer's next message under the keys that it used last."""
+        return self._receiving.next
 
     def seal(self, header: Header, buffers: Sequence[BytesLike]) -> Sealed:
         """Seal a body under the next counter and set the header's session, counter and wire version.
@@ -132,7 +183,8 @@ class Session:
         if size > MAX_BODY:
             raise LocalWireError(f"the body has {size} bytes, allowed {MAX_BODY}")
         header = replace(header, session=self.session, counter=self._next_sent, wire_version=self.wire_version)
-        clear = encode_header(header)
+        clear, buffers = self._frames(header, buffers)
+        size = body_size(buffers)
         # Incremented before the key is used, so that no failure below can lead to a repeated nonce.
         self._next_sent += 1
         cipher = Cipher(self._send_key, modes.GCM(_nonce(header.counter))).encryptor()
@@ -143,7 +195,22 @@ class Session:
             end += cipher.update_into(buffer, sealed[end:])
         cipher.finalize()
         sealed[end:] = cipher.tag
+        self.size += size
         return Sealed(header, (clear, sealed), cipher.tag.hex())
+
+    def _frames(self, header: Header, buffers: Sequence[BytesLike]) -> tuple[bytes, Sequence[BytesLike]]:
+        """The clear header, and what is sealed."""
+        if not self._hides or header.kind in HANDSHAKE_KINDS:
+            return encode_header(header), buffers
+        content = [front_of(encode_header(header), body_size(buffers)), *buffers]
+        size = body_size(content)
+        return encode_short_header(header), [*content, bytes(padded_size(size) - size)] if self._pads else content
+
+    def sealed_size(self, message: Message) -> int:
+        """Size of all frames that :func:`seal_message` would make of a message [bytes]."""
+        header = replace(message.header, session=self.session, counter=self._next_sent, wire_version=self.wire_version)
+        clear, buffers = self._frames(header, encode_body(message, self.wire_version))
+        return len(clear) + body_size(buffers) + TAG_BYTES
 
     def open(self, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> Opened:
         """Open the peer's next message. A refused one leaves the session unchanged, except that a gap is skipped.
@@ -157,51 +224,74 @@ class Session:
                 ``unknown_sender``, ``wrong_receiver``, ``exhausted``, ``replay``, ``tampered`` or ``gap``.
         """
         clear, sealed = _two(frames)
-        header = decode_header(clear)
+        header = decode_clear(clear)
         size = sealed.nbytes - TAG_BYTES
+        largest = padded_size(max_body + MAX_FRONT) if isinstance(header, ShortHeader) else max_body
         if size < 0:
             raise RemoteWireError(Reason.MALFORMED, "the sealed body is shorter than its tag")
-        if size > max_body:
-            raise RemoteWireError(Reason.OVERSIZED, f"a body of {size} bytes, allowed {max_body}")
-        self._check(header)
-        body = np.empty(size, np.uint8).data
+        if size > largest:
+            raise RemoteWireError(Reason.OVERSIZED, f"a body of {size} bytes, allowed {largest}")
+        keys = self._keys_for(header)
+        content = np.empty(size, np.uint8).data
         try:
-            self._receive.decrypt_into(_nonce(header.counter), sealed, bytes(clear), body)
+            keys.cipher.decrypt_into(_nonce(header.counter), sealed, bytes(clear), content)
         except InvalidTag:
             raise RemoteWireError(
                 Reason.TAMPERED, f"message {header.counter} of {self.peer} is not as sealed"
             ) from None
-        expected = self._next_received
+        expected = keys.next
         # A gap, shown by an authentic message only, costs that message but not the session: the lost messages stay
         # lost, no message is accepted out of order, and the next one is in order again.
-        self._next_received = header.counter + 1
+        keys.next = header.counter + 1
+        self.authentic, self.size = self.authentic + 1, self.size + size
+        if keys is self._coming:  # from now on the former keys are not needed
+            self._receiving, self._coming = keys, None
         if header.counter != expected:
             raise RemoteWireError(Reason.GAP, f"message {header.counter} of {self.peer}, expected {expected}")
-        return Opened(header, body.toreadonly(), bytes(sealed[size:]).hex())
+        tag = bytes(sealed[size:]).hex()
+        if isinstance(header, Header):
+            return Opened(header, content.toreadonly(), tag)
+        return self._parted(header, content.toreadonly(), tag, max_body)
 
-    def _check(self, header: Header) -> None:
-        """Refuse a header that cannot be this session's next, before decrypting."""
+    def _parted(self, short: ShortHeader, content: memoryview, tag: str, max_body: int) -> Opened:
+        """A message whose header was sealed with its body."""
+        header, body = parted(content)
+        if (header.wire_version, header.session, header.counter) != (short.wire_version, short.session, short.counter):
+            raise RemoteWireError(Reason.MALFORMED, "the sealed header differs from the short one")
+        if header.kind in HANDSHAKE_KINDS:
+            raise RemoteWireError(Reason.UNEXPECTED, f"a {header.kind} after the handshake")
+        self._check_names(header)
+        if body.nbytes > max_body:
+            raise RemoteWireError(Reason.OVERSIZED, f"a body of {body.nbytes} bytes, allowed {max_body}")
+        return Opened(header, body, tag)
+
+    def _keys_for(self, header: Header | ShortHeader) -> _Receiving:
+        """The keys of a message; refuses a header that cannot be this session's next, before decrypting."""
         if header.wire_version != self.wire_version:
             detail = f"wire version {header.wire_version}, agreed on {self.wire_version}"
             raise RemoteWireError(Reason.WIRE_VERSION, detail)
+        if isinstance(header, Header) and header.run != self.run:
+            raise RemoteWireError(Reason.WRONG_RUN, f"run {header.run}, here {self.run}")
+        keys = self._receiving
+        if self._coming is not None and header.session == self._coming.session:
+            keys = self._coming
+        if header.session != keys.session:
+            raise RemoteWireError(Reason.UNKNOWN_SESSION, f"session {header.session.hex()}, here {keys.session.hex()}")
+        if isinstance(header, Header):
+            self._check_names(header)
+        if header.counter >= MAX_MESSAGES:
+            raise RemoteWireError(Reason.EXHAUSTED, f"counter {header.counter}, allowed below {MAX_MESSAGES}")
+        if header.counter < keys.next:
+            raise RemoteWireError(Reason.REPLAY, f"message {header.counter}, expected {keys.next}")
+        return keys
+
+    def _check_names(self, header: Header) -> None:
         if header.run != self.run:
             raise RemoteWireError(Reason.WRONG_RUN, f"run {header.run}, here {self.run}")
-        if header.session != self.session:
-            raise RemoteWireError(Reason.UNKNOWN_SESSION, f"session {header.session.hex()}, here {self.session.hex()}")
         if header.sender != self.peer:
             raise RemoteWireError(Reason.UNKNOWN_SENDER, f"sender {header.sender} in a session with {self.peer}")
         if header.receiver != self.name:
             raise RemoteWireError(Reason.WRONG_RECEIVER, f"receiver {header.receiver}, here {self.name}")
-        if header.counter >= MAX_MESSAGES:
-            raise RemoteWireError(Reason.EXHAUSTED, f"counter {header.counter}, allowed below {MAX_MESSAGES}")
-        if header.counter < self._next_received:
-            raise RemoteWireError(Reason.REPLAY, f"message {header.counter}, expected {self._next_received}")
-
-
-def sealed_size(session: Session, message: Message) -> int:
-    """Size of all frames that :func:`seal_message` would make of a message [bytes]."""
-    header = replace(message.header, session=session.session, counter=session.sent, wire_version=session.wire_version)
-    return len(encode_header(header)) + body_size(encode_body(message, session.wire_version)) + TAG_BYTES
 
 
 def seal_message(session: Session, message: Message) -> Sealed:
@@ -210,7 +300,7 @@ def seal_message(session: Session, message: Message) -> Sealed:
     Raises:
         LocalWireError: see :meth:`Session.seal`; or the message is of a handshake kind.
     """
-    if message.header.kind in HANDSHAKE_KINDS:
+    if message.header.kind in HANDSHAKE_KINDS | REKEY_KINDS:
         raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
     return session.seal(message.header, encode_body(message, session.wire_version))
 
@@ -225,9 +315,34 @@ def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int
         RemoteWireError: see :meth:`Session.open` and :func:`fedmq.wire.codec.decode`.
     """
     opened = session.open(frames, max_body=max_body)
-    if opened.header.kind in HANDSHAKE_KINDS:
-        raise RemoteWireError(Reason.UNEXPECTED, f"a {opened.header.kind} after the handshake")
-    return decode(opened.header, opened.body, max_body=max_body), opened.tag
+    return decode_opened(opened, max_body=max_body), opened.tag
+
+
+class UnreadableError(RemoteWireError):
+    """An authentic message could not be decoded.
+
+    Args:
+        header: its header.
+        error: what is wrong with it.
+    """
+
+    def __init__(self, header: Header, error: RemoteWireError) -> None:
+        super().__init__(error.reason, error.detail)
+        self.header = header
+
+
+def decode_opened(opened: Opened, *, max_body: int = MAX_BODY) -> Message:
+    """Decode an opened message.
+
+    Raises:
+        UnreadableError: see :func:`fedmq.wire.codec.decode`; or a message of the handshake.
+    """
+    try:
+        if opened.header.kind in HANDSHAKE_KINDS | REKEY_KINDS:
+            raise RemoteWireError(Reason.UNEXPECTED, f"a {opened.header.kind} after the handshake")
+        return decode(opened.header, opened.body, max_body=max_body)
+    except RemoteWireError as error:
+        raise UnreadableError(opened.header, error) from error
 
 
 def _two(frames: Sequence[BytesLike]) -> tuple[memoryview, memoryview]:

@@ -232,6 +232,7 @@ def test_a_row_without_a_picture_is_named(tmp_path: Path) -> None:
         read("parquet", tmp_path / "b.parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
 def test_damage_anywhere_is_an_error_and_does_not_kill_the_process(form: str, tmp_path: Path) -> None:
     name, path = FORMS[form](tmp_path)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import ON_MESSAGES, AnyFault, Fault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
 from fedmq.config.sections import (
     Aggregation,
     Cost,

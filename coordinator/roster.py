@@ -16,7 +16,7 @@ from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
-from fedmq.wire.codec import decode_clear
+from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
@@ -265,6 +265,9 @@ class Roster:
             rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
             if rejection is not None:
                 self._listener.send(address, rejection)
+            if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
+                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.

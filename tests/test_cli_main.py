@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -456,3 +457,20 @@ def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_lo
     monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
     assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml", "--quiet") == 2
     assert not screen.getvalue()
+
+
+def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
+    slow = {"numpy", "pydantic", "torch", "pandas", "sklearn", "plotly"}
+    code = f"import sys, fedmq.cli.main; print(sorted({slow} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_path: Path) -> None:
+    words = {"_FEDMQ_COMPLETE": "complete_bash", "COMP_WORDS": "fedmq sce", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "fedmq"]
+    ended = subprocess.run(command, env={**os.environ, **words}, stdout=subprocess.PIPE, text=True, check=True)
+    assert ended.stdout.split() == ["scenario"]
+    env = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run([*command, "--install-completion", "bash"], env=env, stdout=subprocess.DEVNULL, check=True)
+    assert "_FEDMQ_COMPLETE" in (tmp_path / ".bash_completions" / "fedmq.sh").read_text()

@@ -7,6 +7,7 @@ A test compares the committed pages with the output.
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ import typer
 import protocols
 from fedmq.cli import key_reference
 from fedmq.cli import main as cli
+from fedmq.experiments.file_schemas import FileKind, schema_of
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
 #: Longest line of a page, in characters.
@@ -146,7 +148,13 @@ def commands() -> dict[str, Any]:
 
 def pages() -> dict[str, str]:
     """The generated pages by file name."""
-    return {"scenario.md": scenario_page(), "methods.md": methods_page(), "command_line.md": commands_page()}
+    schemas = {f"schemas/{kind}.json": json.dumps(schema_of(kind), indent=2) + "\n" for kind in FileKind}
+    return {
+        "scenario.md": scenario_page(),
+        "methods.md": methods_page(),
+        "command_line.md": commands_page(),
+        **schemas,
+    }
 
 
 def _section(name: str, summary: str, keys: Sequence[key_reference.Key]) -> str:
@@ -221,6 +229,7 @@ def _plain(text: str) -> str:
 def main() -> None:
     """Write the pages."""
     for name, page in pages().items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(page, encoding="utf-8")
 
 

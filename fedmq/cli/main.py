@@ -24,6 +24,7 @@ from fedmq.cli import (
     replay,
     report,
     run,
+    schema,
     search,
     signing,
     tune,
@@ -47,7 +48,6 @@ app = typer.Typer(
     help="Federated cross-modal retrieval over encrypted messages, with a simulator.\n\n"
     "Example: [bold]fedmq scenario scenarios/smoke.yaml[/bold]",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -172,6 +172,7 @@ run.add_run(app)
 replay.add_replay(app)
 report.add_report(app)
 live.add_board(app)
+schema.add_schema(app)
 
 
 def _prepare(quiet: bool) -> Callable[[Scenario], Path]:

@@ -16,21 +16,18 @@ from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import BRIEF, metric_of
-from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status, status_of
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
     from fedmq.federation.protocol import Traits
+    from fedmq.runs.status import SiloStatus, StatusFile
 
 #: Interval of ``--watch`` [s].
 _WATCH_SECONDS = 2.0
 #: Age after which a status of a run in progress is reported as old [s].
 _OLD_SECONDS = 10.0
 _ENDED = ("done", "stopped")
-#: Phases that an operator should look at.
-_BAD = (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
 
 
 def add_status(app: typer.Typer) -> None:
@@ -93,6 +90,8 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
     if run is None:
         raise InputError("status", "no run", "a run folder, or --connect URI to ask its coordinator")
     path = open_run(run).status
+    from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
+
     return lambda: read_status(path)
 
 
@@ -115,6 +114,8 @@ def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], St
             raise InputError("--name", found, "the name of one key that the coordinator accepts")
         name = names[0]
     identity, accepted = load_identity(keys, name), load_accepted(keys)
+    from fedmq.runs.status import status_of  # noqa: PLC0415
+
     return lambda: status_of(ask_status(uri, identity, accepted))
 
 
@@ -167,6 +168,9 @@ def _ago(at: str | None, now: datetime) -> str:
 
 
 def _show(status: StatusFile, now: datetime) -> None:
+    from fedmq.evaluation.metrics import BRIEF, metric_of  # noqa: PLC0415 - imports numpy; --help does without
+    from fedmq.runs.status import SiloPhase  # noqa: PLC0415
+
     age = (now - datetime.fromisoformat(status.written)).total_seconds()
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
@@ -184,7 +188,8 @@ def _show(status: StatusFile, now: datetime) -> None:
     out.print(total, highlight=False)
     table = Table("silo", "phase", "last message", "task", "MB up", "MB down", "last error")
     for name, silo in sorted(status.silos.items()):
-        style = "red" if silo.phase in _BAD else None
+        bad = silo.phase in (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
+        style = "red" if bad else None
         traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
         error = escape(printable(silo.error))
         table.add_row(

@@ -30,6 +30,7 @@ from fedmq.config.sections import (
 from fedmq.config.user_files import label
 from fedmq.errors import InputError
 
+TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -328,7 +329,7 @@ class Scenario(Part):
         "coordinator, evaluator and silos are launched manually with their own commands; ray, slurm: evaluator and "
         "silos are processes on the machines of a Ray cluster, or jobs of Slurm, see docs/howto/clusters.md",
     )
-    track: tuple[Literal["tensorboard", "mlflow", "wandb", "csv"], ...] = Field(
+    track: tuple[TrackerName, ...] = Field(
         (),
         description="experiment trackers that receive the run's parameters, metrics and files, see docs/howto/track.md",
     )
@@ -357,17 +358,17 @@ class Scenario(Part):
         column = partition.get("column")
         return given if column is None else {**given, "data": {"column": column, **data}}
 
-    @field_validator("protocol", mode="before")
+    @field_validator("protocol", mode="before", json_schema_input_type=str | ProtocolChoice)
     @classmethod
     def _short_form(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
-    @field_validator("objective", mode="before")
+    @field_validator("objective", mode="before", json_schema_input_type=str | Objective)
     @classmethod
     def _short_objective(cls, value: object) -> object:
         return {"base": value} if isinstance(value, str) else value
 
-    @field_validator("track", mode="before")
+    @field_validator("track", mode="before", json_schema_input_type=TrackerName | tuple[TrackerName, ...])
     @classmethod
     def _one_tracker(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -379,7 +380,7 @@ class Scenario(Part):
             raise ValueError(f"{twice[0]} is listed twice")
         return value
 
-    @field_validator("participation", mode="before")
+    @field_validator("participation", mode="before", json_schema_input_type=float | Participation)
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}

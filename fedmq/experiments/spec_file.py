@@ -58,7 +58,8 @@ _Vary = Annotated[str, _checked(partial(grid.parse_variation, option="--vary"))]
 _Select = Annotated[str, _checked(_selection)]
 _Setting = Annotated[str, _checked(lambda text: apply_settings({}, [text]))]
 _Target = Annotated[str, _checked(grid.parse_target)]
-_Repeated = BeforeValidator(_one_or_more)
+_Repeated = BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])
+_Listed = BeforeValidator(_together, json_schema_input_type=str | int | tuple[str | int, ...])
 
 
 class ComparisonFile(BaseModel):
@@ -74,8 +75,8 @@ class ComparisonFile(BaseModel):
     select: Annotated[tuple[_Select, ...], _Repeated] = ()
     select_seed: int | None = Field(None, ge=0, strict=True)
     select_rounds: Annotated[Count, Field(strict=True)] | None = None
-    seeds: Annotated[str, _checked(grid.parse_seeds), BeforeValidator(_together)] | None = None
-    metric: Annotated[str, _checked(grid.parse_metrics), BeforeValidator(_together)] | None = None
+    seeds: Annotated[str, _checked(grid.parse_seeds), _Listed] | None = None
+    metric: Annotated[str, _checked(grid.parse_metrics), _Listed] | None = None
     baseline: str | None = None
     across: str | None = None
     target: Annotated[tuple[_Target, ...], _Repeated] = ()

@@ -98,7 +98,9 @@ class TuneFile(BaseModel):
     tune: str = Field(min_length=1, description="the scenario, relative to this file's folder")
     set: Annotated[
         tuple[Annotated[str, AfterValidator(_settings)], ...],
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[str, ...]
+        ),
     ] = Field((), description="key=value settings of all trials, as of `--set`")
     search: Space = Field(
         {}, description="scenario keys, each with a list of values or `{low, high}` with `log: true` or `step`"

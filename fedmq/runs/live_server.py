@@ -12,6 +12,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ from fedmq.wire.messages import COORDINATOR
 HOST = "127.0.0.1"
 #: Interval between two updates of a page [s].
 _UPDATE_SECONDS = 2.0
+#: Longest share of the time in which figures are drawn, so that a page does not slow its run down.
+_DRAWING_SHARE = 0.02
 #: Metrics in the head of a live page and on the board.
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
@@ -145,17 +148,25 @@ def _live_page(folder: RunFolder, events: str, token: str) -> str:
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:
-    """Server-sent events: the status every two seconds, and the figures whenever there are new records."""
+    """Server-sent events: the status every two seconds; the figures after new records, the less often the longer they
+    take to draw.
+    """
 
     async def updates() -> AsyncIterator[str]:
         run = GrowingRun(folder)
+        undrawn, next_drawing = False, 0.0
         while not await request.is_disconnected():
-            new = await asyncio.to_thread(run.update)
+            undrawn |= await asyncio.to_thread(run.update)
             status = run.status()
-            data = await asyncio.to_thread(_update, run) if new else json.dumps({"status": status})
-            yield f"data: {data}\n\n"
-            if status["phase"] == "finished" and not new:
-                return
+            finished, before = status["phase"] == "finished", time.monotonic()
+            if undrawn and (finished or before >= next_drawing):
+                yield f"data: {await asyncio.to_thread(_update, run)}\n\n"
+                undrawn, now = False, time.monotonic()
+                next_drawing = now + (now - before) / _DRAWING_SHARE
+            else:
+                yield f"data: {json.dumps({'status': status})}\n\n"
+                if finished:
+                    return
             await asyncio.sleep(_UPDATE_SECONDS)
 
     response = package("starlette.responses", "live", "--live").StreamingResponse
@@ -295,6 +306,7 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()  # before the address is printed, so that no browser is refused while uvicorn starts
     except OSError as error:
         listener.close()
         raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None

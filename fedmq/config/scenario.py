@@ -199,9 +199,7 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
-    least: Count = Field(
-        1, description="minimum number of training items of a silo; smaller silos get items from the largest one"
-    )
+    least: Count = Field(1, description="least number of training items of a silo; smaller silos get the largest one's")
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:

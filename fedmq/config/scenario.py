@@ -392,9 +392,8 @@ class Scenario(Part):
             raise ValueError(
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
-        on_messages = [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]
-        if on_messages and self.wire.hides:
-            found = f"found faults of kind {on_messages[0]}, which recognise messages by their names"
+        if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
+            found = f"found faults of kind {kinds[0]}, which recognise messages by their names"
             raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:

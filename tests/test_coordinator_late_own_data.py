@@ -34,7 +34,7 @@ def test_a_late_silo_joins_between_two_rounds_and_trains_from_then_on(tmp_path: 
     assert summary.own_heldout is not None and set(summary.own_heldout.per_silo) == {"silo-00", "silo-02"}
     findings = audit_run(tmp_path / "run").findings
     assert not findings, findings
-    with pytest.raises(InputError, match="participation.minimum: found 2, allowed: null: this run depends on when"):
+    with pytest.raises(InputError, match=r"participation.minimum: found 2, allowed: null: this run depends on when"):
         require_repeatable(run.scenario, run.folder)
 
 

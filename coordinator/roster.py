@@ -295,15 +295,16 @@ class Roster:
             return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._log.handshake("received", Kind.READY, peer.name, size)
-        self._by_address[address] = peer
         if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
             return self._admit(peer)
         if session.wire_version == 1:
+            self._by_address[address] = peer
             raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
         # An older session of that name goes on until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
-        self._joining[peer.name] = peer
+        # Only now: the earlier handshake may have been on the same connection.
+        self._by_address[address] = self._joining[peer.name] = peer
         return None
 
     def _inform(self, address: bytes, name: str, session: Session) -> None:

@@ -45,8 +45,9 @@ def add_preflight(app: typer.Typer) -> None:
         Are the keys there, does the coordinator accept them, can the data be read, are disk and memory large enough,
         how long does a training step take? Nothing is trained, sent or written. Exit code 1 if a check failed.
 
-        Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold], or with a site file
-        [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
+        Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
+
+        Example: [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
         """
         starting(quiet=as_json)
         from fedmq.errors import InputError  # noqa: PLC0415 - --help does without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -253,7 +254,11 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"model digest {summary.model_digest}\n"
         f"{_head(folder)}"
         f"run folder {folder.root}: open report.html"
-        + (f", or check the message logs with fedmq audit {folder.root}" if summary.messages.logged else ""),
+        + (
+            f", or check the message logs with fedmq audit {shlex.quote(str(folder.root))}"
+            if summary.messages.logged
+            else ""
+        ),
         highlight=False,
         markup=False,
         soft_wrap=True,

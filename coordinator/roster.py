@@ -16,7 +16,7 @@ from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
-from fedmq.wire.codec import decode_clear
+from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
@@ -265,6 +265,9 @@ class Roster:
             rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
             if rejection is not None:
                 self._listener.send(address, rejection)
+            if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
+                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.
@@ -292,15 +295,16 @@ class Roster:
             return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._log.handshake("received", Kind.READY, peer.name, size)
-        self._by_address[address] = peer
         if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
             return self._admit(peer)
         if session.wire_version == 1:
+            self._by_address[address] = peer
             raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
         # An older session of that name goes on until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
-        self._joining[peer.name] = peer
+        # Only now: the earlier handshake may have been on the same connection.
+        self._by_address[address] = self._joining[peer.name] = peer
         return None
 
     def _inform(self, address: bytes, name: str, session: Session) -> None:

@@ -57,6 +57,8 @@ def test_four_answers_give_a_commented_scenario(
     scenario = load(file)
     assert (scenario.name, scenario.silos.count, scenario.protocol.name) == ("walls-1", 3, "rcsr")
     assert scenario.partition.clusters == 8
+    assert scenario.data is not None
+    assert (scenario.data.queries, scenario.data.val) == (8, 0)
     assert file.read_text().startswith("# 41 items with 41 captions, 33 pairs of them to train on.")
     assert all(line.startswith("#") or yaml.safe_load(line) for line in file.read_text().splitlines())
     assert f"fedmq scenario '{file}'" in capfd.readouterr().out

@@ -118,6 +118,9 @@ def test_an_absent_coordinator_is_reported(keys: Path) -> None:
     silo = load_identity(keys, "silo-00")
     with pytest.raises(RunError, match=r"no answer from tcp://127\.0\.0\.1:1: no coordinator listens there"):
         ask_status("tcp://127.0.0.1:1", silo, load_accepted(keys), 0.3)
+    unknown = f"{'x' * 64}.invalid"
+    with pytest.raises(RunError, match=f"no answer from tcp://{unknown}:1: the name {unknown} is unknown"):
+        ask_status(f"tcp://{unknown}:1", silo, load_accepted(keys), 0.3)
     with pytest.raises(InputError, match="no key of the coordinator"):
         ask_status("tcp://127.0.0.1:1", silo, {})
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from fedmq.audit.log_checks import audit_run
+from fedmq.audit.replay import require_repeatable
+from fedmq.errors import InputError
 from fedmq.runs.results import read_summary
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
@@ -32,6 +34,8 @@ def test_a_late_silo_joins_between_two_rounds_and_trains_from_then_on(tmp_path: 
     assert summary.own_heldout is not None and set(summary.own_heldout.per_silo) == {"silo-00", "silo-02"}
     findings = audit_run(tmp_path / "run").findings
     assert not findings, findings
+    with pytest.raises(InputError, match=r"participation.minimum: found 2, allowed: null: this run depends on when"):
+        require_repeatable(run.scenario, run.folder)
 
 
 def test_a_wrong_site_that_comes_first_is_refused_by_name_and_the_run_goes_on_once_it_is_corrected(

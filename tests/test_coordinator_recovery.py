@@ -13,14 +13,18 @@ import pytest
 from coordinator import loop
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
+from fedmq.federation.population import run_name
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import channel
+from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import joined, resolved, run, run_of
+from tests.threaded_run import joined, resolved, run, run_of, state_data
 
 pytestmark = pytest.mark.slow
 BEAT = 0.4
@@ -123,3 +127,26 @@ def test_a_silo_is_reported_lost_when_a_message_to_it_cannot_be_delivered(tiny: 
     )
     assert outcome.phase is Phase.DONE
     assert notes(records(tmp_path), NoteKind.PEER_LOST)
+
+
+def test_a_silo_that_repeats_its_handshake_on_the_same_connection_before_it_states_its_data_joins(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny, "rounds=1")
+    heard: list[Kind] = []
+
+    def hasty(uri: str, keys: Path) -> None:
+        connection, name = connect(uri), run_name(scenario)
+        for _ in range(2):
+            hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
+            connection.send(hello)
+            ready, session = complete(initiated, load_accepted(keys), connection.receive(20.0) or [], 0.0)
+            connection.send(ready)
+        state_data(connection, session, scenario, "silo-00")
+        frames = connection.receive(20.0)
+        heard.extend([] if frames is None else [open_message(session, frames)[0].header.kind])
+        connection.close()
+        run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, tmp_path))
+
+    run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[hasty])
+    assert heard == [Kind.LAYOUT]

@@ -230,3 +230,23 @@ def test_a_row_without_a_picture_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a column of captions"):
         pytest.importorskip("pyarrow.parquet").write_table(made.drop_columns(["text"]), tmp_path / "b.parquet")
         read("parquet", tmp_path / "b.parquet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_damage_anywhere_is_an_error_and_does_not_kill_the_process(form: str, tmp_path: Path) -> None:
+    name, path = FORMS[form](tmp_path)
+    file = tmp_path / {"parquet": "photos.parquet", "arrow": "data-00000-of-00001.arrow"}[form]
+    whole = file.read_bytes()
+    refused = 0
+    for start in range(0, len(whole), 8):
+        file.unlink()  # the old file may still be mapped into memory
+        file.write_bytes(whole[:start] + b"\x7f" * 8 + whole[start + 8 :])
+        try:
+            found = read(name, path)
+            for row in range(len(found)):
+                found.pictures.frames(row)
+        except InputError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 50

@@ -12,8 +12,10 @@ import yaml
 
 from fedmq.audit.sites import sites_of
 from fedmq.cli.scenarios import resolved_file
+from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
+from tests.in_process_run import run as run_inline
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, fedmq, of_hospital, outputs
 
 pytestmark = pytest.mark.slow
@@ -27,15 +29,13 @@ def simulated(root: Path, protocol: object = "rcsr") -> dict[str, Any]:
         "name": "column",
         **COMMON,
         "protocol": protocol,
-        "data": {"name": "features", "path": "all.npz"},
+        "data": {"name": "features", "path": str(root / "all.npz")},
         "partition": {"kind": "column", "column": "hospital"},
         "missing_modality": {"silos": {IMAGE_ONLY: "image"}},
     }
-    (root / "column.yaml").write_text(yaml.safe_dump(raw))
-    data = f"data.path={root / 'all.npz'}"
-    done = fedmq("scenario", str(root / "column.yaml"), "--set", data, "--json", "--quiet", "--out", str(root / "run"))
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    outcome = run_inline(Scenario.model_validate(raw), root / "run")
+    assert outcome.summary is not None
+    return outcome.summary.plain()
 
 
 @pytest.mark.parametrize("protocol", ["rcsr", "fedavg", {"name": "fedbridge"}], ids=str)

@@ -20,7 +20,15 @@ from fedmq.wire.key_requests import (
     read_request,
     statement_of,
 )
-from fedmq.wire.keys import PASSPHRASE_VARIABLE, init_keys, load_accepted, load_identity, revoke, words
+from fedmq.wire.keys import (
+    PASSPHRASE_FILE_VARIABLE,
+    PASSPHRASE_VARIABLE,
+    init_keys,
+    load_accepted,
+    load_identity,
+    revoke,
+    words,
+)
 
 
 def accepted_words(folder: Path, name: str) -> str:
@@ -122,6 +130,41 @@ def test_an_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pyte
         load_identity(tmp_path, "silo-03")
     monkeypatch.setenv(PASSPHRASE_VARIABLE, "open sesame")
     assert load_identity(tmp_path, "silo-03").name == "silo-03"
+
+
+def test_a_passphrase_comes_from_a_file_that_its_owner_alone_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, keys = tmp_path / "secret", tmp_path / "keys"
+    secret.write_text("open sesame\nsecond line\n")
+    secret.chmod(0o600)
+    monkeypatch.delenv(PASSPHRASE_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.stdin", None)
+    new = ("keys", "new", "--keys", str(keys))
+    shown = CliRunner().invoke(app, [*new, "silo-03", "--passphrase-file", str(secret)])
+    assert shown.exit_code == 0 and "sesame" not in shown.output
+    assert b"ENCRYPTED" in (keys / "silo-03.key").read_bytes()
+    with pytest.raises(InputError, match=PASSPHRASE_FILE_VARIABLE):
+        load_identity(keys, "silo-03")
+    monkeypatch.setenv(PASSPHRASE_FILE_VARIABLE, str(secret))
+    assert load_identity(keys, "silo-03").name == "silo-03"
+    shown = CliRunner().invoke(app, [*new, "silo-04", "--passphrase"])  # not asked for
+    assert shown.exit_code == 0 and "sesame" not in shown.output
+    assert load_identity(keys, "silo-04").name == "silo-04"
+    for content, mode, what in (
+        ("open sesame", 0o644, "chmod 600"),
+        ("", 0o600, "an empty passphrase"),
+        ("x" * 2000, 0o600, "a longer passphrase"),
+        ("close sesame", 0o600, "another passphrase"),
+    ):
+        secret.write_text(content)
+        secret.chmod(mode)
+        with pytest.raises(InputError, match=what) as refused:
+            load_identity(keys, "silo-03")
+        assert "sesame" not in str(refused.value)
+    secret.unlink()
+    with pytest.raises(InputError, match="no regular file"):
+        load_identity(keys, "silo-03")
 
 
 # ------------------------------------------------------------------------------------------ the folder while running

@@ -32,8 +32,19 @@ def keys_new(
         bool, typer.Option("--replace", help="Replace the present key, which signs the request.")
     ] = False,
     passphrase: Annotated[
-        bool, typer.Option("--passphrase", help="Encrypt the private key with a passphrase, which is asked for.")
+        bool,
+        typer.Option(
+            "--passphrase",
+            help="Encrypt the private key with a passphrase: that of FEDMQ_KEY_PASSPHRASE or of the file that "
+            "FEDMQ_KEY_PASSPHRASE_FILE names, otherwise asked for.",
+        ),
     ] = False,
+    passphrase_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--passphrase-file", metavar="FILE", help="Encrypt the private key with the first line of a file."
+        ),
+    ] = None,
 ) -> None:
     """Create a private key where it will be used, and a request to accept it.
 
@@ -42,8 +53,11 @@ def keys_new(
     Example: [bold]fedmq keys new silo-03[/bold]
     """
     from fedmq.wire.key_requests import new_request  # noqa: PLC0415
+    from fedmq.wire.keys import given_passphrase, passphrase_in  # noqa: PLC0415
 
-    secret = typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode() if passphrase else None
+    secret = None if passphrase_file is None else passphrase_in(passphrase_file)
+    if secret is None and passphrase:
+        secret = given_passphrase() or typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode()
     path, request = new_request(keys, name, secret, replace=replace)
     _print(f"private key {keys / name}.key: keep it here, and let no one read it")
     _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")

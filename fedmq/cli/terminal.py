@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -284,7 +285,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
         f"model digest {summary.model_digest}\n"
         f"{_head(folder)}"
-        f"report       {folder.report}" + (f"\naudit        fedmq audit {folder.root}" * summary.messages.logged),
+        f"report       {folder.report}"
+        + (f"\naudit        fedmq audit {shlex.quote(str(folder.root))}" if summary.messages.logged else ""),
         highlight=False,
         markup=False,
         soft_wrap=True,

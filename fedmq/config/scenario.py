@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import ON_MESSAGES, AnyFault, Fault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -35,7 +35,6 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
-
 
 #: Prefix of timm models in ``backbone.name``.
 TIMM = "timm:"
@@ -199,9 +198,7 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
-    least: Count = Field(
-        1, description="minimum number of training items of a silo; smaller silos get items from the largest one"
-    )
+    least: Count = Field(1, description="least number of training items of a silo; smaller silos get the largest one's")
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
@@ -394,9 +391,8 @@ class Scenario(Part):
             raise ValueError(
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
-        on_messages = [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]
-        if on_messages and self.wire.hides:
-            found = f"found faults of kind {on_messages[0]}, which recognise messages by their names"
+        if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
+            found = f"found faults of kind {kinds[0]}, which recognise messages by their names"
             raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:
@@ -444,11 +440,11 @@ class Scenario(Part):
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
-        groups = [each.silos for each in self.faults if isinstance(each, Fault) and isinstance(each.silos, str)]
-        if self.data is None and self.participation.minimum is not None and set(groups) - {"all"}:
+        groups = {"paired", "image_only", "text_only"} & {getattr(each, "silos", None) for each in self.faults}
+        if self.data is None and self.participation.minimum is not None and groups:
             raise ValueError(
-                f"faults: silos {sorted(set(groups) - {'all'})[0]} with partition.kind own and participation.minimum; "
-                "which silos these are is not known before all have stated their data, so list silos by name"
+                f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos these are "
+                "is not known before all have stated their data, so list silos by name"
             )
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:

@@ -22,6 +22,8 @@ from fedmq.errors import InputError
 FEATURES = (".npz", ".safetensors")
 #: Fewest training items of a silo: methods that compare the pairs of a batch need two.
 LEAST = 2
+#: Number of items below which a fifth of them is for the test instead of a tenth.
+FEW = 200
 _FORMS = (
     f"a folder of pictures with .txt files or metadata.csv, a list ({', '.join(manifest.READERS)}), "
     f"{' or '.join(parquet.ENDINGS)} files, tar files, or features ({' or '.join(FEATURES)})"
@@ -152,9 +154,11 @@ def _drawn(data: OwnData, silos: int) -> tuple[int, str]:
     if data.split is not None:
         return data.split[0], ""
     tenth = data.items // 10
-    if tenth >= silos:
+    if data.items >= FEW and tenth >= silos:
         return data.pairs - 2 * tenth, ""
-    return data.pairs - silos, f", queries: {silos}, val: 0"
+    # A tenth of few items is too few to measure with: a fifth, as far as the silos can spare it, and no validation.
+    queries = max(silos, min(data.items // 5, data.pairs - LEAST * silos))
+    return data.pairs - queries, f", queries: {queries}, val: 0"
 
 
 def scenario_text(name: str, data: OwnData, plan: Plan) -> str:

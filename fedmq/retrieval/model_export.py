@@ -130,10 +130,13 @@ def _examples(inputs: InputSpec, modality: Modality, count: int) -> Tensor:
 
 def _write_tower(tower: _Tower, example: Tensor, path: Path) -> None:
     output = "code" if tower.model.binary else "embedding"
+    fused = torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)  # ONNX lacks the fused attention of inference
         with torch.inference_mode(), warnings.catch_warnings():
-            # The exporter that replaces this one needs a further package and computes the same.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # Of constants in the traced graph, and of the newer exporter, which needs a further package. Whether the
+            # file computes the same is checked afterwards.
+            warnings.simplefilter("ignore")
             torch.onnx.export(
                 tower,
                 (example,),
@@ -147,6 +150,8 @@ def _write_tower(tower: _Tower, example: Tensor, path: Path) -> None:
     except Exception as error:  # the exporter raises many types for layers that it does not know
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise InputError(f"--onnx: the {tower.modality} tower", reason[:200], "layers that ONNX has") from None
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _describe(onnx: Any, path: Path, files: ModelFolder, modality: Modality) -> None:

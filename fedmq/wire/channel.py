@@ -28,6 +28,7 @@ from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.registry import connect
+from fedmq.wire.transports.tcp import unknown_host
 
 BEAT_SECONDS = 2.0
 #: Code of the error with which a coordinator ends the session of a peer whose key was removed.
@@ -51,6 +52,8 @@ _DEFAULTS = Wire()
 _MESSAGES_PER_STEP = 256
 #: Steps after which a message that does not fit into the queue is dropped and its session ended.
 _MAX_SEND_STEPS = int(BEAT_SECONDS / STEP_SECONDS)
+#: What to do about another scenario.
+_SAME = "both sides need the same file and the same --set and --seed"
 
 
 class Channel:
@@ -237,10 +240,13 @@ class Channel:
             if self._initiated is None or again:
                 self._say_hello(connection, now)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(
-                    f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: no coordinator listens there yet, it is "
-                    f"busy, or it is of an earlier release and refuses this run ({self._run}) or this key"
+                why = (
+                    f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
+                    f"({self._run}) or this key"
                 )
+                if host := unknown_host(self._uri):
+                    why = f"the name {host} is unknown on this machine"
+                self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
         elif self._rekeying is None and rekeying.due(self._session, self._options, now - self._keys_since):
             self._ask_for_keys(connection, self._session)
         elif now - self._beat_at >= beat:
@@ -447,7 +453,7 @@ class Channel:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
-                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}")
+                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")
             case _:
                 why = f"{refusal.reason}: {refusal.detail}"
                 self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")

@@ -403,7 +403,7 @@ def _peer(
     if header.kind is not kind:
         raise RemoteWireError(Reason.UNEXPECTED, f"a {header.kind}, expected a {kind}")
     if run is not None and header.run != run and not (kind is Kind.HELLO and header.run == ANY_RUN):
-        raise RemoteWireError(Reason.WRONG_RUN, f"run {header.run}, here {run}")
+        raise RemoteWireError(Reason.WRONG_RUN, f"{header.run} was asked for, the run is {run}")
     if header.receiver != me:
         raise RemoteWireError(Reason.WRONG_RECEIVER, f"receiver {header.receiver}, here {me}")
     key = accepted.get(header.sender)

@@ -13,6 +13,7 @@ from fedmq.wire.sealed_sessions import open_message
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.registry import connect
+from fedmq.wire.transports.tcp import unknown_host
 
 #: Time to wait for the coordinator, which does not answer during a merge [s].
 ANSWER_SECONDS = 10.0
@@ -78,7 +79,9 @@ def _answer(connection: Connection, uri: str, identity: Identity, until: float) 
             case Trouble.FOREIGN:
                 allowed = "the coordinator whose key is in the folder accepted/ here"
                 raise InputError(uri, "another process, or a coordinator with another key", allowed)
-    raise RunError(f"no answer from {uri}: no coordinator listens there, or it is busy")
+    host = unknown_host(uri)
+    why = f"the name {host} is unknown on this machine" if host else "no coordinator listens there, or it is busy"
+    raise RunError(f"no answer from {uri}: {why}")
 
 
 def _not_accepted(uri: str, identity: Identity) -> InputError:

@@ -19,14 +19,16 @@ from mnemonic import Mnemonic
 
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import write_atomically, writing
+from fedmq.text import printable
 from fedmq.wire.fields import NAME
 from fedmq.wire.sealed_sessions import KEY_BYTES
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"
 _ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
-#: Environment variable with the passphrase of an encrypted private key.
-PASSPHRASE_VARIABLE = "FEDMQ_KEY_PASSPHRASE"  # noqa: S105 - the name of the variable
+#: Environment variables with the passphrase of an encrypted private key, or with the file that holds it.
+PASSPHRASE_VARIABLE, PASSPHRASE_FILE_VARIABLE = "FEDMQ_KEY_PASSPHRASE", "FEDMQ_KEY_PASSPHRASE_FILE"
+_LONGEST_PASSPHRASE = 1024
 #: Words of a fingerprint, 11 bits each.
 _WORDS = 8
 
@@ -305,18 +307,62 @@ def _check_key_name(place: Path, name: str) -> None:
         raise InputError(str(place), name, f"a name of the form {NAME.pattern}")
 
 
-def _passphrase(path: Path) -> bytes:
-    """The passphrase of an encrypted key, from the environment or the terminal.
+def given_passphrase() -> bytes | None:
+    """The passphrase from the environment, or from the file that it names; None without either.
 
     Raises:
-        InputError: there is neither.
+        InputError: it is empty, or the file cannot be read.
     """
-    given = os.environ.get(PASSPHRASE_VARIABLE)
+    given, file = os.environ.get(PASSPHRASE_VARIABLE), os.environ.get(PASSPHRASE_FILE_VARIABLE)
+    if given is not None:
+        return checked_passphrase(PASSPHRASE_VARIABLE, given.encode())
+    return None if file is None else passphrase_in(Path(file))
+
+
+def passphrase_in(file: Path) -> bytes:
+    """The passphrase in a file: its first line.
+
+    Raises:
+        InputError: the file cannot be read, or others can, or it has no or a longer line.
+    """
+    try:
+        if not file.is_file():  # a FIFO could block for ever
+            raise InputError(str(file), "no regular file", "a file with the passphrase in its first line")
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode & 0o777
+            raw = opened.read(_LONGEST_PASSPHRASE + 2)
+    except OSError as error:
+        raise InputError(str(file), error.strerror, "a readable file with the passphrase") from error
+    if mode & 0o077:
+        raise InputError(str(file), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {file}`")
+    return checked_passphrase(str(file), raw.partition(b"\n")[0].removesuffix(b"\r"))
+
+
+def checked_passphrase(place: str, given: bytes) -> bytes:
+    """A passphrase, if its length is allowed; an error names the length alone.
+
+    Raises:
+        InputError: it is empty or too long.
+    """
+    if not 0 < len(given) <= _LONGEST_PASSPHRASE:
+        found = "an empty passphrase" if not given else "a longer passphrase"
+        raise InputError(place, found, f"1 to {_LONGEST_PASSPHRASE} bytes")
+    return given
+
+
+def _passphrase(path: Path) -> bytes:
+    """The passphrase of an encrypted key, from the environment, a file or the terminal.
+
+    Raises:
+        InputError: there is none.
+    """
+    given = given_passphrase()
     if given is None and sys.stdin is not None and sys.stdin.isatty():
-        given = getpass.getpass(f"passphrase of {path}: ")
+        given = getpass.getpass(f"passphrase of {printable(str(path))}: ").encode()
     if given is None:
-        raise InputError(str(path), "an encrypted key", f"its passphrase in {PASSPHRASE_VARIABLE}, or at a terminal")
-    return given.encode()
+        allowed = f"its passphrase in {PASSPHRASE_VARIABLE}, in a file that {PASSPHRASE_FILE_VARIABLE} names, or typed"
+        raise InputError(str(path), "an encrypted key", allowed)
+    return given
 
 
 def _private_pem(key: Ed25519PrivateKey, passphrase: bytes | None = None) -> bytes:

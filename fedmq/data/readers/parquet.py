@@ -81,7 +81,10 @@ class TableFile:
             mapped = arrow.memory_map(str(self.path))
             as_file = mapped.read(6) == b"ARROW1"
             mapped.seek(0)
-            return (arrow.ipc.open_file if as_file else arrow.ipc.open_stream)(mapped).read_all()
+            table = (arrow.ipc.open_file if as_file else arrow.ipc.open_stream)(mapped).read_all()
+            # A damaged offset would otherwise be followed out of the file, which kills the process.
+            table.validate(full=True)
+            return table
 
         batches = _guarded(self.path, lambda: opened().to_batches())
         if not batches:

@@ -29,6 +29,11 @@ _LINGER_MS = 2000
 #: Silence after which TCP and ZeroMQ probe the peer [s].
 _KEEPALIVE_S = 20
 _RECONNECT_MS = (50, 5000)
+#: Time without a TCP acknowledgement after which a connection is given up and made again [ms]. TCP alone would retry
+#: for minutes after a long cut, or from an address that this machine no longer has.
+_UNACKNOWLEDGED_MS = 15_000
+#: Time for TCP to connect before the next attempt [ms].
+_CONNECT_MS = 5000
 #: Time for a connection's handshake before it is closed [ms].
 _HANDSHAKE_MS = 10_000
 #: Peers whose connections are remembered, to end them.
@@ -316,6 +321,8 @@ def _socket(
         zmq.TCP_KEEPALIVE_IDLE: _KEEPALIVE_S,
         zmq.TCP_KEEPALIVE_INTVL: _KEEPALIVE_S // 4,
         zmq.TCP_KEEPALIVE_CNT: 4,
+        zmq.TCP_MAXRT: _UNACKNOWLEDGED_MS,
+        zmq.CONNECT_TIMEOUT: _CONNECT_MS,
         # A host that lost power sends no FIN; without heartbeats its queue would fill unnoticed.
         zmq.HEARTBEAT_IVL: _KEEPALIVE_S * 1000,
         zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,

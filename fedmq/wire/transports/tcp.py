@@ -25,6 +25,19 @@ def _check(uri: str, place: str, listening: bool) -> None:
         raise InputError(place, uri, "a port from 1 to 65535")
 
 
+def unknown_host(uri: str) -> str:
+    """The host of a URI of this scheme, if it is a name that this machine cannot resolve; otherwise empty."""
+    match = _TCP.fullmatch(uri)
+    if match is None:
+        return ""
+    host = match.group(1)
+    try:
+        socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one above 63 characters
+        return host
+    return ""
+
+
 def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = None) -> Listener:
     return _zeromq.bind(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
 
@@ -44,7 +57,7 @@ def _needs_ipv6(uri: str) -> bool:
         return True
     try:
         families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return families == {socket.AF_INET6}
 

@@ -219,7 +219,7 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 def _models(summary: RunSummary) -> list[_Evaluated]:
     """The evaluated models of a run: the shared one, the personal ones, and the shared one on silos' own items."""
     gallery = gallery_of(summary)
-    found = [("", summary.metrics, gallery)] if summary.metrics else []
+    found: list[_Evaluated] = [("", summary.metrics, gallery)] if summary.metrics else []
     if summary.personal:
         found.append(("personal models, ", summary.personal, gallery))
     heldout = summary.own_heldout

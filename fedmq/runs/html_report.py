@@ -179,7 +179,7 @@ def _left(folder: RunFolder, summary: RunSummary) -> list[tuple[str, int | str, 
     records = (record for log in logs for _, record in read_log(log) if isinstance(record, MessageRecord))
     found = sent_payloads(records, {log.stem for log in logs})
     silos = [name for name in found.number if name not in (COORDINATOR, EVALUATOR)]
-    rows = []
+    rows: list[tuple[str, int | str, str, str]] = []
     for kind in sorted({kind for name in silos for kind in found.number[name]}):
         counts = [found.number[name][kind] for name in silos if found.number[name][kind]]
         size = sum(found.bytes[name][kind] for name in silos)

@@ -52,3 +52,14 @@ def bar() -> Callable[[str, int, int], None]:
             err.control(Control(ControlType.CARRIAGE_RETURN))
 
     return show
+
+
+def later(show: Callable[[str, int, int], None], seconds: float = 2.0) -> Callable[[str, int, int], None]:
+    """A progress line that appears only once the work has taken some seconds."""
+    began = time.monotonic()
+
+    def show_later(what: str, done: int, total: int) -> None:
+        if time.monotonic() - began >= seconds:
+            show(what, done, total)
+
+    return show_later

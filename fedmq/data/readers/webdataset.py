@@ -206,7 +206,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
         try:
             text = member.content().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise InputError(member.place, error.reason, "UTF-8 text") from None
+            raise InputError(member.place, "bytes that are not UTF-8", "UTF-8 text") from None
         if ending == "txt":
             sample.captions.update(dict.fromkeys(captions_in(text)))
         elif ending == "cls":

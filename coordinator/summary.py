@@ -21,6 +21,7 @@ from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
+    EvaluatedItems,
     EvaluationLine,
     MessageCounts,
     OwnHeldOut,
@@ -34,6 +35,7 @@ from fedmq.runs.run_records import (
     Traffic,
 )
 from fedmq.version import __version__
+from fedmq.wire.messages import EVALUATOR
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
 _OF_A_LINE = ("kind", "version", "wall")
@@ -79,7 +81,9 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_optional_keys(loop, data, config, last, own))
+    return summary.model_copy(
+        update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, data, last, stated)
+    )
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -87,6 +91,21 @@ def _last_evaluation(loop: Loop) -> EvaluationLine:
     lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, EvaluationLine)]
     nothing = EvaluationLine(kind="evaluation", version=0, metrics={}, per_silo={})
     return max(reversed(lines), key=lambda line: line.version, default=nothing)
+
+
+def _evaluated(
+    loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
+) -> dict[str, EvaluatedItems]:
+    """The items of the evaluator's figures: of a simulated partition, or as an evaluator with own data stated them."""
+    split = loop.run_context.scenario.evaluation.split
+    if not last.metrics:
+        return {}
+    if data.evaluated is not None:
+        images, captions = data.evaluated
+        return {"evaluated": EvaluatedItems(split=split, images=images, captions=captions)}
+    said = None if stated is None else stated.stated.get(EVALUATOR)
+    counts = None if said is None else said.items.get(split)
+    return {} if counts is None else {"evaluated": EvaluatedItems(split=split, images=counts.paired)}
 
 
 def _last_own_heldout(loop: Loop) -> OwnHeldOut | None:

@@ -141,7 +141,7 @@ def _step(silo: Silo) -> Iterator[Check]:
     protocol, size = protocols.create(silo.scenario.protocol, context), min(training.batch_size, len(silo.dataset))
     initial = protocol.initial(silo.model.flat.detach().cpu().clone())
     task = Task(1, 0, 0, training.rate_at(0, silo.scenario.schedule_rounds), protocol.task(initial, silo.facts))
-    local = replace(silo.local({}), dataset=_first(silo.dataset, size), unpaired=())
+    local = replace(silo.local({}), dataset=first_items(silo.dataset, size), unpaired=())
     began = time.monotonic()
     try:
         trained = protocol.train(local, task)
@@ -160,7 +160,7 @@ def _step(silo: Silo) -> Iterator[Check]:
     yield Check("memory", verdict, f"{used / 1e6:,.0f} MB used by this silo, {free / 1e6:,.0f} MB still available")
 
 
-def _first(dataset: SiloDataset, size: int) -> SiloDataset:
+def first_items(dataset: SiloDataset, size: int) -> SiloDataset:
     """The first items of a dataset."""
     return replace(
         dataset,

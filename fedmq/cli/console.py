@@ -37,19 +37,31 @@ def starting(*, quiet: bool = False) -> None:
 
 
 def bar() -> Callable[[str, int, int], None]:
-    """A progress line on standard error; returns the function that updates it with (what, done, total)."""
+    """A progress line on standard error; returns the function that updates it with (what, done, total).
+
+    A step that is done again in no time, as its result is in the cache, is shown once.
+    """
     shown: tuple[str, float] = ("", 0.0)
+    step, began = ("", 0), 0.0  # what and how far; when its first report came
+    finished: set[tuple[str, int]] = set()
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if what == shown[0] and done < total and now - shown[1] < (0.5 if err.is_terminal else 10.0):
+        nonlocal shown, step, began
+        now, interval = time.monotonic(), 0.5 if err.is_terminal else 10.0
+        if what != step[0] or done < step[1]:
+            began = now
+        step = (what, done)
+        if (what, total) in finished and now - began < interval:
+            return
+        if what == shown[0] and done < total and now - shown[1] < interval:
             return
         shown = (what, now)
         again = err.is_terminal and done < total
         err.print(f"{what}: {done}/{total}", end="" if again else "\n", highlight=False, markup=False)
         if again:
             err.control(Control(ControlType.CARRIAGE_RETURN))
+        if done >= total:
+            finished.add((what, total))
 
     return show
 

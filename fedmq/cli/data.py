@@ -129,6 +129,7 @@ def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool)
         print_json({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
-        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)
+        out.print(f"{facts['n']} items: {shapes}, in", highlight=False, markup=False)
+        out.print(str(found.folder), highlight=False, soft_wrap=True, markup=False)
         for line in sentences(found.meta.remarks):
             out.print(printable(line), highlight=False, soft_wrap=True, markup=False)

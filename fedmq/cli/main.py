@@ -31,6 +31,7 @@ from fedmq.cli import (
 )
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, err, print_anything
+from fedmq.cli.help_text import join_lines
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED
@@ -210,6 +211,7 @@ search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)
 search.add_tsne(app, bar, _open_model)
 signing.add_signing(app)
+join_lines(app)
 
 
 @app.callback(invoke_without_command=True)

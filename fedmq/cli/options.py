@@ -59,5 +59,9 @@ MetricsPort = Annotated[
     typer.Option("--metrics-port", metavar="PORT", min=1, max=65535, help="Serve figures for Prometheus on 127.0.0.1."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+CheckOnly = Annotated[
+    bool,
+    typer.Option("--check", help="Say what would run, how long and with how much traffic, and stop."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -19,6 +19,7 @@ from fedmq.cli.console import bar, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
+    CheckOnly,
     Device,
     Extend,
     File,
@@ -37,7 +38,7 @@ from fedmq.cli.options import (
     StopSilos,
 )
 from fedmq.cli.report import complete_report
-from fedmq.cli.scenarios import again, resolved, resolved_file, warn
+from fedmq.cli.scenarios import again, check_here, explain, resolved, resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import say_stopping
@@ -47,6 +48,8 @@ from fedmq.text import printable
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
+    from fedmq.launch.supervisor import Simulated
+    from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
@@ -78,6 +81,7 @@ def scenario_command(
     log_format: LogFormatOption = LogFormat.CONSOLE,
     live: Live = False,
     live_port: LivePort = 0,
+    check: CheckOnly = False,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -93,16 +97,17 @@ def scenario_command(
     file = _file_of(file, resume, extend, out_dir)
     source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
+    if check:
+        explain(resolved(source), quiet=quiet)
+        return
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
-    from fedmq.launch import supervisor  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     run = resolved(source)
-    _check_here(run, device=True)
+    check_here(run, device=True)
     new = out_dir is None or not out_dir.expanduser().exists()
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
@@ -112,35 +117,30 @@ def scenario_command(
         _begin(folder, run.scenario, extended=extend is not None)
     with _tracked(run, folder):
         with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
-            launch = (
-                supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
+            simulated = _launcher(inline=inline)(
+                run, folder, resume=resume is not None, status=status, data=data, logs=logs
             )
-            simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
         if simulated.outcome.summary is None:
             exit_stopped(command)
-        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
-        write_json(folder.summary, summary.plain())
-        complete_report(folder, None if quiet else bar())
+        summary = _complete(folder, simulated.outcome.summary, simulated, quiet=quiet)
     print_outcome(summary, folder, command, as_json=as_json)
 
 
-def _check_here(run: ResolvedRun, *, device: bool) -> None:
-    """Refuse what this machine lacks, and warn of settings without effect.
+def _launcher(*, inline: bool) -> Callable[..., Simulated]:
+    from fedmq.launch import supervisor  # noqa: PLC0415
 
-    Args:
-        run: the run.
-        device: also check its device.
+    return supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
 
-    Raises:
-        InputError: there is no such device, or a tracker's package is missing.
-    """
-    from fedmq.federation.population import device_of  # noqa: PLC0415
-    from fedmq.runs import trackers  # noqa: PLC0415
 
-    trackers.check(run.scenario.track)
-    if device:
-        device_of(run.scenario.device)
-    warn([run])
+def _complete(folder: RunFolder, found: RunSummary, simulated: Simulated, *, quiet: bool) -> RunSummary:
+    """Write the summary and the report of a finished run; returns the summary with times and memory."""
+    from fedmq.launch import supervisor  # noqa: PLC0415
+    from fedmq.storage.run_folder import write_json  # noqa: PLC0415
+
+    summary = supervisor.finish_summary(found, simulated)
+    write_json(folder.summary, summary.plain())
+    complete_report(folder, None if quiet else bar())
+    return summary
 
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
@@ -371,7 +371,7 @@ def coordinator_command(
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    _check_here(run, device=False)
+    check_here(run, device=False)
     data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
     if extend is not None:
         begin_extension(folder, scenario)

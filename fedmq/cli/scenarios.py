@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from fedmq.cli.console import err
+from fedmq.cli.console import bar, err
+from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
@@ -52,3 +53,31 @@ def warn(runs: Iterable[ResolvedRun]) -> None:
     """Print which settings of the runs have no effect."""
     for line in dict.fromkeys(line for run in runs for line in run.warnings):
         err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def check_here(run: ResolvedRun, *, device: bool) -> None:
+    """Refuse what this machine lacks, and warn of settings without effect.
+
+    Args:
+        run: the run.
+        device: also check its device.
+
+    Raises:
+        InputError: there is no such device, or a tracker's package is missing.
+    """
+    from fedmq.federation.population import device_of  # noqa: PLC0415
+    from fedmq.runs import trackers  # noqa: PLC0415
+
+    trackers.check(run.scenario.track)
+    if device:
+        device_of(run.scenario.device)
+    warn([run])
+
+
+def explain(run: ResolvedRun, *, quiet: bool) -> None:
+    """Print what a run would do and take."""
+    from fedmq.launch import dry_run  # noqa: PLC0415
+
+    check_here(run, device=True)
+    for line in dry_run.explain(run, None if quiet else bar()):
+        print_line(printable(line))

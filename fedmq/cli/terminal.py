@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,11 @@ from rich.table import Table
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
+from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable
+from fedmq.text import printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -31,14 +33,10 @@ _MANY = 5
 _SLOW_SHOWN = 3
 #: Most characters shown of a refusal.
 _SHOWN = 160
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+#: Width of the middle column of the live display, which then fits 80 columns.
+_MIDDLE = 40
+#: Whose model it is, for the row of a table; its metrics; and the items that it was evaluated on, if known.
+_Evaluated = tuple[str, Mapping[str, float], Gallery | None]
 
 
 def _left(status: Status, first: tuple[int, float] | None) -> str:
@@ -103,7 +101,7 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {_bytes(status.bytes)}  left {left}{refused}"
+        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  left {left}{refused}"
     )
 
 
@@ -117,26 +115,37 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         own: user-defined metrics.
     """
     table = Table.grid(padding=(0, 2))
-    table.add_row(
-        f"[bold]{title}[/bold]", ProgressBar(total=status.rounds, completed=status.round, width=40), f"left {left}"
-    )
+    table.title, table.title_justify, table.title_style = f"[bold]{escape(title)}[/bold]", "left", ""
     loss = "-" if status.loss is None else f"{status.loss:.4f}"
     waiting = max(0, status.online - status.training)
+    bar = ProgressBar(total=status.rounds, completed=status.round, width=_MIDDLE)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
+    table.add_row("", bar, f"left {left}")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
-    measured = "  ".join(
+    measured = [
         f"{metric.heading} {status.metrics[metric.name]:.3f}"
         for metric in shown(status.metrics, own)
         if metric.way in ("", "mean")
-    )
-    table.add_row(
-        "metrics", f"{measured}{_of_round(status)}" if measured else "not evaluated yet", _bytes(status.bytes)
-    )
+    ]
+    table.add_row("metrics", _metrics(measured, _of_round(status)), size_text(status.bytes))
     if waiting_for := waited_for(status):
         table.add_row("waiting for", escape(waiting_for))
     if any(status.refused):
         table.add_row("refused", escape(_refused(status)))
     return table
+
+
+def _metrics(measured: Sequence[str], of_round: str) -> str:
+    """Metrics in lines of the middle column, no name apart from its value."""
+    if not measured:
+        return "not evaluated yet"
+    lines = [measured[0]]
+    for each in (*measured[1:], *filter(None, [of_round.strip()])):
+        if len(lines[-1]) + 2 + len(each) <= _MIDDLE:
+            lines[-1] += f"{' ' if each.startswith('(') else '  '}{each}"
+        else:
+            lines.append(each)
+    return "\n".join(lines)
 
 
 def is_live(console: Console) -> bool:
@@ -194,17 +203,36 @@ def display(
         yield update
 
 
-def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Metric], title: str) -> Table:
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line; a terminal breaks it between words, a file has it whole."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _models(summary: RunSummary) -> list[_Evaluated]:
+    """The evaluated models of a run: the shared one, the personal ones, and the shared one on silos' own items."""
+    gallery = gallery_of(summary)
+    found: list[_Evaluated] = [("", summary.metrics, gallery)] if summary.metrics else []
+    if summary.personal:
+        found.append(("personal models, ", summary.personal, gallery))
+    heldout = summary.own_heldout
+    if heldout is not None and heldout.metrics:
+        found.append(("own held-out items, ", heldout.metrics, own_gallery(heldout)))
+    return found
+
+
+def _results(models: Sequence[_Evaluated], own: Sequence[Metric], title: str) -> Table:
     """Table of metrics: a row per direction of retrieval and model, a column per metric."""
     columns: dict[str, dict[str, str]] = {}
     for metric in shown(models[0][1], own):
         if metric.way:
             columns.setdefault(metric.heading, {})[metric.way] = metric.name
-    table = Table("", *columns, title=title)
+    items = "" if models[0][2] is None else f"\n{models[0][2].items}"
+    table = Table("", *columns, title=title + items)
     ways = [way for way in WAYS if any(way in names for names in columns.values())]
-    for whose, measured in models:
+    for whose, measured, gallery in models:
+        known = meaningful(measured, gallery)
         for way in ways:
-            cells = (f"{measured[names[way]]:.4f}" if way in names else "-" for names in columns.values())
+            cells = (f"{known[names[way]]:.4f}" if names.get(way) in known else "-" for names in columns.values())
             table.add_row(whose + WAYS[way], *cells)
     return table
 
@@ -214,60 +242,52 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
     if not fairness:
         return ""
     std, worst, gap = (fairness[f"{name}_r1"] for name in ("std", "worst", "gap"))
-    return f"over silos: R@1 std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
+    return f"R@1 over silos: std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
 
 
 def _head(folder: RunFolder) -> str:
     """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
     path = folder.messages(COORDINATOR)
     head = last_head(path) if path.exists() else None
-    return "" if head is None else f"head of the coordinator's log {head[1]}\n"
+    return "" if head is None else f"log head     {head[1]}\n"
 
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
-    own = tuple(summary.own_metrics.values())
-    models = ([("", summary.metrics)] if summary.metrics else []) + (
-        [("personal models, ", summary.personal)] if summary.personal else []
-    )
-    heldout, fairness = summary.own_heldout, summary.fairness
-    if heldout is not None and heldout.metrics:
-        models = [*models, ("own held-out items, ", heldout.metrics)]
-        fairness = fairness or heldout.fairness
+    own, models, heldout = tuple(summary.own_metrics.values()), _models(summary), summary.own_heldout
+    fairness = summary.fairness or ({} if heldout is None else heldout.fairness)
     if models:
         console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
+        gallery = models[0][2]
+        for remark in [] if gallery is None else gallery.remarks(models[0][1]):
+            say(console, remark, "yellow")
     for metric in shown(models[0][1], own) if models else ():
         if not metric.way:
-            found = [(whose, measured[metric.name]) for whose, measured in models if metric.name in measured]
-            values = ", ".join(f"{whose}{value:.4f}" for whose, value in found)
-            console.print(f"{metric.title}: {values}", highlight=False, markup=False, soft_wrap=True)
+            known = [(whose, measured[metric.name]) for whose, measured, _ in models if metric.name in measured]
+            say(console, f"{metric.title}: {', '.join(f'{whose}{value:.4f}' for whose, value in known)}")
     seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
+    # Only paths can make these lines longer than 80 columns; they stay in one piece to be copied.
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"
-        f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
+        f"traffic: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
         f"model digest {summary.model_digest}\n"
         f"{_head(folder)}"
-        f"run folder {folder.root}: open report.html"
-        + (f", or check the message logs with fedmq audit {folder.root}" if summary.messages.logged else ""),
+        f"report       {folder.report}"
+        + (f"\naudit        fedmq audit {shlex.quote(str(folder.root))}" if summary.messages.logged else ""),
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     for line in _not_used(summary):
-        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        say(console, line, "yellow")
     for silo, why in summary.personal_missing.items():
-        console.print(
-            f"{silo}: its personal model was not evaluated and is missing from means over silos: {printable(why)}",
-            style="yellow",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        what = "its personal model was not evaluated and is missing from means over silos"
+        say(console, f"{silo}: {what}: {printable(why)}", "yellow")
     print_warnings(summary, console)
 
 
@@ -277,19 +297,17 @@ def _heldout(summary: RunSummary) -> str:
     if not counts:
         return ""
     few, most = min(counts), max(counts)
-    return f" ({few if few == most else f'{few} to {most}'} held-out items each)"
+    return f" ({few if few == most else f'{few} to {most}'} items each)"
 
 
 def print_warnings(summary: RunSummary, console: Console) -> None:
     """Name the silos that took no part because each of their replies was refused or an error."""
     for silo, found in summary.never_merged.items():
-        console.print(
+        say(
+            console,
             f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
             f"the last one: {printable(found.last)}",
-            style="yellow",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            "yellow",
         )
 
 

@@ -36,7 +36,6 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
 
-
 #: Prefix of timm models in ``backbone.name``.
 TIMM = "timm:"
 #: ``backbone.name`` of an image network in a MatConvNet file (.mat), the format of CNN-F.

@@ -105,6 +105,7 @@ class Population:
             digest=prepared.digest,
             content=prepared.content,
             counts=counts,
+            evaluated=(len(self.evaluated), int(prepared.captions[self.evaluated].sum())),
             heldout_without_pair=len(prepared.rows(scenario.evaluation.split)) - len(self.evaluated),
             encoders=encoders_of(prepared),
         )

@@ -61,6 +61,7 @@ class RunData:
         digest: digest (hex) of the data, which a resumed run must find again.
         content: digest (hex) of what does not depend on the machine, which is released with the model.
         counts: numbers of items, by silo; of a silo with own data only its own.
+        evaluated: numbers of evaluated items and of their captions; None if only the evaluator has them.
         heldout_without_pair: items of the evaluated split that lack a modality and are not evaluated.
         encoders: digests of the frozen encoders of the data, by modality; none for features from a file.
         public: loads the public items, which belong to no silo; returns None if there are none.
@@ -75,6 +76,7 @@ class RunData:
     digest: str = ""
     content: str = ""
     counts: Mapping[str, Counts] = field(default_factory=dict)
+    evaluated: tuple[int, int] | None = None
     heldout_without_pair: int = 0
     encoders: Mapping[str, str] = field(default_factory=dict)
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)

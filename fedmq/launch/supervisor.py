@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,7 @@ def _signals(folder: RunFolder) -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        say_stopping(f"--resume {folder.root}")
+        say_stopping(f"--resume {shlex.quote(str(folder.root))}")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -294,7 +295,7 @@ def _next(line: Connection, supervisor: ProcessGroup) -> Any:
         supervisor.coordinator.join(1.0)
         code = supervisor.coordinator.exitcode
         folder = supervisor.folder
-        command = f"fedmq scenario --resume {folder.root}"
+        command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
         raise RunError(f"the coordinator died with exit code {code}; continue with {command}")
     return None
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from fedmq.config.scenario import Objective
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
+from fedmq.runs.gallery_size import gallery_of, meaningful
+from fedmq.runs.results import with_own_figures
 from fedmq.runs.run_records import ReleaseConfig, RunSummary
 
 _TOWERS = """\
@@ -66,9 +68,9 @@ of the encoders; others are refused.
 
 ## Results
 
-On the {split} of the training data's own set, after the last round:
+On {items} of the training data's own set, after the last round:
 
-{results}
+{results}{remarks}
 
 ## Forward pass
 
@@ -96,6 +98,10 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
         label: the method's name for display.
         split: the evaluated split.
     """
+    summary = with_own_figures(summary)
+    gallery = gallery_of(summary)
+    metrics = meaningful(summary.metrics, gallery)
+    remarks = [] if gallery is None else gallery.remarks(summary.metrics)
     samples = sum(silo.samples for silo in summary.per_silo.values())
     contributed = sum(bool(silo.participations) for silo in summary.per_silo.values())
     name, weights = config.backbone.get("name"), config.backbone.get("pretrained")
@@ -111,10 +117,11 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
         data=config.data_digest,
         model=config.model_digest,
         made=made,
-        split=f"held-out {split} split",
+        items=f"the held-out {split} split" + ("" if gallery is None else f" ({gallery.items})"),
+        remarks="".join(f"\n\n{each[0].upper()}{each[1:]}." for each in remarks),
         split_name=split,
-        measured="\n".join(_measured(summary.metrics)),
-        results=_results(summary.metrics),
+        measured="\n".join(_measured(metrics)),
+        results=_results(metrics),
         forward=_forward(config),
     )
 

@@ -120,6 +120,20 @@ class OwnHeldOut(Stored):
     missing: dict[str, str] = Field(default_factory=dict)
 
 
+class EvaluatedItems(Stored):
+    """The items on which the evaluator evaluates the shared model.
+
+    Args:
+        split: of the data.
+        images: number of items, each with an image; the gallery of text-to-image retrieval.
+        captions: number of their captions, the gallery of image-to-text retrieval; None if only the evaluator knows it.
+    """
+
+    split: str
+    images: int
+    captions: int | None = None
+
+
 class Traffic(Stored):
     """Size of the payload tensors sent [bytes], by payload kind: ``up`` from the silos, ``down`` to them."""
 
@@ -242,6 +256,7 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
+        evaluated: items of the evaluator's figures; None without an evaluator, and in runs before December 2026.
         unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
@@ -280,6 +295,7 @@ class RunSummary(Stored):
     public_items: int | None = None
     best: BestVersion | None = None
     stopped_early: bool = False
+    evaluated: EvaluatedItems | None = None
     unevaluated: Annotated[tuple[int, ...], Field(strict=False)] = ()
     heldout_without_pair: int = 0
     bytes: Traffic

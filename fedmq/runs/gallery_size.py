@@ -1,0 +1,93 @@
+"""On how many items a run's figures were measured, and which figures mean something on so few."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedmq.evaluation.metrics import shown
+from fedmq.runs.run_records import OwnHeldOut, RunSummary
+
+#: Galleries with fewer items give coarse figures.
+COARSE = 100
+_RECALL = re.compile(r"(?P<way>i2t|t2i|mean)_r(?P<k>\d+)")
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The items that queries retrieve from.
+
+    Args:
+        items: what was evaluated, in words, e.g. ``5 test images, 5 captions``.
+        images: number of images.
+        captions: number of captions; None if unknown, then there is at least one for each image.
+    """
+
+    items: str
+    images: int
+    captions: int | None = None
+
+    @property
+    def smallest(self) -> int:
+        """Size of the smaller gallery of the two directions."""
+        return self.images if self.captions is None else min(self.images, self.captions)
+
+    def certain(self, name: str) -> bool:
+        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model."""
+        found = _RECALL.fullmatch(name)
+        if found is None:
+            return False
+        captions = self.images if self.captions is None else self.captions
+        sizes = {"i2t": captions, "t2i": self.images, "mean": self.smallest}
+        return int(found["k"]) >= sizes[found["way"]]
+
+    def remarks(self, values: Mapping[str, float]) -> list[str]:
+        """Sentences on recalls that are not shown, and on coarse figures; empty for a large gallery.
+
+        Args:
+            values: the measured metrics by name.
+        """
+        found = []
+        hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
+        if hidden:
+            found.append(
+                f"{' and '.join(hidden)} not shown: in a gallery of {self.smallest} items every model reaches 1"
+            )
+        if self.smallest < COARSE:
+            found.append(
+                f"coarse figures: with {self.smallest} items in the gallery, "
+                f"one query more or less changes R@1 by {1 / max(1, self.smallest):.2g}"
+            )
+        return found
+
+
+def gallery_of(summary: RunSummary) -> Gallery | None:
+    """The gallery of a run's main figures: the evaluator's, or without one those of the silos; None if unknown.
+
+    Runs before December 2026 did not record it.
+    """
+    found = summary.evaluated
+    if found is None:
+        return None if summary.own_heldout is None else own_gallery(summary.own_heldout)
+    captions = "" if found.captions is None else f", {_count(found.captions, 'caption')}"
+    return Gallery(f"{_count(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
+
+
+def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
+    """The smallest of the silos' own galleries, each with the silo's held-out pairs; None if no silo evaluated."""
+    sizes = [silo.items for silo in heldout.per_silo.values()]
+    if not sizes:
+        return None
+    few, most = min(sizes), max(sizes)
+    each = f"{few}" if few == most else f"{few} to {most}"
+    return Gallery(f"{_count(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few)
+
+
+def meaningful(values: Mapping[str, float], gallery: Gallery | None) -> dict[str, float]:
+    """The values without recalls that every model reaches in this gallery; all of them if it is unknown."""
+    return {name: value for name, value in values.items() if gallery is None or not gallery.certain(name)}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,123 @@
+"""What commands print at 80 columns: no line broken at an odd place, and no result that means nothing."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import protocols  # noqa: F401 - a model card names the network of a base loss
+from fedmq.cli import console, terminal
+from fedmq.cli.main import app
+from fedmq.runs.gallery_size import gallery_of
+from fedmq.runs.model_card import model_card
+from fedmq.runs.run_records import EvaluatedItems, MessageCounts, ReleaseConfig, RunSummary, SiloSummary
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder
+from tests.run_summaries import summary
+
+WAYS = ("i2t", "t2i", "mean")
+PERFECT = {f"{way}_r{k}": 1.0 for k in (1, 5, 10) for way in WAYS}
+CONFIG = ReleaseConfig(
+    backbone={"name": "lite"}, objective={"base": "info_nce"}, protocol="fedavg", dim=8, layout_digest="0" * 64,
+    model_digest="ab" * 32, data_digest="cd" * 32, released_with={},
+)  # fmt: skip
+
+
+def of_photos(images: int, captions: int) -> RunSummary:
+    """A run with a perfect score."""
+    silo = {"modalities": ["image", "text"], "samples": 12, "participations": 3, "heldout": 1200, "mean_r1": 1.0}
+    return summary(
+        metrics=PERFECT,
+        evaluated=EvaluatedItems(split="test", images=images, captions=captions),
+        per_silo={
+            f"silo-{n}": SiloSummary.model_validate({**silo, "heldout": 1200 + n, "ignored": 12}) for n in range(4)
+        },
+        messages=MessageCounts(sent=9, received=9),
+        personal_missing={"silo-1": "it was disconnected when its personal model was to be evaluated at the end"},
+    )
+
+
+def printed(found: RunSummary) -> str:
+    """What an 80 column terminal shows of a run's result."""
+    screen = io.StringIO()
+    terminal.print_summary(found, RunFolder(Path("runs/smoke")), Console(file=screen, width=80, force_terminal=True))
+    return re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+
+
+def test_a_perfect_score_on_five_items_is_shown_with_their_number_and_without_certain_recalls() -> None:
+    found = of_photos(5, 5)
+    for text in (printed(found), model_card(CONFIG, found, "FedAvg", "test")):
+        assert "5 test images, 5 captions" in text
+        assert "R@5 and R@10 not shown" in text.replace("recall@", "R@")
+        assert "oarse figures: with 5 items" in text
+    rows = [line for line in printed(found).splitlines() if line.startswith("│")]
+    assert [row.split("│")[2:5] for row in rows[-3:]] == [[" 1.0000 ", " -   ", " -    "]] * 3
+    card = model_card(CONFIG, found, "FedAvg", "test")
+    assert "recall@1, mean" in card
+    assert not re.search(r"recall@(5|10)", card)
+
+
+def test_a_gallery_hides_only_the_recalls_that_every_model_reaches() -> None:
+    gallery = gallery_of(of_photos(8, 40))
+    assert gallery is not None
+    assert [name for name in PERFECT if gallery.certain(name)] == ["t2i_r10", "mean_r10"]
+    large = gallery_of(of_photos(1000, 5000))
+    assert large is not None and large.items == "1,000 test images, 5,000 captions"
+    assert large.remarks(PERFECT) == []
+    assert gallery_of(summary()) is None
+
+
+def test_every_line_of_a_result_fits_80_columns() -> None:
+    lines = printed(of_photos(5000, 25000)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "R@1 over silos: std 0.0000, worst 0.5000, gap 0.0000 (1200 to 1203 items each)" in lines
+
+
+def test_the_live_display_keeps_each_metric_with_its_value_at_80_columns() -> None:
+    metrics = dict.fromkeys([*PERFECT, "map"], 0.5)
+    status = Status("collecting", 7, 9, 2, (), ({}, ""), 4, 0, 0.5, metrics, 9_876_543, 0.0, 20.0, metrics_round=4)
+    screen = io.StringIO()
+    title = "own photos (fedavg, 30 silos, seed 0)"
+    Console(file=screen, width=80).print(terminal.status_table(status, "1.5 min", title))
+    shown = screen.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in ("R@1 0.500", "R@5 0.500", "R@10 0.500", "mAP 0.500", "(of round 4)", "left 1.5 min", title):
+        assert name in shown
+
+
+def test_a_step_that_is_done_again_from_the_cache_is_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "err", Console(stderr=True, force_terminal=False))
+    show = console.bar()
+    for _ in range(3):
+        for done in (0, 26, 52):
+            show("files read", done, 52)
+    show("texts encoded", 52, 52)
+    assert capsys.readouterr().err.splitlines() == ["files read: 0/52", "files read: 52/52", "texts encoded: 52/52"]
+
+
+def commands(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command."""
+    yield path
+    for name, each in getattr(node, "commands", {}).items():
+        yield from commands(each, (*path, name))
+
+
+def test_the_help_of_every_command_breaks_lines_only_where_80_columns_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    runner: Callable[..., object] = CliRunner().invoke
+    for path in commands(get_command(app)):
+        text = str(getattr(runner(app, [*path, "--help"], terminal_width=80), "output", ""))
+        prose = text.partition("╭")[0].splitlines()
+        for line, following in itertools.pairwise(line.strip() for line in prose):
+            if line and following:
+                assert len(line) + 1 + len(following.split()[0]) > 78, f"fedmq {' '.join(path)}: {line!r}"

@@ -70,7 +70,9 @@ def test_a_wrong_answer_is_asked_again_and_the_others_are_kept(
 ) -> None:
     folder = photos(tmp_path / "photos", 12)
     # The method that needs labels passes its question, and only the check of the whole scenario refuses it.
-    answers = iter([str(tmp_path / "nowhere"), str(folder), "9", "2", "1", "0", "fedawg", "fedproto", "2", "0", "fedavg"])
+    answers = iter(
+        [str(tmp_path / "nowhere"), str(folder), "9", "2", "1", "0", "fedawg", "fedproto", "2", "0", "fedavg"]
+    )
     asked = []
 
     def answer(question: str, **about: object) -> object:

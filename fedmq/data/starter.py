@@ -142,9 +142,7 @@ def count(path: Path, progress: Progress | None = None) -> OwnData:
     split = None if kept.split is None else _train_and_test(kept.split, both)
     captions = sum(map(len, kept.captions))
     pairs, unopened = int(both.sum()), int(kept.pictured.sum()) - opened.tried
-    return OwnData(
-        name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened
-    )
+    return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened)
 
 
 def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -161,7 +159,9 @@ def _incomplete(raw: RawSet) -> dict[int, str]:
 def _where(raw: RawSet, incomplete: Mapping[int, str]) -> str:
     """Where the first missing picture was looked for."""
     row = next((row for row in incomplete if raw.pictures.missing(row)), None)
-    return "" if row is None else f"; e.g. {raw.pictures.name(row)} does not exist, paths start at the folder of the list"
+    return (
+        "" if row is None else f"; e.g. {raw.pictures.name(row)} does not exist, paths start at the folder of the list"
+    )
 
 
 @dataclass(frozen=True)

@@ -202,9 +202,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         unreadable=broken,
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
         without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
-        constant=tuple(
-            _from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant
-        ),
+        constant=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant),
         twins_by_picture=() if split is None else _twins(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
         captions_alone=raw.alone,
         example=raw.example,

@@ -205,7 +205,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
             raise InputError(member.place, f"{member.size:,} bytes", f"at most {MAX_CAPTIONS:,}")
         try:
             text = member.content().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
+        except UnicodeDecodeError:
             raise InputError(member.place, "bytes that are not UTF-8", "UTF-8 text") from None
         if ending == "txt":
             sample.captions.update(dict.fromkeys(captions_in(text)))

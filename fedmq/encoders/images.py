@@ -146,15 +146,23 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
     return sorted({(2 * index + 1) * total // (2 * wanted) for index in range(wanted)}) if total else []
 
 
-def decode(path: Path) -> Pixels:
+#: What to do about an unreadable picture of a data set.
+_OF_A_SET = "; fedmq data check lists all that are not"
+
+
+def decode(path: Path, hint: str = "") -> Pixels:
     """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
+
+    Args:
+        path: of the file.
+        hint: for the user, added to an error.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
     if path.exists():
         check_regular(path, MAX_FILE, "an image")
-    return _decoded(path, str(path))
+    return _decoded(path, str(path), hint)
 
 
 def decode_bytes(content: bytes, place: str) -> Pixels:
@@ -181,14 +189,16 @@ def check_header(path: Path) -> None:
     _read(path, str(path), lambda _: None)
 
 
-def _decoded(source: Path | io.BytesIO, place: str) -> Pixels:
+def _decoded(source: Path | io.BytesIO, place: str, hint: str = "") -> Pixels:
     ops = package("PIL.ImageOps", "embedded", place)
-    return _read(
-        source, place, lambda image: _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
-    )
+
+    def pixels(image: Any) -> Pixels:
+        return _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
+
+    return _read(source, place, pixels, hint)
 
 
-def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T]) -> T:
+def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: str = "") -> T:
     """Open an image and use it; whatever fails is an InputError."""
     image = package("PIL.Image", "embedded", place)
     try:
@@ -202,10 +212,10 @@ def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T]) -> T:
     except InputError:
         raise
     except image.UnidentifiedImageError:
-        raise InputError(place, "no picture that Pillow can read", "an image, e.g. JPEG or PNG") from None
+        raise InputError(place, "no picture that Pillow can read", f"an image, e.g. JPEG or PNG{hint}") from None
     except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
         reason = str(error).replace(place, "file") or type(error).__name__
-        raise InputError(place, reason, "an image that is whole, e.g. JPEG or PNG") from None
+        raise InputError(place, reason, f"a readable image{hint}") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
@@ -381,8 +391,8 @@ class Files:
         path = self.paths[row]
         if is_folder(path):
             inside = self._frames(path)
-            return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]
-        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path)]
+            return [decode(inside[index], _OF_A_SET) for index in spread_evenly(len(inside), self.wanted)]
+        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, _OF_A_SET)]
 
     def subset(self, rows: Sequence[int]) -> Self:
         """The pictures of the given rows, in the given order."""

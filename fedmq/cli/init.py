@@ -39,19 +39,19 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
         silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
         missing: Annotated[
             float | None,
-            typer.Option("--missing", help="Part of the silos that lack a modality, 0 to 1.", show_default=False),
+            typer.Option("--missing", help="Fraction of silos that lack a modality, 0 to 1.", show_default=False),
         ] = None,
         method: Annotated[
-            str | None, typer.Option("--method", help="Federated method, of fedmq protocols.", show_default=False)
+            str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
         ] = None,
         force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
         quiet: Quiet = False,
     ) -> None:
-        """Write a scenario for your own pictures and captions, which runs at once.
+        """Write a scenario, ready to run, for your own pictures and captions.
 
-        It asks four questions; an option answers its question. The data may be a folder of pictures with .txt files
-        beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or features. The
-        settings fit the number of items.
+        The command asks four questions; give the answers as options to skip them. The data may be a folder of pictures
+        with .txt files beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
+        features. The settings fit the number of items.
 
         Example: [bold]fedmq init mine.yaml[/bold]
 
@@ -71,7 +71,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
             out.print(f"{counted.items} items, {counted.captions} captions, {kind}", highlight=False, soft_wrap=True)
         few = max(1, min(4, starter.most_silos(counted)))
         number = _answer("number of silos", silos, int, few)
-        lacking = _answer("part of the silos that lack images or captions, 0 to 1", missing, float, 0.0)
+        lacking = _answer("fraction of silos that lack images or captions, 0 to 1", missing, float, 0.0)
         named = _answer("federated method", method, str, "rcsr" if lacking else "fedavg")
         plan = starter.Plan(number, lacking, named)
         _write(file, starter.scenario_text(file.stem, counted, plan), refuse, quiet=quiet)

@@ -85,6 +85,15 @@ def print_json(value: object, *, indent: int | None = 2, ascii_only: bool = True
     print(json_text(value, indent=indent, ascii_only=ascii_only), flush=True)  # noqa: T201 - the one place
 
 
+def size_text(number: float) -> str:
+    """A number of bytes with its unit: ``640 B``, ``1.3 kB``, ``42.6 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Similar known names, best first; all known names if there are none."""
     return difflib.get_close_matches(name, known, n=5) or list(known)

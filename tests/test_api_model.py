@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.retrieval import gallery as galleries
 from fedmq.retrieval.nearest import flat_index, nearest
-from fedmq.retrieval.released_model import open_release
+from fedmq.retrieval.released_model import open_model, open_release
 from tests.threaded_run import resolved, run
 
 RNG = np.random.default_rng(3)
@@ -239,6 +241,8 @@ def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
         (("a wall", "--gallery", "nowhere"), "nowhere, which is no folder"),
         (("a wall", "--gallery", ".", "--silo", "silo-00"), "--silo: found 'silo-00', allowed: no silo"),
         (("--image", "nowhere.png", "--gallery", "."), "nowhere.png: found 'no such file'"),
+        (("--image", __file__, "--gallery", "."), "found 'no picture that Pillow can read', allowed: an image, e.g."),
+        (("--gallery", "."), "search: found 'no query'"),
     ],
 )
 def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(
@@ -252,6 +256,21 @@ def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(
     error = capfd.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_model_in_a_folder_that_cannot_be_written_keeps_its_gallery_in_the_cache(
+    alone: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(alone, tmp_path / "model", ignore=shutil.ignore_patterns("gallery")))
+    writable = os.access
+    # Root may write everywhere, so that a mode would not do.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != model and writable(path, mode))
+    told: list[str] = []
+    files = replace(open_model(model), cache=tmp_path / "cache")
+    made = galleries.export(files, photos, lambda what, _done, _total: told.append(what))
+    assert made.folder.parent == tmp_path / "cache" / "galleries"
+    assert told[0] == f"{model} cannot be written: the gallery is kept in {tmp_path / 'cache' / 'galleries'}"
+    assert not (model / "gallery").exists()
 
 
 @pytest.mark.parametrize(("texts", "words"), [("vectors", "precomputed features"), ("bag", "bags of words")])

@@ -65,6 +65,66 @@ def test_four_answers_give_a_commented_scenario(
     assert not (own_cache / "features").exists()
 
 
+def test_a_wrong_answer_is_asked_again_and_the_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    folder = photos(tmp_path / "photos", 12)
+    # The method that needs labels passes its question, and only the check of the whole scenario refuses it.
+    answers = iter(
+        [str(tmp_path / "nowhere"), str(folder), "9", "2", "1", "0", "fedawg", "fedproto", "2", "0", "fedavg"]
+    )
+    asked = []
+
+    def answer(question: str, **about: object) -> object:
+        asked.append((question, about["default"]))
+        return about["type"](next(answers))  # type: ignore[operator]
+
+    monkeypatch.setattr("typer.prompt", answer)
+    file = tmp_path / "mine.yaml"
+    assert fedmq(monkeypatch, "init", file) == 0
+    assert next(answers, None) is None
+    assert asked[-3:-1] == [("number of silos, 1 to 4", 2), (asked[4][0], 0.0)]
+    assert asked[-1] == ("federated method", "fedproto")
+    printed = capfd.readouterr()
+    assert "nowhere" in printed.err
+    assert "9 is not allowed" in printed.err
+    assert "labels" in printed.err
+    assert "fedavg, " in printed.out
+    assert load(file, ["rounds=2"]).training.warmup_rounds == 1
+
+
+def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path: Path) -> None:
+    from fedmq.data import starter
+
+    folder = photos(tmp_path / "photos", 9)
+    (folder / "03.txt").unlink()
+    (folder / "04.txt").write_text("\n")
+    (folder / "99.txt").write_text("a wall without a photo\n")
+    assert starter.count(folder).remarks == (
+        'for example 00.png: captions "a red wall, number 0"',
+        "items left out (2): 03.png (no caption), 04.png (no caption)",
+        "text files without a picture beside them (1): 99.txt",
+    )
+    (folder / "07.png").write_text("no picture")
+    with pytest.raises(InputError, match=r"1 of 7 pictures that cannot be read: 07\.png \(no picture that Pillow"):
+        starter.count(folder)
+    (folder / "05.txt").write_bytes(b"a wall\xff")
+    with pytest.raises(InputError, match=r"05\.txt: line 1: found 'bytes that are not UTF-8', allowed: UTF-8 text"):
+        starter.count(folder)
+
+
+def test_a_list_with_wrong_paths_names_a_missing_file_and_swapped_columns_can_be_seen(tmp_path: Path) -> None:
+    from fedmq.data import starter
+
+    rows = "".join(f"{number}.png,thing,a thing number {number}\n" for number in range(4))
+    path = data_set_folders.write(tmp_path / "list.csv", f"image,captions,labels\n{rows}")
+    with pytest.raises(InputError, match=r"without: 0\.png \(no such file\), .*; e\.g\. .*0\.png does not exist"):
+        starter.count(path)
+    for number in range(4):
+        data_set_folders.photo(tmp_path / f"{number}.png", number)
+    assert starter.count(path).example == 'for example 0.png: captions "thing"; labels a thing number 0'
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_is_recognised(form: str, tmp_path: Path) -> None:
     from fedmq.data import starter
@@ -86,7 +146,7 @@ def test_lists_and_features_are_recognised(tmp_path: Path, features: Path) -> No
     data_set_folders.photo(tmp_path / "a.png", 1)
     path = data_set_folders.write(tmp_path / "list.csv", "image,caption\na.png,one\nb.png,two\n,three\n,four\n,five\n")
     counted = starter.count(path)
-    assert (counted.name, counted.items, counted.incomplete) == ("manifest", 4, 1)
+    assert (counted.name, counted.items, counted.left_out) == ("manifest", 4, ("b.png (no such file)",))
     with pytest.raises(InputError, match=r"the list itself: .*list\.csv"):
         starter.count(tmp_path)
 

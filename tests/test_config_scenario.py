@@ -139,6 +139,15 @@ def test_the_keys_of_a_fault_depend_on_its_kind(tmp_path: Path) -> None:
         scenarios.load(path)
 
 
+def test_all_unknown_keys_are_named_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nroundz: 3\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  cuont: 3\n  slotz: 1\n")
+    with pytest.raises(InputError, match=r"unknown as well: ") as caught:
+        scenarios.load(path)
+    for place in ("line 2: roundz", "line 6: silos.cuont", "line 7: silos.slotz"):
+        assert place in str(caught.value)
+
+
 def test_numbers_in_yaml_notation_are_read_as_numbers(tiny: Path) -> None:
     scenario = scenarios.load(tiny, ["training.learning_rate=1e-4", "rounds=7", "evaluation.within=false"])
     assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)

@@ -161,7 +161,7 @@ def test_a_byte_order_mark_before_csv_is_skipped_and_undecodable_text_is_reporte
     path = data_set_folders.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
     assert read("manifest", path).captions == (("one",), ("two",))
     path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
-    with pytest.raises(InputError, match=r"list\.csv: line 3: .*utf-8 text"):
+    with pytest.raises(InputError, match=r"list\.csv: line 3: .*UTF-8 text"):
         read("manifest", path)
 
 

@@ -170,7 +170,7 @@ def test_file_names_too_long_or_not_encodable_are_reported_without_a_traceback(
     listed.write_text(whole.replace("0.jpg", "a" * 300 + ".jpg"))
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
     assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
-    assert json.loads(capfd.readouterr().out)["missing"] == [str(folder / "images" / ("a" * 300 + ".jpg"))]
+    assert json.loads(capfd.readouterr().out)["missing"] == ["images/" + "a" * 300 + ".jpg"]
     listed.write_text(whole.replace("0.jpg", "\\ud83d.jpg"))
     assert fedmq(monkeypatch, "data", "check", path) == 2
     error = capfd.readouterr().err.strip().splitlines()
@@ -190,7 +190,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_checked_and_extracted(
     (strange / "video1" / "000.jpg").write_bytes(b"")
     capfd.readouterr()
     assert fedmq(monkeypatch, "data", "check", path) == 2
-    assert f"{tmp_path}/set/vid\\udce9os/video1/000.jpg: " in capfd.readouterr().out
+    assert "\n  vid\\udce9os/video1/000.jpg: " in capfd.readouterr().out
 
 
 def test_a_missing_wikipedia_text_is_listed_and_may_be_skipped(

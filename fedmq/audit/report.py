@@ -6,7 +6,6 @@ import csv
 import io
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.sent_payloads import sent_payloads
 
 _COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes")
 #: Findings on the page; the JSON of the command has all.
@@ -93,18 +93,13 @@ class Flow:
 
 def flows_of(audit: Audit, summary: RunSummary | None) -> Iterator[Flow]:
     """What each process sent, by the sender's log, or the receiver's if the sender has none here."""
-    number, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for _, record in audit.messages:
-        sender = record.header.sender
-        if record.action == "sent" or sender not in audit.records:
-            for kind, bytes_ in record.payloads:
-                number[sender, kind] += 1
-                size[sender, kind] += bytes_
+    sent = sent_payloads((record for _, record in audit.messages), audit.records)
+    number = {(sender, kind): count for sender, kinds in sent.number.items() for kind, count in kinds.items()}
     silos = {} if summary is None else summary.per_silo
     for (sender, kind), count in sorted(number.items()):
         modalities = " and ".join(silos[sender].modalities) if sender in silos else ""
         direction = "down" if sender == COORDINATOR else "up"
-        yield Flow(printable(sender), modalities, direction, printable(kind), count, size[sender, kind])
+        yield Flow(printable(sender), modalities, direction, printable(kind), count, sent.bytes[sender][kind])
 
 
 def _facts(folder: Path, audit: Audit) -> tuple[RunSummary | None, Mapping[str, str]]:

@@ -64,3 +64,14 @@ def bar() -> Callable[[str, int, int], None]:
             finished.add((what, total))
 
     return show
+
+
+def later(show: Callable[[str, int, int], None], seconds: float = 2.0) -> Callable[[str, int, int], None]:
+    """A progress line that appears only once the work has taken some seconds."""
+    began = time.monotonic()
+
+    def show_later(what: str, done: int, total: int) -> None:
+        if time.monotonic() - began >= seconds:
+            show(what, done, total)
+
+    return show_later

@@ -92,9 +92,10 @@ def add_data(
         Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
         """
         starting()
+        scenario = resolved_file(file, settings, seed).scenario  # a wrong file is told before torch is loaded
         from fedmq.federation import data_check  # noqa: PLC0415
 
-        facts = data_check.check(resolved_file(file, settings, seed).scenario, fits, bar())
+        facts = data_check.check(scenario, fits, bar())
         if as_json:
             print_json(facts.to_plain())
         else:

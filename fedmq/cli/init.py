@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from fedmq.cli.console import bar, out, starting
+from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import Quiet
 from fedmq.errors import InputError
-from fedmq.text import printable
+from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
+    from fedmq.data.starter import OwnData
+
+T = TypeVar("T")
 
 #: Refuses a scenario that cannot run, before features are extracted.
 Refuse = Callable[["Scenario", Callable[[str, int, int], None] | None], None]
@@ -49,7 +56,8 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
     ) -> None:
         """Write a scenario for your own pictures and captions, which runs at once.
 
-        It asks four questions; an option answers its question. The data may be a folder of pictures with .txt files
+        It asks four questions, a question again after a wrong answer; an option answers its question. It opens the
+        pictures, and names the items that it leaves out. The data may be a folder of pictures with .txt files
         beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or features. The
         settings fit the number of items.
 
@@ -61,23 +69,115 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
             raise InputError("FILE", str(file), "the path of a scenario to write, e.g. mine.yaml")
         if file.exists() and not force:
             raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
-        path = Path(_answer("pictures and captions (a folder or a file)", data, str, None))
-        starting(quiet=quiet)
-        from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
-
-        counted = starter.count(path)
+        counted = _until_right(data, lambda: _counted(data, quiet=quiet))
         if not quiet:
-            kind = f"read as data.name {counted.name}"
-            out.print(f"{counted.items} items, {counted.captions} captions, {kind}", highlight=False, soft_wrap=True)
-        few = max(1, min(4, starter.most_silos(counted)))
-        number = _answer("number of silos", silos, int, few)
-        lacking = _answer("part of the silos that lack images or captions, 0 to 1", missing, float, 0.0)
-        named = _answer("federated method", method, str, "rcsr" if lacking else "fedavg")
-        plan = starter.Plan(number, lacking, named)
-        _write(file, starter.scenario_text(file.stem, counted, plan), refuse, quiet=quiet)
+            out.print(_told(counted), highlight=False, markup=False, soft_wrap=True)
+        asked = None in (silos, missing, method)
+        before = _Answers(min(4, _most(counted)), 0.0, None)
+
+        def answer() -> None:
+            nonlocal before
+            before = _questions(counted, _Answers(silos, missing, method), before)
+            _write(file, before.scenario(file, counted), refuse, quiet=quiet)
+
+        _until_right(None if asked else "all given", answer)
         if not quiet:
             line = printable(f"wrote {file}; run it with fedmq scenario {shlex.quote(str(file))}")
             out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Answers to the questions about the scenario; None for one that is not given."""
+
+    silos: int | None
+    missing: float | None
+    method: str | None
+
+    def scenario(self, file: Path, counted: OwnData) -> str:
+        """The scenario, all answers being given."""
+        from fedmq.data import starter  # noqa: PLC0415
+
+        plan = starter.Plan(int(self.silos or 0), float(self.missing or 0), str(self.method))
+        return starter.scenario_text(file.stem, counted, plan)
+
+
+def _until_right(given: object, step: Callable[[], T]) -> T:
+    """What a step gives; a wrong answer on the terminal is told, and the step asks again. Options are not asked again.
+
+    Args:
+        given: the value of the option that answers the step's question; None if the step asks.
+        step: asks, and raises InputError for a wrong answer.
+    """
+    while True:
+        try:
+            return step()
+        except InputError as error:
+            if given is not None:
+                raise
+            print_line(f"{error}", error=True)
+
+
+def _counted(data: str | None, *, quiet: bool) -> OwnData:
+    """The user's data, counted."""
+    from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
+
+    path = Path(_answer("pictures and captions (a folder or a file)", data, str, None))
+    return starter.count(path, None if quiet else later(bar()))
+
+
+def _most(counted: OwnData) -> int:
+    from fedmq.data import starter  # noqa: PLC0415
+
+    return max(1, starter.most_silos(counted))
+
+
+def _told(counted: OwnData) -> str:
+    """What was read, in lines."""
+    first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
+    return "\n".join(map(printable, (first, *counted.remarks)))
+
+
+def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
+    """Ask for what is not given; the answers before are offered again."""
+    most = _most(counted)
+    silos = _in_range(f"number of silos, 1 to {most}", given.silos, int, before.silos, lambda found: 1 <= found <= most)
+    missing = _in_range(
+        "part of the silos that lack images or captions, 0 or more and below 1",
+        given.missing,
+        float,
+        before.missing,
+        lambda found: 0 <= found < 1,
+    )
+    method = given.method
+    if method is None:
+        names = _methods()
+        out.print(f"federated methods: {', '.join(names)}", highlight=False, soft_wrap=True)
+        method = _in_range(
+            "federated method",
+            None,
+            str,
+            before.method or ("rcsr" if missing else "fedavg"),
+            lambda found: found in names or found.endswith(".py"),
+        )
+    return _Answers(silos, missing, method)
+
+
+def _methods() -> list[str]:
+    """Names of the methods, found without importing them, as that loads torch."""
+    found = importlib.util.find_spec("protocols")
+    modules = pkgutil.iter_modules(None if found is None else found.submodule_search_locations)
+    built_in = {module.name for module in modules if not module.ispkg and not module.name.startswith("_")}
+    return sorted(built_in | {each.name for each in entry_points(group="fedmq.protocols")})
+
+
+def _in_range(question: str, given: Any, kind: type, default: Any, allowed: Callable[[Any], bool]) -> Any:
+    """The value of an option, which is checked later, or an allowed answer to its question."""
+    while True:
+        found = _answer(question, given, kind, default)
+        if given is not None or allowed(found):
+            return found
+        print_line(printable(f"{found} is not allowed"), error=True)
 
 
 def _answer(question: str, given: Any, kind: type, default: Any) -> Any:
@@ -87,6 +187,8 @@ def _answer(question: str, given: Any, kind: type, default: Any) -> Any:
 
 def _write(file: Path, text: str, refuse: Refuse, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
+    if err.is_terminal and not quiet:
+        err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
     from fedmq.cli.scenarios import resolved  # noqa: PLC0415
     from fedmq.config import loader, yaml_files  # noqa: PLC0415
     from fedmq.config.resolve import Source  # noqa: PLC0415

@@ -121,6 +121,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
         """
+        _check_query(run, text, image, item)
         from fedmq.data.raw_set import whole  # noqa: PLC0415
         from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
 
@@ -145,12 +146,27 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         out.print(hits_table(found.hits, binary=found.gallery.binary))
 
 
+def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
+    """Refuse at once, without loading torch, what is no query, no picture or no run."""
+    given = sum(each is not None for each in (text, image, item))
+    if given != 1:
+        raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
+    if not run.is_dir():
+        raise InputError(str(run), "no such folder", "the folder of a finished run, or of its model")
+    if image is not None:
+        from fedmq.encoders.images import check_header  # noqa: PLC0415
+
+        check_header(image)
+
+
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
     """Results as a table; with distances of codes, or cosines."""
-    table = Table("rank", "distance" if binary else "cosine", Column("item", overflow="fold"), "caption")
+    captioned = ["caption"] if any(hit.caption for hit in hits) else []  # a folder of pictures has none
+    table = Table("rank", "distance" if binary else "cosine", Column("item", overflow="fold"), *captioned)
     for hit in hits:
         score = f"{hit.score:.0f}" if binary else f"{hit.score:.3f}"
-        table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
+        cells = (str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
+        table.add_row(*cells[: 3 + len(captioned)])
     return table
 
 

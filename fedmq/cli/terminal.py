@@ -20,7 +20,7 @@ from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable
+from fedmq.text import printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -37,14 +37,6 @@ _SHOWN = 160
 _MIDDLE = 40
 #: Whose model it is, for the row of a table; its metrics; and the items that it was evaluated on, if known.
 _Evaluated = tuple[str, Mapping[str, float], Gallery | None]
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
 
 
 def _left(status: Status, first: tuple[int, float] | None) -> str:
@@ -109,7 +101,7 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {_bytes(status.bytes)}  left {left}{refused}"
+        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  left {left}{refused}"
     )
 
 
@@ -135,7 +127,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         for metric in shown(status.metrics, own)
         if metric.way in ("", "mean")
     ]
-    table.add_row("metrics", _metrics(measured, _of_round(status)), _bytes(status.bytes))
+    table.add_row("metrics", _metrics(measured, _of_round(status)), size_text(status.bytes))
     if waiting_for := waited_for(status):
         table.add_row("waiting for", escape(waiting_for))
     if any(status.refused):
@@ -278,7 +270,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     # Only paths can make these lines longer than 80 columns; they stay in one piece to be copied.
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"
-        f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
+        f"traffic: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
         f"{summary.messages.refused} messages refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from fedmq.config.faults import FAULTS
 from fedmq.config.scenario import Backbone, Scenario
@@ -142,6 +143,8 @@ def _as_written(location: Sequence[str | int]) -> list[str | int]:
 
 #: Pydantic's error types of unknown keys.
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+#: Number of further unknown keys that one message lists.
+LISTED = 10
 #: Type names in pydantic's locations of union errors.
 _TRIED = ("str", "int", "float", "bool")
 
@@ -229,7 +232,22 @@ def input_error(
         found = "an inconsistent scenario"
     else:
         found = first["input"]
-    return InputError(where, found, message[0].lower() + message[1:])
+    also = _more_unknown(errors, path, prefix, settings) if first["type"] in _UNKNOWN else ""
+    return InputError(where, found, message[0].lower() + message[1:] + also)
+
+
+def _more_unknown(errors: Sequence[ErrorDetails], path: Path, prefix: Sequence[str], settings: Sequence[str]) -> str:
+    """The other unknown keys, so that the user can correct all of them at once."""
+    places = [
+        place_of(path, [*prefix, *_as_written(each["loc"])], settings).removeprefix(f"{path}: ")
+        for each in errors
+        if each["type"] in _UNKNOWN
+    ]
+    others = list(dict.fromkeys(places))[1:]
+    if not others:
+        return ""
+    rest = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
+    return f"; unknown as well: {', '.join(others[:LISTED])}{rest}"
 
 
 def parse(raw: Mapping[str, object], path: Path) -> Scenario:

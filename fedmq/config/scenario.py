@@ -411,7 +411,8 @@ class Scenario(Part):
         ):
             raise ValueError(
                 f"training.warmup_rounds ({self.training.warmup_rounds}) must be below "
-                f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds})"
+                f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds}): set "
+                f"training.warmup_rounds as well, e.g. to {self.schedule_rounds // 2}"
             )
         robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
         if minimum is not None and minimum > count:

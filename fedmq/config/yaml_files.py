@@ -167,7 +167,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "a scenario file (YAML)") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: line {line_of(error)}", error.reason, "UTF-8") from None
+        raise InputError(f"{path}: line {line_of(error)}", "bytes that are not UTF-8", "UTF-8 text") from None
     except (OSError, ValueError) as error:
         raise InputError(str(path), str(error), "a readable UTF-8 file") from None
     try:

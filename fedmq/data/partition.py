@@ -269,9 +269,14 @@ def at_least(parts: Sequence[I64], least: int) -> list[I64]:
     return result
 
 
+#: How a user gets a larger test split out of few items.
+_LARGER = "data.queries is the number of test items, data.val that of validation items, which may be 0"
+
+
 def _check(partition: Partition, silos: int, samples: int, split: str) -> None:
     if silos > samples:
-        raise InputError("silos.count", silos, f"at most {samples}, the samples of the {split} split")
+        way = "fewer silos" + ("" if split == "training" else f", or a larger {split} split: {_LARGER}")
+        raise InputError("silos.count", silos, f"at most {samples}, the samples of the {split} split; set {way}")
 
 
 def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionPlan:

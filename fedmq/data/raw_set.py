@@ -57,6 +57,7 @@ class RawSet:
         stamps: n fingerprints of the pictures; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` deals the items; None without it.
         unpaired: items may lack their picture or their captions, because the set says so of each of them.
+        alone: files of captions without a picture, which are no items.
     """
 
     place: str
@@ -71,6 +72,7 @@ class RawSet:
     column: tuple[str, ...] | None = None
     vocabulary: tuple[str, ...] = ()
     unpaired: bool = False
+    alone: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -96,6 +98,17 @@ class RawSet:
         if not isinstance(self.pictures, WithGaps):
             return np.ones(len(self), np.bool_)
         return np.array([at is not None for at in self.pictures.rows])
+
+    @property
+    def example(self) -> str:
+        """An item with captions in one line, so that the user sees what was read as captions and what as labels."""
+        row = next((row for row, captions in enumerate(self.captions) if captions), None)
+        if row is None:
+            return ""
+        captions = "; ".join(f'"{caption[:60]}"' for caption in self.captions[row][:3])
+        labels = [] if self.labels is None else [self.label_names[at] for at in np.flatnonzero(self.labels[row])]
+        named = f"; labels {', '.join(labels[:6])}" if labels else ""
+        return f"for example {self.keys[row]}: captions {captions}{named}"
 
     def present(self, kind: str) -> Present | None:
         """The modalities of each item, bool [n, 2]: picture, captions; None if all items have both.
@@ -257,9 +270,8 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
         allowed = "a file of the data set; see docs/reference/data_sets.md for its layout"
         raise InputError(str(path), "no such file", allowed) from None
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: line {line_of(error)}", error.reason, f"{encoding.removesuffix('-sig')} text"
-        ) from None
+        name = encoding.removesuffix("-sig").upper()
+        raise InputError(f"{path}: line {line_of(error)}", f"bytes that are not {name}", f"{name} text") from None
     except OSError as error:
         readable = f"a readable {encoding.removesuffix('-sig')} file"
         raise InputError(str(path), error.strerror or str(error), readable) from None

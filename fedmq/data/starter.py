@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import numpy.typing as npt
 
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
+from fedmq.data.picture_check import few, unreadable
 from fedmq.data.raw_set import U8, RawSet, whole
 from fedmq.data.readers import manifest, parquet, photo_folder
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import IMAGE_ENDINGS, files_below
 from fedmq.errors import InputError
+from fedmq.progress import Progress
 
 FEATURES = (".npz", ".safetensors")
 #: Fewest training items of a silo: methods that compare the pairs of a batch need two.
@@ -74,7 +77,10 @@ class OwnData:
         items: number of items.
         captions: number of captions.
         pairs: number of items with a picture and captions.
-        incomplete: number of items that lack a picture or captions and will be left out.
+        left_out: names of the items that lack a picture or captions and are left out, each with the reason.
+        alone: files of captions without a picture.
+        example: one item with its captions and labels, in a line; empty if captions are unknown as text.
+        unopened: number of pictures that were not opened, because there are very many.
         split: number of training and of test pairs, of data that say which is which or whose split is always drawn
             in these parts; None if the scenario can say how many to draw.
     """
@@ -84,15 +90,33 @@ class OwnData:
     items: int
     captions: int
     pairs: int
-    incomplete: int
     split: tuple[int, int] | None
+    left_out: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    example: str = ""
+    unopened: int = 0
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know, a line each."""
+        told = (
+            (self.example, self.example),
+            (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
+            (self.alone, f"text files without a picture beside them ({len(self.alone)}): {few(self.alone)}"),
+            (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
+        )
+        return tuple(line for held, line in told if held)
 
 
-def count(path: Path) -> OwnData:
-    """Read the annotations of a user's data; pictures are not opened.
+def count(path: Path, progress: Progress | None = None) -> OwnData:
+    """Read the annotations of a user's data and open the pictures, as :func:`unreadable` does.
+
+    Args:
+        path: of the data.
+        progress: called while pictures are opened.
 
     Raises:
-        InputError: no reader fits them, or they are malformed.
+        InputError: no reader fits the data, they are malformed, or a picture cannot be read.
     """
     path = path.expanduser()
     path = Path(whole(str(path), "--data")).absolute()
@@ -101,17 +125,24 @@ def count(path: Path) -> OwnData:
         read = read_features(path, 0)
         both = np.ones(len(read.image), np.bool_) if read.present is None else read.present[:, 0] & read.present[:, 1]
         return OwnData(
-            name, path, len(both), int(read.captions.sum()), int(both.sum()), 0, _train_and_test(read.split, both)
+            name, path, len(both), int(read.captions.sum()), int(both.sum()), _train_and_test(read.split, both)
         )
     raw = catalogue.find(name).read(Data(name=name, path=path, missing="skip"))
     incomplete = _incomplete(raw)
+    left_out = tuple(f"{raw.keys[row]} ({reason})" for row, reason in incomplete.items())
     kept = raw.subset([row for row in range(len(raw)) if row not in incomplete]) if incomplete else raw
     if len(kept) <= LEAST:
-        raise InputError(str(path), f"{len(kept)} items with picture and caption", f"at least {LEAST + 1}")
+        found = f"{len(kept)} items with picture and caption" + (f"; without: {few(left_out)}" if left_out else "")
+        raise InputError(str(path), found, f"at least {LEAST + 1}{_where(raw, incomplete)}")
+    opened = unreadable(kept, progress)
+    if opened.names:
+        found = f"{len(opened.names)} of {opened.tried} pictures that cannot be read: {few(opened.names)}"
+        raise InputError(str(path), found, "images, e.g. JPEG or PNG; repair these or take them away")
     both = np.array([bool(captions) for captions in kept.captions]) & kept.pictured
     split = None if kept.split is None else _train_and_test(kept.split, both)
     captions = sum(map(len, kept.captions))
-    return OwnData(name, path, len(kept), captions, int(both.sum()), len(incomplete), split)
+    pairs, unopened = int(both.sum()), int(kept.pictured.sum()) - opened.tried
+    return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened)
 
 
 def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -119,10 +150,18 @@ def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return train, test
 
 
-def _incomplete(raw: RawSet) -> set[int]:
-    """Rows that a run would refuse: without a caption or with a missing file, unless the data say so of each item."""
-    rows = range(len(raw))
-    return {row for row in rows if raw.pictures.missing(row) or not (raw.captions[row] or raw.unpaired)}
+def _incomplete(raw: RawSet) -> dict[int, str]:
+    """Rows that a run would refuse, unless the data say so of each item, with the reason."""
+    found = {row: "no caption" for row in range(len(raw)) if not (raw.captions[row] or raw.unpaired)}
+    return found | {row: "no such file" for row in range(len(raw)) if raw.pictures.missing(row)}
+
+
+def _where(raw: RawSet, incomplete: Mapping[int, str]) -> str:
+    """Where the first missing picture was looked for."""
+    row = next((row for row in incomplete if raw.pictures.missing(row)), None)
+    return (
+        "" if row is None else f"; e.g. {raw.pictures.name(row)} does not exist, paths start at the folder of the list"
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +226,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     else:
         dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: dealt at random."
     backbone = "features" if data.name == "features" else "lite"
-    kept = ", missing: skip" if data.incomplete else ""
+    kept = ", missing: skip" if data.left_out else ""
     lines = [
         f"# {data.items} items with {data.captions} captions, {trained} pairs of them to train on.",
         f"name: {plain_name(name)}",
@@ -205,7 +244,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         dealt,
         "# Part of the silos that have images only or captions only.",
         f"missing_modality: {{rate: {plan.missing:g}}}",
-        "training: {learning_rate: 1.0e-3, batch_size: 32, warmup_rounds: 2}",
+        "training: {learning_rate: 1.0e-3, batch_size: 32}",
         "# Measured on the test items, after every fifth round and the last one.",
         "evaluation: {every: 5, split: test}",
     ]

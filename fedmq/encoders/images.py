@@ -7,15 +7,15 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedmq.errors import InputError
 from fedmq.extras import package
@@ -23,6 +23,7 @@ from fedmq.storage.file_digests import file_digests
 from fedmq.storage.regular_files import check_regular
 
 Pixels = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
@@ -145,15 +146,23 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
     return sorted({(2 * index + 1) * total // (2 * wanted) for index in range(wanted)}) if total else []
 
 
-def decode(path: Path) -> Pixels:
+#: What to do about an unreadable picture of a data set.
+_OF_A_SET = "; fedmq data check lists all that are not"
+
+
+def decode(path: Path, hint: str = "") -> Pixels:
     """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
+
+    Args:
+        path: of the file.
+        hint: for the user, added to an error.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
     if path.exists():
         check_regular(path, MAX_FILE, "an image")
-    return _decoded(path, str(path))
+    return _decoded(path, str(path), hint)
 
 
 def decode_bytes(content: bytes, place: str) -> Pixels:
@@ -169,22 +178,44 @@ def decode_bytes(content: bytes, place: str) -> Pixels:
     return _decoded(io.BytesIO(content), place)
 
 
-def _decoded(source: Path | io.BytesIO, place: str) -> Pixels:
-    image, ops = (package(f"PIL.{part}", "embedded", place) for part in ("Image", "ImageOps"))
+def check_header(path: Path) -> None:
+    """Check that an image file opens, without decoding its pixels.
+
+    Raises:
+        InputError: the file is missing or not an image, or the picture has an invalid size.
+    """
+    if path.exists():
+        check_regular(path, MAX_FILE, "an image")
+    _read(path, str(path), lambda _: None)
+
+
+def _decoded(source: Path | io.BytesIO, place: str, hint: str = "") -> Pixels:
+    ops = package("PIL.ImageOps", "embedded", place)
+
+    def pixels(image: Any) -> Pixels:
+        return _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
+
+    return _read(source, place, pixels, hint)
+
+
+def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: str = "") -> T:
+    """Open an image and use it; whatever fails is an InputError."""
+    image = package("PIL.Image", "embedded", place)
     try:
         with image.open(source) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(place, f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
             _check_sides(place, *opened.size)
-            return _eight_bits(ops.exif_transpose(opened), getattr(opened, "tag_v2", {}), place)
+            return use(opened)
     except FileNotFoundError:
         raise InputError(place, "no such file", "an image") from None
     except InputError:
         raise
+    except image.UnidentifiedImageError:
+        raise InputError(place, "no picture that Pillow can read", f"an image, e.g. JPEG or PNG{hint}") from None
     except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
         reason = str(error).replace(place, "file") or type(error).__name__
-        reason = re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "file", reason)
-        raise InputError(place, reason, "a readable image; fedmq data check lists all that are not") from None
+        raise InputError(place, reason, f"a readable image{hint}") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
@@ -360,8 +391,8 @@ class Files:
         path = self.paths[row]
         if is_folder(path):
             inside = self._frames(path)
-            return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]
-        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path)]
+            return [decode(inside[index], _OF_A_SET) for index in spread_evenly(len(inside), self.wanted)]
+        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, _OF_A_SET)]
 
     def subset(self, rows: Sequence[int]) -> Self:
         """The pictures of the given rows, in the given order."""
@@ -415,7 +446,9 @@ def as_pixels(picture: object, place: str) -> Pixels:
         tags, image = getattr(picture, "tag_v2", {}), package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
         _check_sides(place, *image.size)
         return _eight_bits(image, tags, place)
-    if isinstance(picture, torch.Tensor):
+    # There are no tensors before torch is imported, which takes seconds that readers do without.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(picture, torch.Tensor):
         array = picture.detach().cpu().numpy()
         picture = array.transpose(1, 2, 0) if array.ndim == 3 else array
     if not isinstance(picture, np.ndarray):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -127,6 +128,8 @@ class DataFacts:
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
         remarks: counts of what is seldom meant; only of a data set whose features are known.
+        captions_alone: files of captions without a picture, which are no items.
+        example: one item with its captions and labels, in a line.
     """
 
     data: str
@@ -147,6 +150,8 @@ class DataFacts:
     twins_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
     remarks: Remarks | None = None
+    captions_alone: tuple[str, ...] | None = None
+    example: str = ""
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
@@ -170,7 +175,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     uncaptioned = [row for row, captions in enumerate(raw.captions) if not captions] if kind == "sentences" else []
     decoded = _decode_all(raw, progress)
-    broken = tuple(each.problem for each in decoded if each.problem)
+    broken = tuple(_from_folder(data, each.problem) for each in decoded if each.problem)
     kept, split, problems = raw, None, list[str]()
     try:
         kept = extract.complete(raw, data, kind)
@@ -193,13 +198,22 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         published=_published(data, len(raw), len(raw.label_names)),
         problems=tuple(problems),
         usable=not (broken or problems),
-        missing=tuple(raw.pictures.name(row) for row in missing),
+        missing=tuple(_from_folder(data, raw.pictures.name(row)) for row in missing),
         unreadable=broken,
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
         without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
-        constant=tuple(raw.pictures.name(row) for row, each in enumerate(decoded) if each.constant),
+        constant=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant),
         twins_by_picture=() if split is None else _twins(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
+        captions_alone=raw.alone,
+        example=raw.example,
     )
+
+
+def _from_folder(data: Data, name: str) -> str:
+    """The name of a picture as a path from the data's folder, as in a list; others unchanged."""
+    if data.path is None:
+        return name
+    return name.removeprefix(f"{data.path if data.path.is_dir() else data.path.parent}{os.sep}")
 
 
 def _twins(decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]) -> tuple[str, ...]:
@@ -349,6 +363,8 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             without_image=facts.without_image,
             constant=facts.constant,
             twins_by_picture=facts.twins_by_picture,
+            captions_alone=facts.captions_alone,
+            example=facts.example,
         )
         return _with_refusal(both, lambda: fits(scenario, folder))
     return _with_refusal(facts, lambda: refuse_before_extraction(made, scenario, fits))
@@ -378,6 +394,8 @@ def show(facts: DataFacts, out: Console) -> None:
     if facts.labels:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)
+    if facts.example:
+        out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
     for label in _shared_by_all(facts):
         line = f"every item has the label {printable(label)}, so each item is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -385,6 +403,7 @@ def show(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
+        ("text files without a picture beside them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
         ("twins of training items", facts.twins_of_training_items),

@@ -380,7 +380,12 @@ def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress |
     if folder is None or not folder.is_dir():
         found = "nothing" if folder is None else f"{folder}, which is no folder"
         raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
-    return _filled(model.folder / "gallery", of_folder(model, folder), model.used, model.alone, {}, progress)
+    source, root = of_folder(model, folder), model.folder / "gallery"
+    if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
+        root = model.cache / "galleries"  # as on a read-only disk
+        if progress is not None:
+            progress(f"{model.folder} cannot be written: the gallery is kept in {root}", 1, 1)
+    return _filled(root, source, model.used, model.alone, {}, progress)
 
 
 def _filled(

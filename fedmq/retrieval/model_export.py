@@ -228,6 +228,8 @@ def _fill_hub(made: Path, files: ModelFolder, names: list[str]) -> None:
     pretrained = backbone.get("pretrained")
     if isinstance(pretrained, str) and ("/" in pretrained or "\\" in pretrained):
         backbone["pretrained"] = Path(pretrained).name
+    if backbone.get("text_encoder") is not None:
+        backbone["text_encoder"] = Path(str(backbone["text_encoder"])).name
     plain = files.config.model_copy(update={"backbone": backbone}).plain()
     (made / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
 

@@ -14,7 +14,7 @@ from fedmq import seeds
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.silo_dataset import load_silo_dataset
-from fedmq.encoders.images import Pictures, fit
+from fedmq.encoders.images import Pictures
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.embedding import embed
@@ -35,7 +35,7 @@ _MOST_PAIRS = 200
 #: Best and worst cases in each direction.
 _EXAMPLES = 3
 _HITS = 5
-#: Edge length [pixels] and JPEG quality of a thumbnail, which then has three to five kilobytes.
+#: Longer edge [pixels] and JPEG quality of a thumbnail, which then has three to five kilobytes.
 _EDGE, _QUALITY = 112, 80
 
 F32 = npt.NDArray[np.float32]
@@ -224,12 +224,14 @@ def _as_item(
 
 
 def thumbnail(pictures: Pictures, row: int) -> str:
-    """A small JPEG of a picture, or of a video's middle frame, as a data URI; empty if it cannot be read."""
+    """A small JPEG of a whole picture, or of a video's middle frame, as a data URI; empty if it cannot be read."""
     try:
         frames = pictures.frames(row)
-        small = fit(frames[len(frames) // 2], _EDGE)
+        pixels = frames[len(frames) // 2]
     except InputError:
         return ""
     file = io.BytesIO()
-    package("PIL.Image", "embedded", "report").fromarray(small).save(file, "JPEG", quality=_QUALITY)
+    small = package("PIL.Image", "embedded", "report").fromarray(pixels)
+    small.thumbnail((_EDGE, _EDGE))
+    small.save(file, "JPEG", quality=_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

@@ -11,14 +11,18 @@ from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
 from fedmq.runs import html_sections as sections
+from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.html_figures import Figure, render
-from fedmq.runs.html_timeline import LogFacts, read_facts, timeline
+from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, read_facts, timeline
 from fedmq.runs.report_records import ReportData
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text
-from fedmq.wire.messages import COORDINATOR
+from fedmq.text import size_text
+from fedmq.wire.log_records import MessageRecord, read_log
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.sent_payloads import sent_payloads
 
 
 def write(folder: RunFolder) -> None:
@@ -29,7 +33,10 @@ def write(folder: RunFolder) -> None:
     """
     lines = read_metrics(folder)
     summary = with_own_figures(read_summary(folder))
-    evaluations = shared_evaluations(lines)
+    gallery = gallery_of(summary)
+    evaluations = [
+        line.model_copy(update={"metrics": meaningful(line.metrics, gallery)}) for line in shared_evaluations(lines)
+    ]
     merges = [line for line in lines if isinstance(line, MergeLine)]
     personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations and not summary.unevaluated:
@@ -37,24 +44,26 @@ def write(folder: RunFolder) -> None:
     untrained = evaluations[0].metrics if evaluations else {}
     facts, data = read_facts(folder.messages(COORDINATOR)), _data_of(folder, summary)
     scenario, own = load(folder.scenario), tuple(summary.own_metrics.values())
+    clock = RUN_TIME if summary.seconds.virtual is None else VIRTUAL_TIME
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
     page = render(
         "report.html.jinja",
         title=f"{summary.scenario}: {summary.protocol}",
         headline=headline(summary, untrained),
         facts=_facts(summary),
+        remarks=[] if gallery is None else gallery.remarks(summary.metrics),
         about=_about(summary, scenario, facts),
-        curves=sections.curves(evaluations, merges, personal, own, facts.bytes_at),
-        examples=[] if data is None else data.examples,
+        curves=sections.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
+        examples=[] if data is None else sections.examples(data),
         gallery_items=0 if data is None else data.items,
         silos=[*_silo_figures(summary, data, modalities), sections.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
-        timeline=timeline(facts, list(summary.per_silo)),
+        timeline=timeline(facts, list(summary.per_silo), clock),
         weights=sections.reported(merges, modalities),
         staleness=sections.staleness(merges),
         traffic=sections.traffic(facts, summary),
         spaces=_spaces(data),
-        privacy=_privacy(summary, scenario, facts),
+        privacy=_privacy(folder, summary, scenario),
         metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=list(summary.seconds.plain().items()),
@@ -88,25 +97,27 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
     if summary.unchanged:
         return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
     word = "improved" if after > before else "fell" if after < before else "stayed"
-    return f"{summary.protocol} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}"
+    gallery = gallery_of(summary)
+    items = "" if gallery is None else f", on {gallery.items}"
+    return f"{summary.protocol} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}{items}"
 
 
 def _facts(summary: RunSummary) -> list[tuple[str, str]]:
     """Figures in large print: value and what it is."""
     single = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
-    megabytes = (sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())) / 1e6
-    size = f"{megabytes / 1000:.1f} GB" if megabytes >= 1000 else f"{megabytes:.1f} MB"
-    found = [
-        (f"{summary.metrics[name]:.3f}", metric_of(name).title)
-        for name in ("mean_r1", "map")
-        if name in summary.metrics
-    ]
+    size, gallery = size_text(sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())), gallery_of(summary)
+    known = meaningful(summary.metrics, gallery)
+    found = [(f"{known[name]:.3f}", metric_of(name).title) for name in ("mean_r1", "map") if name in known]
+    if gallery is not None:
+        found.append((f"{gallery.images:,}", f"items in the gallery ({gallery.items})"))
     found += [
         (str(len(summary.per_silo)), f"silos, {single} of them with one modality"),
         (str(summary.versions), "rounds"),
         (size, "exchanged in both directions"),
         (f"{summary.seconds.total:.0f} s", "real time"),
     ]
+    if summary.seconds.virtual is not None:
+        found.append((f"{summary.seconds.virtual:.0f} s", "virtual time, simulated from the scenario's cost"))
     if "worst_r1" in summary.fairness:
         found.append((f"{summary.fairness['worst_r1']:.3f}", "R@1 of the silo served worst"))
     return found
@@ -160,12 +171,26 @@ def _spaces(data: ReportData | None) -> list[Figure]:
     return [sections.space(title, found) for title, found in titled if found is not None]
 
 
-def _privacy(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> dict[str, object]:
+def _left(folder: RunFolder, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:
+    """What left the silos, as ``fedmq audit`` counts it: kind, number of silos, number of payloads, tensor bytes."""
+    if not summary.messages.logged:
+        return [(kind.replace("_", " "), "", "", size_text(size)) for kind, size in sorted(summary.bytes.up.items())]
+    logs = sorted((folder.root / "messages").glob("*.jsonl"))
+    records = (record for log in logs for _, record in read_log(log) if isinstance(record, MessageRecord))
+    found = sent_payloads(records, {log.stem for log in logs})
+    silos = [name for name in found.number if name not in (COORDINATOR, EVALUATOR)]
+    rows: list[tuple[str, int | str, str, str]] = []
+    for kind in sorted({kind for name in silos for kind in found.number[name]}):
+        counts = [found.number[name][kind] for name in silos if found.number[name][kind]]
+        size = sum(found.bytes[name][kind] for name in silos)
+        rows.append(
+            (kind.replace("_", " "), len(counts), f"{sum(counts):,}", size_text(size) if size else "numbers only")
+        )
+    return rows
+
+
+def _privacy(folder: RunFolder, summary: RunSummary, scenario: Scenario) -> dict[str, object]:
     """What left the silos, and what protects it."""
-    sent = [
-        (kind.replace("_", " "), sum(table[kind] > 0 for table in facts.up.values()), f"{size / 1e6:,.2f} MB")
-        for kind, size in sorted(summary.bytes.up.items())
-    ]
     privacy = scenario.privacy
     if privacy.clip_norm is None:
         protection = "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
@@ -179,15 +204,17 @@ def _privacy(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> dict[s
             f"Updates were clipped to norm {privacy.clip_norm} and noised (multiplier {privacy.noise_multiplier}); "
             f"the noise comes from {source}. fedmq audit computes epsilon."
         )
-    return {"sent": sent, "protection": protection, "logged": summary.messages.logged, "silos": len(facts.up)}
+    return {"sent": _left(folder, summary), "protection": protection, "logged": summary.messages.logged}
 
 
 def _metric_table(
     summary: RunSummary, first: Mapping[str, float], own: tuple[Metric, ...]
 ) -> list[tuple[str, str, str, str]]:
-    nan = float("nan")
+    nan, gallery = float("nan"), gallery_of(summary)
     return [
-        (name, f"{first.get(name, nan):.4f}", f"{value:.4f}", _title(name, own))
+        (name, "-", "-", f"{_title(name, own)}: 1 for every model")
+        if gallery is not None and gallery.certain(name)
+        else (name, f"{first.get(name, nan):.4f}", f"{value:.4f}", _title(name, own))
         for name, value in summary.metrics.items()
     ]
 

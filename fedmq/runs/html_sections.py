@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import HEADLINE, Metric, shown
-from fedmq.runs.html_figures import COLOURS, Figure
-from fedmq.runs.html_timeline import LogFacts
-from fedmq.runs.report_records import ReportData, Space
+from fedmq.runs.html_figures import COLOURS, Figure, colour
+from fedmq.runs.html_timeline import RUN_TIME, LogFacts
+from fedmq.runs.report_records import Example, ReportData, Space
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 
 #: Titles of values that methods report of a merge: title, unit of the axis, and what it means.
@@ -33,7 +33,7 @@ _REPORTED: Mapping[str, tuple[str, str, str]] = {
     "difference_mean": ("Mean difference between silos", "difference", "Mean over pairs of replies (FedCAFE)."),
     "centroids": ("Known cluster centroids", "count", "Centroids for which at least one silo has sent a value."),
 }
-_PLACES = {"rounds": "round", "traffic": "traffic [MB]", "time": "the run's time [s]"}
+_PLACES = {"rounds": "round", "traffic": "traffic [MB]"}
 
 
 def curves(
@@ -42,6 +42,7 @@ def curves(
     personal: Sequence[PersonalLine],
     own: Sequence[Metric],
     bytes_at: Mapping[int, int],
+    clock: str = RUN_TIME,
 ) -> list[Figure]:
     """Retrieval and training loss over a run.
 
@@ -51,6 +52,7 @@ def curves(
         personal: evaluations of the personal models.
         own: user-defined metrics.
         bytes_at: payload bytes in both directions until the first message about each version.
+        clock: title of the time axis.
     """
     figures: list[Figure] = []
     versions = {line.version for line in evaluations}
@@ -61,11 +63,11 @@ def curves(
     if evaluations:
         shared = [(line.version, line.metrics) for line in evaluations]
         note = "The shared model on the whole held-out split, mean of both directions. Round 0 is the untrained model."
-        figures += retrieval("Retrieval on the held-out split", shared, own, axes, note)
+        figures += retrieval("Retrieval on the held-out split", shared, own, axes, note, clock)
     if len(personal) > 1:
         means = [(line.version, line.personal) for line in personal]
         note = "Each silo's personal model on the whole held-out split; means over silos."
-        figures += retrieval("Retrieval of the personal models", means, own, axes, note)
+        figures += retrieval("Retrieval of the personal models", means, own, axes, note, clock)
     return [*figures, *losses(merges)]
 
 
@@ -75,6 +77,7 @@ def retrieval(
     own: Sequence[Metric],
     axes: Mapping[str, Mapping[int, float]],
     note: str,
+    clock: str = RUN_TIME,
 ) -> list[Figure]:
     """Metrics over the run: one figure for all that are fractions, and one for each other metric.
 
@@ -84,6 +87,7 @@ def retrieval(
         own: user-defined metrics.
         axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
         note: below the figures.
+        clock: title of the time axis.
     """
     figures: dict[str, Figure] = {}
     versions: dict[str, list[list[int]]] = {}
@@ -108,19 +112,21 @@ def retrieval(
         )
     for key, figure in figures.items():
         if len(axes) > 1:
-            figure.layout["updatemenus"] = [_axis_menu(axes, versions[key])]
+            figure.layout["updatemenus"] = [_axis_menu(axes, versions[key], clock)]
             figure.layout["margin"] = {"t": 48}
     return list(figures.values())
 
 
-def _axis_menu(axes: Mapping[str, Mapping[int, float]], versions: Sequence[Sequence[int]]) -> dict[str, object]:
+def _axis_menu(
+    axes: Mapping[str, Mapping[int, float]], versions: Sequence[Sequence[int]], clock: str
+) -> dict[str, object]:
     buttons = [
         {
             "label": f"over {name}",
             "method": "update",
             "args": [
                 {"x": [[places.get(version) for version in trace] for trace in versions]},
-                {"xaxis.title.text": _PLACES[name]},
+                {"xaxis.title.text": _PLACES.get(name, clock)},
             ],
         }
         for name, places in axes.items()
@@ -279,6 +285,8 @@ def holdings(data: ReportData, modalities: Mapping[str, Sequence[str]]) -> Figur
 def traffic(facts: LogFacts, summary: RunSummary) -> list[Figure]:
     """Payload bytes by kind and silo as logged, or by kind alone if there is no log."""
     figures = []
+    known = sorted(summary.bytes.up.keys() | summary.bytes.down.keys())
+    colours = {kind: colour(place) for place, kind in enumerate(known)}  # the same in both figures
     for title, table, total in (
         ("Traffic from the silos", facts.up, summary.bytes.up),
         ("Traffic to the silos", facts.down, summary.bytes.down),
@@ -288,13 +296,32 @@ def traffic(facts: LogFacts, summary: RunSummary) -> list[Figure]:
         for kind in kinds:
             if table:
                 x = sorted(table)
-                figure.draw("bar", x=x, y=[table[silo][kind] / 1e6 for silo in x], name=kind.replace("_", " "))
+                y = [table[silo][kind] / 1e6 for silo in x]
             else:
-                figure.draw("bar", x=[kind.replace("_", " ")], y=[total[kind] / 1e6], name=kind.replace("_", " "))
+                x, y = [kind.replace("_", " ")], [total[kind] / 1e6]
+            figure.draw("bar", x=x, y=y, name=kind.replace("_", " "), marker={"color": colours[kind]})
         figure.layout["barmode"] = "stack"
         if kinds:
             figures.append(figure)
     return figures
+
+
+def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
+    """Groups of examples: title, a sentence if the group needs none, and its examples, in the order of the page.
+
+    A case that is right at rank 1, or already among the best, is none of the worst.
+    """
+    ways, found = (("t2i", "text to image"), ("i2t", "image to text")), []
+    best = [each for each in data.examples if each.best]
+    for way, name in ways:
+        found.append((f"Best cases, {name}", "", [each for each in best if each.way == way]))
+    shown_queries = {(each.way, each.query.key, each.query.caption) for each in best}
+    for way, name in ways:
+        worst = [each for each in data.examples if not each.best and each.way == way and each.rank > 1]
+        said = "" if worst else f"No {name} query went wrong: the right item is always at rank 1."
+        new = [each for each in worst if (way, each.query.key, each.query.caption) not in shown_queries]
+        found.append((f"Worst cases, {name}", said, new))
+    return [group for group in found if group[1] or group[2]]
 
 
 def space(title: str, found: Space) -> Figure:

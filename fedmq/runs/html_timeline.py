@@ -20,6 +20,13 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.messages import EVALUATOR, Kind
 
+#: Titles of time axes.
+RUN_TIME = "the run's time [s]"
+VIRTUAL_TIME = "virtual time [s]"
+_VIRTUAL_NOTE = (
+    " Virtual time is simulated from the scenario's cost (speed and bandwidth of the silos); it is not the real time "
+    "that the run took."
+)
 #: Height of a silo's row in the timeline [pixels].
 _ROW = 18
 #: Most tasks that are drawn; of longer runs the first and the last ones are shown.
@@ -180,12 +187,13 @@ def _sequence(record: NoteRecord) -> int:
     return found if isinstance(found, int) else -1
 
 
-def timeline(facts: LogFacts, silos: list[str]) -> Figure | None:
+def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure | None:
     """Every silo's tasks and incidents over the run's time; None if the log has neither.
 
     Args:
         facts: of the coordinator's log.
         silos: names, in order from the top.
+        clock: title of the time axis.
     """
     tasks = list(facts.tasks.values())
     if not tasks and not facts.incidents:
@@ -195,7 +203,9 @@ def timeline(facts: LogFacts, silos: list[str]) -> Figure | None:
         half = _MOST_TASKS // 2
         tasks = [*tasks[:half], *tasks[-half:]]
         note += f" Only the first and the last {half:,} tasks are drawn."
-    figure = Figure("Timeline of the silos", "the run's time [s]", "", max(240, _ROW * len(silos) + 120), note)
+    note += _VIRTUAL_NOTE if clock == VIRTUAL_TIME else ""
+    seconds = "s of virtual time" if clock == VIRTUAL_TIME else "s"
+    figure = Figure("Timeline of the silos", clock, "", max(240, _ROW * len(silos) + 120), note)
     figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": silos[::-1]}
     figure.layout["barmode"] = "overlay"
     for outcome, colour in _OUTCOMES.items():
@@ -212,7 +222,7 @@ def timeline(facts: LogFacts, silos: list[str]) -> Figure | None:
                 marker={"color": colour, "line": {"width": 0}},
                 customdata=[[task.sequence, task.start] for task in some],
                 hovertemplate="%{y}, task %{customdata[0]}<br>"
-                "sent at %{customdata[1]:.1f} s, took %{x:.1f} s<extra></extra>",
+                f"sent at %{{customdata[1]:.1f}} s, took %{{x:.1f}} {seconds}<extra></extra>",
             )
     for kind, (name, symbol) in _INCIDENTS.items():
         found = [incident for incident in facts.incidents if incident.kind is kind]
@@ -225,6 +235,6 @@ def timeline(facts: LogFacts, silos: list[str]) -> Figure | None:
                 y=[incident.silo for incident in found],
                 text=[incident.detail for incident in found],
                 marker={"symbol": symbol, "size": 9, "color": "#CC79A7", "line": {"width": 1, "color": "#1c2733"}},
-                hovertemplate=f"%{{y}}, {name} %{{text}}<br>at %{{x:.1f}} s<extra></extra>",
+                hovertemplate=f"%{{y}}, {name} %{{text}}<br>at %{{x:.1f}} {seconds}<extra></extra>",
             )
     return figure

@@ -84,7 +84,9 @@ def _beside(folder: Path, texts: Path) -> RawSet:
     first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
     keys = tuple(path.as_posix() for path in inner)
     split = split_numbers(str(folder), first, SPLIT_NAMES) if named_splits(first) else None
-    return checked(RawSet(str(folder), keys, Files(tuple(pictures)), tuple(captions), split=split))
+    pictured = {path.with_suffix("") for path in inner}
+    alone = tuple(f"{stem.as_posix()}.txt" for stem in sorted(written) if stem not in pictured)
+    return checked(RawSet(str(folder), keys, Files(tuple(pictures)), tuple(captions), split=split, alone=alone))
 
 
 def named_splits(names: Sequence[str]) -> bool:

@@ -205,8 +205,8 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
             raise InputError(member.place, f"{member.size:,} bytes", f"at most {MAX_CAPTIONS:,}")
         try:
             text = member.content().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InputError(member.place, error.reason, "UTF-8 text") from None
+        except UnicodeDecodeError:
+            raise InputError(member.place, "bytes that are not UTF-8", "UTF-8 text") from None
         if ending == "txt":
             sample.captions.update(dict.fromkeys(captions_in(text)))
         elif ending == "cls":

@@ -31,6 +31,7 @@ def _zoned(text: str) -> str:
 _Time = Annotated[str, AfterValidator(_zoned)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
+
 class SiloPhase(StrEnum):
     """What a silo is doing, as the coordinator sees it."""
 

@@ -103,7 +103,8 @@ def resume(
 ) -> Run:
     """Continue a run that was stopped, or whose last version is not evaluated.
 
-    Arguments, result and errors are those of :func:`run`. The callbacks receive the merges and evaluations from the last checkpoint on.
+    Arguments, result and errors are those of :func:`run`. The callbacks receive the merges and evaluations from the
+    last checkpoint on.
     """
     stopped = Run(folder)
     if stopped.finished and not lacks_evaluation(RunFolder(stopped.folder)):

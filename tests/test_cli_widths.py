@@ -18,7 +18,7 @@ from fedmq.cli import console, terminal
 from fedmq.cli.main import app
 from fedmq.runs.gallery_size import gallery_of
 from fedmq.runs.model_card import model_card
-from fedmq.runs.run_records import EvaluatedItems, MessageCounts, ReleaseConfig, RunSummary, SiloSummary
+from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, ReleaseConfig, RunSummary, SiloSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from tests.run_summaries import summary
@@ -73,6 +73,16 @@ def test_a_gallery_hides_only_the_recalls_that_every_model_reaches() -> None:
     assert large is not None and large.items == "1,000 test images, 5,000 captions"
     assert large.remarks(PERFECT) == []
     assert gallery_of(summary()) is None
+
+
+def test_without_an_evaluator_the_galleries_of_the_silos_are_stated() -> None:
+    silos = {name: {"items": items, "mean_r1": 1.0} for name, items in (("silo-0", 4), ("silo-1", 12))}
+    fairness = {"std_r1": 0.0, "worst_r1": 1.0, "gap_r1": 0.0}
+    facts = {"items": 16, "metrics": PERFECT, "per_silo": silos, "per_silo_mean": PERFECT, "fairness": fairness}
+    found = summary(metrics={}, fairness={}, own_heldout=OwnHeldOut.model_validate(facts))
+    for text in (printed(found), model_card(CONFIG, found, "FedAvg", "test")):
+        assert "16 held-out pairs, 4 to 12" in " ".join(text.split())
+        assert "R@5 and R@10 not shown: in a gallery of 4 items" in " ".join(text.split())
 
 
 def test_every_line_of_a_result_fits_80_columns() -> None:

@@ -163,6 +163,14 @@ def test_a_status_that_is_no_status_is_refused_in_one_line() -> None:
             status_of(text)
         assert "\n" not in str(caught.value)
         assert "\x1b" not in str(caught.value)
+    usable = {"run": "r", "written": "2026-12-01T00:00:00+00:00", "phase": "gathering", "round": 0, "rounds": 1}
+    usable |= {"loss": None, "metrics": {}, "up": 0, "down": 0, "now": 0.0, "elapsed": 0.0, "refused": {}}
+    usable |= {"last_refused": "", "silos": {}}
+    assert status_of(json.dumps(usable)).rounds == 1
+    heard = {"silos": {"silo-00": {"phase": "lost", "heard": "2026-12-01T00:00:00"}}}
+    for damaged in ({"written": "yesterday"}, {"up": 10**400}, {"round": -1}, heard):
+        with pytest.raises(RunError, match="the coordinator's status cannot be read"):
+            status_of(json.dumps(usable | damaged))
 
 
 def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:

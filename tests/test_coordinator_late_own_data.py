@@ -10,6 +10,7 @@ import pytest
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.replay import require_repeatable
 from fedmq.errors import InputError
+from fedmq.runs import html_report
 from fedmq.runs.results import read_summary
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
@@ -36,6 +37,16 @@ def test_a_late_silo_joins_between_two_rounds_and_trains_from_then_on(tmp_path: 
     assert not findings, findings
     with pytest.raises(InputError, match=r"participation.minimum: found 2, allowed: null: this run depends on when"):
         require_repeatable(run.scenario, run.folder)
+
+
+def test_a_run_ends_with_a_summary_and_a_report_without_a_silo_that_never_joined(tmp_path: Path) -> None:
+    run = OwnRun(tmp_path, MINIMUM | {"rounds": 1})
+    run.coordinate(listening=lambda: run.start("silo-00", "silo-01"))
+    assert set(run.ended.values()) == {""}, run.ended
+    absent = read_summary(run.folder).per_silo["silo-02"]
+    assert (absent.modalities, absent.samples, absent.participations, absent.items) == ([], 0, 0, {})
+    html_report.write(run.folder)
+    assert "silo-02" in run.folder.report.read_text()
 
 
 def test_a_wrong_site_that_comes_first_is_refused_by_name_and_the_run_goes_on_once_it_is_corrected(

@@ -153,6 +153,7 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
     ("keys", "message"),
     [
         ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "low must be below high"),
+        ({"search": {"training.learning_rate": {"low": 0.1, "high": 1, "step": 5}}}, "step must be at most"),
         ({"search": {"seed": [1, 2]}}, "seed cannot be searched; use seeds"),
         ({"search": {"evaluation.every": [1, 2]}}, "evaluation.every cannot be searched"),
         ({"search": {"training.speed": [1, 2]}}, "training.speed"),

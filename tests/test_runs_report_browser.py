@@ -61,6 +61,17 @@ def test_every_figure_is_drawn_at_every_width_without_scrolling_sideways(
     drawn = page.evaluate("[...document.querySelectorAll('.canvas')].map(each => each.data.length)")
     assert len(drawn) >= 8
     assert min(drawn) >= 1
+    # A table that is wider than the window scrolls in its own box, whose shadow shows that there is more.
+    shaded = """[...document.querySelectorAll('.wide')].every(box => {
+        const style = getComputedStyle(box);
+        return style.overflowX === 'auto' && style.backgroundImage.includes('gradient');})"""
+    assert page.evaluate(shaded)
+    rows = "[...document.querySelectorAll('.wide tr')].map(row => row.getBoundingClientRect().height)"
+    assert max(page.evaluate(rows)) < 90
+    missing = "[...document.querySelectorAll('nav a')].filter(a => !document.querySelector(a.getAttribute('href')))"
+    assert page.evaluate(f"{missing}.length") == 0
+    sections = "[...document.querySelectorAll('h2')].filter(h => !document.querySelector(`nav a[href='#${h.id}']`))"
+    assert page.evaluate(f"{sections}.length") == 0
     # The toolbar never covers a title: titles stand outside the drawing.
     overlaps = """[...document.querySelectorAll('figure.plot')].filter(figure => {
         const bar = figure.querySelector('.modebar'), head = figure.querySelector('h3').getBoundingClientRect();
@@ -85,6 +96,7 @@ def test_dragging_zooms_and_a_double_click_returns(browser: Any, report: Path) -
     page, errors = opened(browser, report, 1280)
     reach = "document.querySelector('.canvas').layout.xaxis.range[1]"
     before = page.evaluate(reach)
+    page.evaluate("document.querySelector('#retrieval').scrollIntoView()")
     box = page.locator(".canvas .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
     page.mouse.down()
@@ -101,7 +113,7 @@ def test_the_axis_can_be_traffic_or_time(browser: Any, report: Path) -> None:
     page, errors = opened(browser, report, 1280)
     for button, title in (
         ("over traffic", "traffic [MB]"),
-        ("over time", "the run's time [s]"),
+        ("over time", "virtual time [s]"),
         ("over rounds", "round"),
     ):
         page.locator(".updatemenu-button", has_text=button).first.click()

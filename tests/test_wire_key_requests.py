@@ -130,6 +130,11 @@ def test_an_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pyte
         load_identity(tmp_path, "silo-03")
     monkeypatch.setenv(PASSPHRASE_VARIABLE, "open sesame")
     assert load_identity(tmp_path, "silo-03").name == "silo-03"
+    shown = CliRunner().invoke(app, ["keys", "new", "--keys", str(tmp_path), "silo-04"])
+    assert "the private key is not encrypted" in shown.output and "sesame" not in shown.output
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, "\udcff")  # a byte that is not UTF-8
+    new_request(tmp_path, "silo-05", b"\xff")
+    assert load_identity(tmp_path, "silo-05").name == "silo-05"
 
 
 def test_a_passphrase_comes_from_a_file_that_its_owner_alone_may_read(

@@ -184,7 +184,7 @@ def _audit(run: Path, options: _Options) -> bool:
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured)
-        print_line(f"heads of the logs: {heads.digest}" + (f" in {options.heads}" if options.heads else ""))
+        print_line(f"heads of the logs{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv beside it")
     if deferred and not findings:

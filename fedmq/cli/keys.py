@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.cli.console import out
+from fedmq.text import print_line
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -53,13 +54,15 @@ def keys_new(
     Example: [bold]fedmq keys new silo-03[/bold]
     """
     from fedmq.wire.key_requests import new_request  # noqa: PLC0415
-    from fedmq.wire.keys import given_passphrase, passphrase_in  # noqa: PLC0415
+    from fedmq.wire.keys import given_passphrase, passphrase_in, passphrase_variable  # noqa: PLC0415
 
     secret = None if passphrase_file is None else passphrase_in(passphrase_file)
     if secret is None and passphrase:
         secret = given_passphrase() or typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode()
     path, request = new_request(keys, name, secret, replace=replace)
     _print(f"private key {keys / name}.key: keep it here, and let no one read it")
+    if secret is None and (variable := passphrase_variable()) is not None:
+        print_line(f"the private key is not encrypted: --passphrase encrypts it with that of {variable}", error=True)
     _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
     _print_fingerprint(request.public_key)
 

@@ -52,6 +52,8 @@ class Range(BaseModel):
             raise ValueError("log needs low above 0 and no step")
         if self.whole and self.step is not None and not isinstance(self.step, int):
             raise ValueError("step must be whole, as low and high are")
+        if self.step is not None and self.step > self.high - self.low:
+            raise ValueError("step must be at most high - low, or low is the only value")
         return self
 
     @property

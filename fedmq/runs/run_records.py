@@ -46,7 +46,8 @@ class SiloSummary(Stored):
     Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
 
     Args:
-        modalities: of its items.
+        modalities: of its items; empty of a silo that never stated its data, as a run with ``participation.minimum``
+            does without it.
         samples: number of training items.
         participations: number of its replies that were merged.
         data_digest: salted digest of its data, as it stated it.
@@ -61,7 +62,7 @@ class SiloSummary(Stored):
 
     __pydantic_extra__: Figures = Field(init=False)
 
-    modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
+    modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
     participations: int
     data_digest: Digest | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from fedmq.errors import RunError
 from fedmq.storage.json_files import Stored, read_json
@@ -17,6 +19,17 @@ from fedmq.text import printable
 STATUS_SECONDS = 1.0
 #: Characters kept of an error in a status.
 ERROR_CHARACTERS = 300
+
+
+def _zoned(text: str) -> str:
+    """An ISO 8601 date and time with its time zone, since ages are computed from it; raises ValueError otherwise."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return text
+
+
+_Time = Annotated[str, AfterValidator(_zoned)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class SiloPhase(StrEnum):
@@ -45,12 +58,12 @@ class SiloStatus(Stored):
     """
 
     phase: SiloPhase = Field(strict=False)
-    heard: str | None = None
+    heard: _Time | None = None
     task_seconds: float | None = None
     limit: float | None = None
     error: str = ""
-    up: int = 0
-    down: int = 0
+    up: _Count = 0
+    down: _Count = 0
 
 
 class StatusFile(Stored):
@@ -75,18 +88,18 @@ class StatusFile(Stored):
     """
 
     run: str
-    written: str
+    written: _Time
     phase: str
-    round: int
-    rounds: int
+    round: _Count
+    rounds: _Count
     loss: float | None
     metrics: dict[str, float]
-    metrics_round: int | None = None
-    up: int
-    down: int
+    metrics_round: _Count | None = None
+    up: _Count
+    down: _Count
     now: float
     elapsed: float
-    refused: dict[str, int]
+    refused: dict[str, _Count]
     last_refused: str
     silos: dict[str, SiloStatus]
 

@@ -315,8 +315,13 @@ def given_passphrase() -> bytes | None:
     """
     given, file = os.environ.get(PASSPHRASE_VARIABLE), os.environ.get(PASSPHRASE_FILE_VARIABLE)
     if given is not None:
-        return checked_passphrase(PASSPHRASE_VARIABLE, given.encode())
+        return checked_passphrase(PASSPHRASE_VARIABLE, os.fsencode(given))  # any bytes, as in a file
     return None if file is None else passphrase_in(Path(file))
+
+
+def passphrase_variable() -> str | None:
+    """The environment variable that gives a passphrase; None if neither is set."""
+    return next((name for name in (PASSPHRASE_VARIABLE, PASSPHRASE_FILE_VARIABLE) if name in os.environ), None)
 
 
 def passphrase_in(file: Path) -> bytes:

@@ -32,11 +32,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fedmq import seeds
 from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, handshake, rekeying
-from fedmq.wire.disguise import front_of
 from fedmq.wire.key_agreement import Ephemeral
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind
 from fedmq.wire.payload_digest import digest
+from fedmq.wire.sealed_headers import prefix_of
 from fedmq.wire.sealed_sessions import Session, open_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
@@ -226,7 +226,7 @@ class Readers:
         whole = codec.encode_header(header)
         if generator.random() < 0.5:
             whole = mutated_msgpack(whole, generator)
-        content = front_of(whole, len(body)) + (mutated_body(body, generator) if generator.random() < 0.5 else body)
+        content = prefix_of(whole, len(body)) + (mutated_body(body, generator) if generator.random() < 0.5 else body)
         if generator.random() < 0.5:
             content = mutated_bytes(content, generator)
         frames = [clear, AESGCM(bytes(32)).encrypt(bytes(12), content, clear)]

@@ -228,7 +228,7 @@ class OwnDataAdmission:
             raise RemoteWireError(
                 Reason.DATA,
                 f"{name} has other data (digest {statement.data[:_SHOWN]}) than when the run began "
-                f"({before.data[:_SHOWN]}); start it with the data as they were",
+                f"({before.data[:_SHOWN]}); start it with its original data",
             )
 
     def _check_fits(self, name: str, held: DataFormat, agreed: DataFormat) -> None:

@@ -71,7 +71,7 @@ def gathered(
         if admission.disputes.open != disputed:
             disputed = admission.disputes.open
             if disputed:
-                log.logger.warning("data differ", detail=f"{disputed}; further silos show which of them is wrong")
+                log.logger.warning("data differ", detail=f"{disputed}; waiting for other silos to show which is wrong")
         status(
             Status(
                 phase="gathering",

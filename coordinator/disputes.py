@@ -1,8 +1,8 @@
 """Silos whose data do not fit together: which of them is refused, decided by how many silos each fits with.
 
-The first silo to state its data is not the measure of the others, since it may be the wrong one. A silo is refused if
-it does not fit one that fits with more silos than it does. Where both fit with as many, they wait for further silos;
-once all have stated their data, the one that did so later is refused.
+The silos are not compared with the first one to state its data, since that one may be wrong. If two silos do not fit
+together, the one that fits with fewer silos is refused. If both fit with equally many, they wait for further silos;
+once all have stated their data, the later of the two is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Disputes:
 
     @property
     def open(self) -> str:
-        """What two silos that wait for further ones differ in; empty if all fit together."""
+        """How two silos that wait for further ones differ; empty if all fit together."""
         for name, others in self._against.items():
             for other in sorted(others):
                 return self._difference(name, other)

@@ -1,4 +1,4 @@
-"""Limit of the evaluator in real time, so that one that sends heartbeats but never answers cannot stall the run."""
+"""Time limit for the evaluator's answers, so that an evaluator that only sends heartbeats cannot stall the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NAMED_FACTOR, _NAMED_LEAST = 2.0, 30.0
 
 
 class EvaluatorLimit:
-    """How long the evaluator has not answered a request.
+    """Tracks how long a request to the evaluator has gone unanswered.
 
     The evaluator answers one request after the other, so the time counts from its last answer, from the first pending
     request, or from its last connection, whichever is latest.

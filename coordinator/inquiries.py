@@ -1,4 +1,4 @@
-"""Answers to those who ask for the run's status with an accepted key."""
+"""Answer inquiries: requests for the run's status, signed with an accepted key."""
 
 from __future__ import annotations
 

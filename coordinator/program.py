@@ -45,11 +45,11 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
-from fedmq.wire.disguise import MAX_FRONT, padded_size
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
 from fedmq.wire.sealed_sessions import TAG_BYTES
 from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
@@ -226,7 +226,7 @@ def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: Acc
     allow_descriptors(math.ceil(len(peers) / arguments.silos_per_connection), arguments.bind)
     keys = ListenerKeys(identity.key, accepted, peers)
     queue = QUEUE * arguments.silos_per_connection
-    largest = max(2 * max_body, padded_size(max_body + MAX_FRONT) + TAG_BYTES)
+    largest = max(2 * max_body, padded_size(max_body + MAX_PREFIX) + TAG_BYTES)
     return listen(arguments.bind, max_frame=largest, queue=queue, keys=keys)
 
 
@@ -319,7 +319,7 @@ class _Process:
         self._loop: Loop | None = None
 
     def latest(self) -> StatusFile | None:
-        """The latest status, for Prometheus and those who ask."""
+        """The latest status, for Prometheus and for inquiries."""
         return None if self._loop is None else self._loop.status.latest
 
     def run(

@@ -277,7 +277,7 @@ class Roster:
         for memory in (self._answered, self._pending):
             while len(memory) > _MAX_PENDING:
                 del memory[next(iter(memory))]
-        # Whoever asks for the status may keep no log for an audit to compare with; the inquiry is noted instead.
+        # The sender of an inquiry may keep no log for an audit to compare with; the inquiry is noted instead.
         if not repeated and not responded.inquiry:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))

@@ -313,7 +313,7 @@ def test_a_caption_that_is_not_text_is_refused(tmp_path: Path) -> None:
 def test_numbers_in_lists_must_be_plain_decimal(tmp_path: Path, number: str) -> None:
     data_set_folders.mirflickr(tmp_path / "mir")
     data_set_folders.write(tmp_path / "mir" / "mirflickr25k_annotations_v080" / "sea.txt", f"1\n{number}\n")
-    with pytest.raises(InputError, match="numbers of images, one a line"):
+    with pytest.raises(InputError, match="numbers of images, one per line"):
         read("mirflickr", tmp_path / "mir")
     data_set_folders.wikipedia(tmp_path / "wiki")
     data_set_folders.write(tmp_path / "wiki" / "testset_txt_img_cat.list", f"a b {number}\n")

@@ -12,7 +12,6 @@ from coordinator import body_limits
 from fedmq.wire import (
     channel,
     codec,
-    disguise,
     fields,
     handshake,
     key_agreement,
@@ -20,6 +19,7 @@ from fedmq.wire import (
     messages,
     payloads,
     rekeying,
+    sealed_headers,
     sealed_sessions,
 )
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
@@ -154,7 +154,7 @@ def test_every_reason_used_in_the_code_is_in_the_enumeration() -> None:
     for module in (
         codec,
         sealed_sessions,
-        disguise,
+        sealed_headers,
         rekeying,
         key_agreement,
         fields,
@@ -175,7 +175,7 @@ def test_the_header_keys_are_documented() -> None:
     assert tuple(rows(section("The clear header").partition("\n### ")[0])) == codec._HEADER_KEYS
     short = section("short header", 3)
     assert all(f"`{key}`" in short for key in codec._SHORT_KEYS)
-    assert f"at most {codec.MAX_HEADER}" in short and f"{disguise.LEAST_PADDED} bytes" in short
+    assert f"at most {codec.MAX_HEADER}" in short and f"{sealed_headers.LEAST_PADDED} bytes" in short
     body = section("The body")
     assert tuple(rows(body.partition("\n### ")[0])) == codec._BODY_KEYS
     assert tuple(rows(section("task info", 3))) == codec._TASK_KEYS

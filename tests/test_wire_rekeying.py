@@ -15,12 +15,12 @@ from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.codec import decode_clear, encode_body
-from fedmq.wire.disguise import LEAST_PADDED, padded_size, parted
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message, ShortHeader
 from fedmq.wire.payloads import Error
+from fedmq.wire.sealed_headers import LEAST_PADDED, padded_size, split_content
 from fedmq.wire.sealed_sessions import TAG_BYTES, Session, UnreadableError, open_message, seal_message
 from tests import threaded_run
 from tests.threaded_run import resolved
@@ -173,11 +173,11 @@ def test_damaged_sealed_headers_and_padding_are_refused() -> None:
         (5).to_bytes(4, "little") + (2**60).to_bytes(8, "little") + bytes(99),
     ):
         with pytest.raises(RemoteWireError) as refused:
-            parted(memoryview(damaged))
+            split_content(memoryview(damaged))
         assert refused.value.reason == "malformed"
     whole = memoryview(bytes(4096))
     with pytest.raises(RemoteWireError):
-        parted(whole)
+        split_content(whole)
 
 
 def test_an_unreadable_hidden_message_is_refused_with_its_header() -> None:

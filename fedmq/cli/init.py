@@ -46,20 +46,20 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
         silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
         missing: Annotated[
             float | None,
-            typer.Option("--missing", help="Part of the silos that lack a modality, 0 to 1.", show_default=False),
+            typer.Option("--missing", help="Fraction of silos that lack a modality, 0 to 1.", show_default=False),
         ] = None,
         method: Annotated[
-            str | None, typer.Option("--method", help="Federated method, of fedmq protocols.", show_default=False)
+            str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
         ] = None,
         force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
         quiet: Quiet = False,
     ) -> None:
-        """Write a scenario for your own pictures and captions, which runs at once.
+        """Write a scenario, ready to run, for your own pictures and captions.
 
-        It asks four questions, a question again after a wrong answer; an option answers its question. It opens the
-        pictures, and names the items that it leaves out. The data may be a folder of pictures with .txt files
-        beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or features. The
-        settings fit the number of items.
+        The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
+        skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
+        with .txt files beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
+        features. The settings fit the number of items.
 
         Example: [bold]fedmq init mine.yaml[/bold]
 
@@ -143,7 +143,7 @@ def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
     most = _most(counted)
     silos = _in_range(f"number of silos, 1 to {most}", given.silos, int, before.silos, lambda found: 1 <= found <= most)
     missing = _in_range(
-        "part of the silos that lack images or captions, 0 or more and below 1",
+        "fraction of silos that lack images or captions, 0 or more and below 1",
         given.missing,
         float,
         before.missing,

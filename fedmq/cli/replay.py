@@ -34,7 +34,7 @@ def add_replay(app: typer.Typer) -> None:
         run: Run,
         site: Annotated[
             list[Path] | None,
-            typer.Option("--site", metavar="FILE", help="Site file with the data of a silo; one for each, repeated."),
+            typer.Option("--site", metavar="FILE", help="Site file with a silo's data; repeat it for each site."),
         ] = None,
         as_json: AsJson = False,
         quiet: Quiet = False,

@@ -20,7 +20,7 @@ def add_schema(app: typer.Typer) -> None:
 
     @app.command("schema")
     def schema_command(kind: _Kind) -> None:
-        """Print the JSON schema of scenario, site, comparison or tuning files, with which editors check and complete.
+        """Print the JSON schema of scenario, site, comparison or tuning files, for checks and completion in editors.
 
         docs/howto/editor.md shows how to use it.
 

@@ -34,7 +34,7 @@ _Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Folder of the search; by default named after the file.")
 ]
 _Trials = Annotated[
-    int | None, typer.Option("--trials", min=1, help="Trials of each method; by default those of the file.")
+    int | None, typer.Option("--trials", min=1, help="Number of trials of each method; by default that in the file.")
 ]
 _Jobs = Annotated[
     int | None,

@@ -198,7 +198,7 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
-    least: Count = Field(1, description="least number of training items of a silo; smaller silos get the largest one's")
+    least: Count = Field(1, description="minimum training items of a silo; smaller silos take items from the largest")
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
@@ -444,8 +444,8 @@ class Scenario(Part):
         groups = {"paired", "image_only", "text_only"} & {getattr(each, "silos", None) for each in self.faults}
         if self.data is None and self.participation.minimum is not None and groups:
             raise ValueError(
-                f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos these are "
-                "is not known before all have stated their data, so list silos by name"
+                f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos "
+                "belong to it is not known until all have stated their data, so list silos by name"
             )
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:

@@ -27,19 +27,19 @@ class Part(BaseModel):
 
 
 class Wire(Part):
-    """What a watcher of the network learns of messages, and how long keys are used; see docs/reference/wire.md."""
+    """What an observer of the network learns from messages, and how long keys are used; see docs/reference/wire.md."""
 
     hide_names: bool = Field(
-        False, description="seal names, kinds and sequence numbers of messages with their bodies; needs wire version 3"
+        False, description="seal names, kinds and sequence numbers together with message bodies; needs wire version 3"
     )
     padding: bool = Field(
         False,
-        description="as hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
+        description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
         "between two powers of two",
     )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
-    rekey_messages: Count = Field(1 << 20, description="messages in both directions after which it does")
-    rekey_gigabytes: Positive = Field(64.0, description="10^9 bytes in both directions after which it does")
+    rekey_messages: Count = Field(1 << 20, description="messages in both directions until a session gets new keys")
+    rekey_gigabytes: Positive = Field(64.0, description="10^9 bytes in both directions until a session gets new keys")
 
     @property
     def hides(self) -> bool:
@@ -127,7 +127,7 @@ class Aggregation(Part):
         None,
         description="real time after which a connected silo that has not replied to its task has failed it [s]; null: "
         "10 times its longest task so far, at least 60 s, without a reply of any silo (its first task: by the pace of "
-        "the other silos, at least 600 s). An evaluator that does not answer for so long is given up (null: 10 times "
+        "the other silos, at least 600 s). An evaluator that does not answer within it is given up (null: 10 times "
         "its longest evaluation, at least 600 s)",
     )
 

@@ -170,7 +170,7 @@ class Plan:
 
     Args:
         silos: number of silos.
-        missing: part of the silos that lack a modality, 0 to 1.
+        missing: fraction of silos that lack a modality, 0 to 1.
         method: ``protocol.name``.
         rounds: number of rounds.
     """
@@ -215,7 +215,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         allowed = f"1 to {most_silos(data)}: each silo needs {LEAST} of the {data.pairs} pairs to train on, one to test"
         raise InputError("--silos", plan.silos, allowed)
     if not 0 <= plan.missing < 1:
-        raise InputError("--missing", plan.missing, "a part of the silos: 0 or more, below 1")
+        raise InputError("--missing", plan.missing, "a fraction of the silos: 0 or more, below 1")
     trained, drawn = _drawn(data, plan.silos)
     clusters = min(10, trained // 4)
     if clusters >= 2:
@@ -242,7 +242,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         f"silos: {{count: {plan.silos}}}",
         why,
         dealt,
-        "# Part of the silos that have images only or captions only.",
+        "# Fraction of silos that have only images or only captions.",
         f"missing_modality: {{rate: {plan.missing:g}}}",
         "training: {learning_rate: 1.0e-3, batch_size: 32}",
         "# Measured on the test items, after every fifth round and the last one.",

@@ -1,7 +1,7 @@
 """What the launchers of clusters have in common: silos, hosts and the evaluator as processes on other machines.
 
 Messages do not pass through a cluster's engine: they are sealed and go to the coordinator's socket, as from everywhere.
-The coordinator runs beside the command, which keeps the run folder. The engine's own channel carries to each process
+The coordinator runs on the machine of the command, which has the run folder. The engine itself passes to each process
 its arguments and its private key, which is made for this run only.
 """
 

@@ -1,8 +1,8 @@
 """``launcher: slurm``: silos and the evaluator as jobs of Slurm, submitted with submitit.
 
-Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. submitit hands a job its
-arguments, with its private key, and its result over in pickle files. They lie in ``jobs/`` of the run folder, which
-only the user can read, and are removed at the end of the run.
+Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. submitit passes a job its
+arguments, its private key among them, and returns its result in pickle files. They lie in ``jobs/`` of the run folder,
+which only the user can read, and are removed at the end of the run.
 """
 
 from __future__ import annotations

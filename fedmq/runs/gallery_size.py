@@ -1,4 +1,4 @@
-"""On how many items a run's figures were measured, and which figures mean something on so few."""
+"""The number of items that a run's figures were measured on, and which figures are meaningful for so few."""
 
 from __future__ import annotations
 

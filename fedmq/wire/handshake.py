@@ -6,8 +6,8 @@
       has a Session                 -- ready -->      confirm()
                                                         has a Session
 
-Whoever wants only the run's status sends a hello for any run, and an inquire message in place of ready; the answer to
-that is the session's only message.
+An operator who only asks for the run's status sends a hello for any run, and an inquire message in place of ready; the
+answer is the session's only message.
 
 To decrypt a session, an attacker has to break both exchanges. Both sides sign the transcript as they saw it. A hello
 that the responder refuses is answered with a signed reject message instead of a welcome.

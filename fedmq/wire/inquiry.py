@@ -1,4 +1,4 @@
-"""Asking a coordinator for the run's status, with an accepted key; see docs/reference/wire.md, inquire."""
+"""Ask a coordinator for its run's status, with an accepted key; see docs/reference/wire.md, inquire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
 
     Args:
         uri: where it listens.
-        identity: whoever asks; the coordinator has to accept this key under this name.
+        identity: the sender of the inquiry; the coordinator must have accepted this key under this name.
         accepted: accepted public keys, with that of the coordinator.
         patience: time to wait for the answer [s].
 

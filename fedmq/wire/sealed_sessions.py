@@ -23,7 +23,6 @@ from fedmq.wire.codec import (
     encode_header,
     encode_short_header,
 )
-from fedmq.wire.disguise import MAX_FRONT, front_of, padded_size, parted
 from fedmq.wire.messages import (
     SESSION_BYTES,
     SHORT_HEADER_VERSION,
@@ -34,6 +33,7 @@ from fedmq.wire.messages import (
     Reason,
     ShortHeader,
 )
+from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size, prefix_of, split_content
 
 TAG_BYTES = 16
 KEY_BYTES = 32
@@ -202,7 +202,7 @@ class Session:
         """The clear header, and what is sealed."""
         if not self._hides or header.kind in HANDSHAKE_KINDS:
             return encode_header(header), buffers
-        content = [front_of(encode_header(header), body_size(buffers)), *buffers]
+        content = [prefix_of(encode_header(header), body_size(buffers)), *buffers]
         size = body_size(content)
         return encode_short_header(header), [*content, bytes(padded_size(size) - size)] if self._pads else content
 
@@ -226,7 +226,7 @@ class Session:
         clear, sealed = _two(frames)
         header = decode_clear(clear)
         size = sealed.nbytes - TAG_BYTES
-        largest = padded_size(max_body + MAX_FRONT) if isinstance(header, ShortHeader) else max_body
+        largest = padded_size(max_body + MAX_PREFIX) if isinstance(header, ShortHeader) else max_body
         if size < 0:
             raise RemoteWireError(Reason.MALFORMED, "the sealed body is shorter than its tag")
         if size > largest:
@@ -255,7 +255,7 @@ class Session:
 
     def _parted(self, short: ShortHeader, content: memoryview, tag: str, max_body: int) -> Opened:
         """A message whose header was sealed with its body."""
-        header, body = parted(content)
+        header, body = split_content(content)
         if (header.wire_version, header.session, header.counter) != (short.wire_version, short.session, short.counter):
             raise RemoteWireError(Reason.MALFORMED, "the sealed header differs from the short one")
         if header.kind in HANDSHAKE_KINDS:

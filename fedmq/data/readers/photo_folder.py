@@ -25,7 +25,7 @@ def read_folder(data: Data) -> RawSet:
 
     With ``metadata.csv`` or ``metadata.jsonl`` in the folder, or in each of its folders ``train``, ``validation`` and
     ``test``, that list has the captions, as in an imagefolder of Hugging Face. Otherwise ``a.txt`` has the captions of
-    ``a.jpg``, one a line.
+    ``a.jpg``, one per line.
 
     Raises:
         InputError: there is no picture with a caption, a list is malformed, or names a file outside of its folder.
@@ -79,7 +79,7 @@ def _beside(folder: Path, texts: Path) -> RawSet:
     inner = [path.relative_to(folder) for path in pictures]
     captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
     if not any(captions):
-        allowed = "a text file beside each picture (a.txt for a.jpg) with a caption a line, or metadata.csv"
+        allowed = "a text file beside each picture (a.txt for a.jpg) with one caption per line, or metadata.csv"
         raise InputError(str(folder), f"{len(pictures)} images, none with captions", allowed)
     first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
     keys = tuple(path.as_posix() for path in inner)
@@ -95,7 +95,7 @@ def named_splits(names: Sequence[str]) -> bool:
 
 
 def _lines(path: Path | None) -> tuple[str, ...]:
-    """The captions in a text file, one a line; none without a file."""
+    """The captions in a text file, one per line; none without a file."""
     if path is None:
         return ()
     check_regular(path, MAX_CAPTIONS, "the captions of a picture")
@@ -103,5 +103,5 @@ def _lines(path: Path | None) -> tuple[str, ...]:
 
 
 def captions_in(text: str) -> tuple[str, ...]:
-    """The captions in a text, one a line, without empty lines and repetitions."""
+    """The captions in a text, one per line, without empty lines and repetitions."""
     return tuple(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))

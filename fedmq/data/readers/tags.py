@@ -95,7 +95,7 @@ def mirflickr_photos(data: Data) -> RawSet:
     for column, path in enumerate(files):
         for line in read_text(path).split():
             if not is_number(line):
-                raise InputError(str(path), line, "numbers of images, one a line")
+                raise InputError(str(path), line, "numbers of images, one per line")
             if int(line) in row:
                 labels[row[int(line)], column] = 1
     kept = np.flatnonzero(labels.any(axis=1))

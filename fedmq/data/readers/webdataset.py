@@ -1,4 +1,4 @@
-"""Read the tar files of webdataset and img2dataset: files of one name but for the ending are one item.
+"""Read the tar files of webdataset and img2dataset: files that differ only in their ending are one item.
 
 Nothing is unpacked: pictures are read at their places in the archives, which therefore must not be compressed.
 """
@@ -116,7 +116,7 @@ class _Sample:
 def read_webdataset(data: Data) -> RawSet:
     """Read a tar file, or all tar files of a folder in the order of their names.
 
-    An item has one picture (``.jpg``, ``.png``, ...), captions in ``.txt`` (one a line) or in ``.json`` (``caption``,
+    An item has one picture (``.jpg``, ``.png``, ...), captions in ``.txt`` (one per line) or in ``.json`` (``caption``,
     ``captions`` or ``text``), and labels in ``.cls`` or in the JSON's ``label`` or ``labels``.
 
     Raises:

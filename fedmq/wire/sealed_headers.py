@@ -1,4 +1,4 @@
-"""Messages of which a watcher of the network learns neither names nor kind and, if padded, only a step of the size.
+"""Sealed headers and padding: an observer of the network sees neither names nor kinds, and only rounded-up sizes.
 
 The clear header is short (wire version, session, counter). The whole header is sealed in front of the body:
 
@@ -16,7 +16,7 @@ from fedmq.wire.messages import Header, Reason
 
 _LENGTHS = 12
 #: Most that the sealed header adds to a body [bytes].
-MAX_FRONT = _LENGTHS + MAX_HEADER + ALIGNMENT
+MAX_PREFIX = _LENGTHS + MAX_HEADER + ALIGNMENT
 #: Smallest size to which messages are padded [bytes].
 LEAST_PADDED = 4096
 #: Steps between a power of two and the next.
@@ -26,7 +26,7 @@ _STEPS = 4
 def padded_size(size: int) -> int:
     """Size to which a sealed content of ``size`` bytes is padded: at least 4096, in four steps to each power of two.
 
-    So the padding adds at most a quarter.
+    The padding therefore adds at most a quarter to larger ones.
     """
     size = max(size, LEAST_PADDED)
     step = (1 << size.bit_length() - 1) // _STEPS
@@ -34,13 +34,13 @@ def padded_size(size: int) -> int:
     return padded if padded <= MAX_BODY else max(size, MAX_BODY)
 
 
-def front_of(header: bytes, body: int) -> bytes:
-    """What is sealed in front of a body of ``body`` bytes: two lengths, the encoded header, zeros."""
-    front = len(header).to_bytes(4, "little") + body.to_bytes(8, "little") + header
-    return front + bytes(-len(front) % ALIGNMENT)
+def prefix_of(header: bytes, body: int) -> bytes:
+    """The prefix of a body of ``body`` bytes: two lengths, the encoded header, zeros."""
+    prefix = len(header).to_bytes(4, "little") + body.to_bytes(8, "little") + header
+    return prefix + bytes(-len(prefix) % ALIGNMENT)
 
 
-def parted(content: memoryview) -> tuple[Header, memoryview]:
+def split_content(content: memoryview) -> tuple[Header, memoryview]:
     """The header and the body of an opened content.
 
     Raises:

@@ -153,6 +153,16 @@ def test_archives_with_the_same_names_are_joined_and_class_files_are_labels(tmp_
     assert [labels_of(found, row) for row in (0, 1)] == [["0"], ["1"]]
 
 
+def test_the_headers_of_an_archive_are_bounded(tmp_path: Path) -> None:
+    vast, nested = tarfile.TarInfo("x"), tarfile.TarInfo("x")
+    vast.type, vast.size = tarfile.XHDTYPE, 3 << 30
+    nested.type = tarfile.XHDTYPE
+    for content, what in ((vast.tobuf(), "a header of 3221225472 bytes"), (nested.tobuf() * 5000, "recursion")):
+        (tmp_path / "0.tar").write_bytes(content)
+        with pytest.raises(InputError, match=what):
+            read("webdataset", tmp_path / "0.tar")
+
+
 HOSTILE: Mapping[str, tuple[str, bytes, dict[str, Any], str]] = {
     "link": ("1.jpg", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "1.jpg: found 'a link, a device"),
     "hard link": ("1.jpg", b"", {"type": tarfile.LNKTYPE, "linkname": "0.jpg"}, "1.jpg: found 'a link, a device"),

@@ -18,7 +18,7 @@ from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
-from fedmq.experiments.tuning import TrialState, Tuned
+from fedmq.experiments.tuning import TrialState, Tuned, _check_journal
 from tests.threaded_run import resolved
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
@@ -182,3 +182,15 @@ def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     path = spec(tiny, tmp_path, search={"training.betas": values})
     plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1]), shared)
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
+
+
+def test_a_journal_with_half_a_last_line_is_cut_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    journal, line = tmp_path / "study.journal", b'{"op_code": 0}\n'
+    journal.write_bytes(line + line[:5])
+    _check_journal(journal)
+    assert journal.read_bytes() == line
+    for damaged in (line[:5] + b"\n" + line, b"\xff\n", b"[" * 100_000 + b"\n"):
+        journal.write_bytes(damaged)
+        with pytest.raises(InputError, match="line 1: found 'a damaged line'"):
+            _check_journal(journal)
+        assert journal.read_bytes() == damaged

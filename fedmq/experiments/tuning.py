@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2
+_JOURNAL = "the journal of this search; without it the search begins again, and uses the runs that are done"
 _REASON, _SEEDS = "reason", "seeds"  # attributes of trials
 
 
@@ -122,7 +124,12 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with exclusive_use(folder):
         _claim(plan, folder)
-        studies = {method.name: _study(optuna, plan, folder, method) for method in plan.methods}
+        journal = folder / "study.journal"
+        _check_journal(journal)
+        try:
+            studies = {method.name: _study(optuna, plan, folder, method) for method in plan.methods}
+        except (AssertionError, LookupError, TypeError, ValueError):  # lines are missing, or not Optuna's
+            raise InputError(str(journal), "a damaged journal", _JOURNAL) from None
         search = _Search(optuna, plan, place, studies, report, until_stopped())
         stopped = False
         while not stopped and (batch := search.next_batch()):
@@ -151,12 +158,33 @@ def _claim(plan: TunePlan, folder: Path) -> None:
     """
     path, facts = folder / "search.json", json.loads(json.dumps(plan.facts))
     if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != facts:
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            found = None
+        if found != facts:
             raise InputError(
                 f"--out {folder}", "a search of another tuning file", "a new folder, or the file as it was"
             )
         return
     write_json(path, facts)
+
+
+def _check_journal(path: Path) -> None:
+    """Cut off a last line that was written by half, to which Optuna would append.
+
+    Raises:
+        InputError: another line is damaged.
+    """
+    raw = path.read_bytes() if path.exists() else b""
+    whole = raw.rfind(b"\n") + 1
+    for number, line in enumerate(raw[:whole].splitlines(), 1):
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            raise InputError(f"{path}: line {number}", "a damaged line", _JOURNAL) from None
+    if whole < len(raw):
+        os.truncate(path, whole)
 
 
 def _study(optuna: Any, plan: TunePlan, folder: Path, method: TunedMethod) -> Any:

@@ -5,6 +5,7 @@ Nothing is unpacked: pictures are read at their places in the archives, which th
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from fedmq.storage.regular_files import check_regular, open_regular
 
 #: Largest archive, and largest picture in one [bytes].
 MAX_TAR, MAX_PICTURE = 1 << 40, 1 << 28
+#: Largest header of a file in one [bytes]: its name and attributes.
+MAX_HEADER = 1 << 20
 #: Largest number of files in one archive.
 MAX_FILES = 10_000_000
 _ALLOWED = "an uncompressed tar file of webdataset"
@@ -163,6 +166,15 @@ def _archives(data: Data) -> list[Path]:
     raise InputError("data.path", str(path), "a tar file, or a folder with tar files")
 
 
+class _Archive(io.BufferedReader):
+    """An open archive, of which tarfile reads headers alone: a long name or extended attributes are read at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
 def _members(tar: Path) -> Iterator[Member]:
     """The regular files in an archive, without those that macOS adds.
 
@@ -172,7 +184,7 @@ def _members(tar: Path) -> Iterator[Member]:
     check_regular(tar, MAX_TAR, _ALLOWED)
     size = tar.stat().st_size
     try:
-        with tarfile.open(tar, "r:") as archive:
+        with _Archive(tar.open("rb", buffering=0)) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for number, info in enumerate(archive, 1):
                 archive.members = []  # type: ignore[attr-defined]  # tarfile would collect them
                 path = PurePosixPath(info.name)
@@ -190,7 +202,7 @@ def _members(tar: Path) -> Iterator[Member]:
                 if info.offset_data + info.size > size:
                     raise InputError(place, "a file that was cut off", "a whole archive")
                 yield Member(tar, info.name, info.offset_data, info.size)
-    except (tarfile.TarError, EOFError, OSError, ValueError, UnicodeError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, UnicodeError, RecursionError) as error:
         raise InputError(str(tar), str(error) or type(error).__name__, _ALLOWED) from None
 
 

@@ -41,6 +41,7 @@ from fedmq.federation.protocol import (
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import Delta, Model, Payload
+from fedmq.wire.sealed_sessions import Session
 from protocols import _aggregation
 
 
@@ -169,7 +170,8 @@ def run(*, smoke: bool = False) -> Result:
                     watch.around(
                         (roster, "seal_message", "sealing tasks"),
                         (type(listener), "send", "passing tasks to ZeroMQ"),
-                        (roster, "open_message", "opening and decoding replies"),
+                        (Session, "open", "opening replies"),
+                        (roster, "decode_opened", "decoding replies"),
                         (reply_validation, "check_reply", "checking replies"),
                         (context.protocol, "merge", "merging"),
                         (checkpoint_files, "save", "checkpoint, in total"),

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from fedmq.cli.console import DIFFERENT, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
-from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.scenarios import resolved, resolved_file
+from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def add_data(
         Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
         """
         starting()
-        scenario = resolved_file(file, settings, seed).scenario  # a wrong file is told before torch is loaded
+        scenario = _scenario(file, settings, seed)
         from fedmq.federation import data_check  # noqa: PLC0415
 
         facts = data_check.check(scenario, fits, bar())
@@ -111,7 +112,19 @@ def add_data(
 
         Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
-        _extract(resolved_file(file, settings, seed).scenario, device, bar, as_json=as_json)
+        _extract(_scenario(file, settings, seed), device, bar, as_json=as_json)
+
+
+def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
+    """A scenario with its defaults; a wrong file or path of data is told before torch is loaded."""
+    from fedmq.config.resolve import read  # noqa: PLC0415
+
+    source = read(file, settings or (), seed)
+    path = None if source.scenario.data is None else source.scenario.data.path
+    if path is not None and not path.expanduser().exists():
+        allowed = "an existing file or folder; docs/reference/data_sets.md shows the layouts"
+        raise InputError("data.path", str(path), allowed)
+    return resolved(source).scenario
 
 
 def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import outcome, terminal
 from fedmq.evaluation.program import Evaluator
+from fedmq.runs.resume_check import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
@@ -71,7 +72,9 @@ def test_a_run_ends_without_an_evaluator_that_never_answers_and_a_resumed_run_is
     assert "so the result is not evaluated" in (tmp_path / "report.html").read_text()
     assert not audit_run(tmp_path).findings
 
+    assert lacks_evaluation(RunFolder(tmp_path))  # so the command and fedmq.resume take it, though it is finished
     again = run(scenario, tmp_path, resume=True)
+    assert not lacks_evaluation(RunFolder(tmp_path))
     assert again.summary is not None and again.summary.model_digest == ended.summary.model_digest
     assert evaluated(tmp_path) == [0, 2, 4]
     assert again.summary.unevaluated == ()

@@ -32,8 +32,10 @@ from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
+from fedmq.runs.resume_check import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
 from fedmq.safe_console import SafeConsole
+from fedmq.storage.run_folder import RunFolder
 
 OnMerge = Callable[[MergeLine], None]
 OnEvaluation = Callable[[EvaluationLine], None]
@@ -99,13 +101,14 @@ def resume(
     on_evaluation: OnEvaluation | None = None,
     progress: bool = True,
 ) -> Run:
-    """Continue a run that was stopped; arguments, result and errors as of :func:`run`.
+    """Continue a run that was stopped, or whose last version is not evaluated.
 
-    The callbacks receive the merges and evaluations from the last checkpoint on.
+    Arguments, result and errors are those of :func:`run`. The callbacks receive the merges and evaluations from the
+    last checkpoint on.
     """
     stopped = Run(folder)
-    if stopped.finished:
-        raise InputError(str(stopped.folder), "a finished run", "a run that was stopped")
+    if stopped.finished and not lacks_evaluation(RunFolder(stopped.folder)):
+        raise InputError(str(stopped.folder), "a finished run", "a run that was stopped, or not evaluated at its end")
     file = stopped.folder / "scenario.yaml"
     found = resolve(read(file), protocols, adopt=False).scenario
     command = ["scenario", str(file), "--resume", str(stopped.folder)]

@@ -45,7 +45,7 @@ def check(
         more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
         found = f"a run of another scenario: {'; '.join([*named, *more])}"
         raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
-    if folder.summary.exists() and not extend and not _lacks_evaluation(folder):
+    if folder.summary.exists() and not extend and not lacks_evaluation(folder):
         allowed = "a run that was stopped before its end, or --extend ROUNDS for further rounds"
         raise InputError(place, "a finished run", allowed)
     if extend and not any(folder.checkpoints.glob("version-*")):
@@ -58,7 +58,7 @@ def check(
         raise InputError(place, f"a run {found} messages", allowed)
 
 
-def _lacks_evaluation(folder: RunFolder) -> bool:
+def lacks_evaluation(folder: RunFolder) -> bool:
     """Whether the last version of a finished run is not evaluated, which a resumed run makes up for."""
     summary = read_summary(folder)
     return summary.versions in summary.unevaluated

@@ -119,7 +119,7 @@ def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log
 def included(
     roster: Roster, admission: OwnDataAdmission, scenario: Scenario, folder: RunFolder, log: MessageLog
 ) -> RunData:
-    """Include the silos that stated their data after the agreement, or refuse those with which the run cannot go on.
+    """Include the silos that stated their data after the agreement, or refuse those with which the run cannot continue.
 
     Args:
         roster: the run's peers.

@@ -168,7 +168,7 @@ class Loop:
         self._check_peers()
 
     def _take_over(self) -> None:
-        """Go on with the silos that are connected; their pending tasks are sent again."""
+        """Continue with the silos that are connected; their pending tasks are sent again."""
         here = [name for name in self._facts if self.roster.online(name)]
         self._seen.update(here)
         self.rounds = replace(self.rounds, online=frozenset(here))

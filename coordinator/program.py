@@ -291,7 +291,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
 
 @dataclass
 class _Process:
-    """What a coordinator's process keeps while its run goes on, also when late silos are included.
+    """What a coordinator's process keeps during its run, also when late silos are included.
 
     Args:
         arguments: how the coordinator is started.

@@ -170,7 +170,7 @@ def test_a_failing_tracker_is_given_up_in_one_line_and_old_lines_without_a_time_
     with tracking(run, folder, notices.append, {"mlflow": Failing, "csv": TRACKERS["csv"]}):
         pass
     assert notices == [
-        "track: mlflow: no route to host; the run goes on without it",
+        "track: mlflow: no route to host; the run continues without it",
         f"tracked: {folder.root / 'trackers/csv'}",
     ]
     rows = list(csv.DictReader((folder.root / "trackers/csv/metrics.csv").read_text().splitlines()))

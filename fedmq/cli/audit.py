@@ -186,7 +186,7 @@ def _audit(run: Path, options: _Options) -> bool:
         _show(audit, sentences, policy_result, accounts, measured)
         print_line(f"heads of the logs{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
-            print_line(f"report: {reported}, and audit.csv beside it")
+            print_line(f"report: {reported}, and audit.csv in the same folder")
     if deferred and not findings:
         raise deferred
     if deferred:

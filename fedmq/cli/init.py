@@ -103,7 +103,7 @@ class _Answers:
 
 
 def _until_right(given: object, step: Callable[[], T]) -> T:
-    """What a step gives; a wrong answer on the terminal is told, and the step asks again. Options are not asked again.
+    """Run a step; print the error after a wrong answer and run it again. An option's error ends the command.
 
     Args:
         given: the value of the option that answers the step's question; None if the step asks.
@@ -133,13 +133,13 @@ def _most(counted: OwnData) -> int:
 
 
 def _told(counted: OwnData) -> str:
-    """What was read, in lines."""
+    """Lines that say what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
     return "\n".join(map(printable, (first, *counted.remarks)))
 
 
 def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
-    """Ask for what is not given; the answers before are offered again."""
+    """Ask for what is not given, with the previous answers as defaults."""
     most = _most(counted)
     silos = _in_range(f"number of silos, 1 to {most}", given.silos, int, before.silos, lambda found: 1 <= found <= most)
     missing = _in_range(

@@ -83,7 +83,7 @@ def _limit(limit: float | None) -> str:
 
 
 def _of_round(status: Status) -> str:
-    """The round of the metrics: the evaluator works beside the rounds, so they may be of an earlier one."""
+    """The round of the metrics: the evaluator works in parallel with the rounds, so they may be of an earlier one."""
     return "" if status.metrics_round is None else f" (of round {status.metrics_round})"
 
 

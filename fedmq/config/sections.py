@@ -127,7 +127,7 @@ class Aggregation(Part):
         None,
         description="real time after which a connected silo that has not replied to its task has failed it [s]; null: "
         "10 times its longest task so far, at least 60 s, without a reply of any silo (its first task: by the pace of "
-        "the other silos, at least 600 s). An evaluator that does not answer within it is given up (null: 10 times "
+        "the other silos, at least 600 s). An evaluator that does not answer in time is given up (null: 10 times "
         "its longest evaluation, at least 600 s)",
     )
 

@@ -131,7 +131,7 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     yield f"estimated training time: {training} with {at_once} silos at once; start and evaluation add to it"
     yield f"estimated traffic of tasks: at most {down / 1e6:,.3f} MB down, {up / 1e6:,.3f} MB up"
     memory = _OTHER_MB + (0 if scenario.launcher == "inline" else _SILO_MB * scenario.silos.count)
-    parts = f"{_SILO_MB} MB a silo, {_OTHER_MB} MB all others, as in runs on features"
+    parts = f"{_SILO_MB} MB per silo, {_OTHER_MB} MB for all others, as in runs on features"
     yield f"estimated memory: about {memory:,} MB ({parts})"
     yield "basis: one training step and the size of its payloads, times tasks, silos and rounds"
 

@@ -127,7 +127,7 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
 
 
 def _measured(metrics: Mapping[str, float]) -> list[str]:
-    """Lines of the front matter, one a metric."""
+    """Lines of the front matter, one per metric."""
     lines = []
     for metric in shown(metrics):
         about = {"type": metric.name, "name": metric.title, "value": round(metrics[metric.name], 6)}

@@ -1,4 +1,4 @@
-"""Pass a run's records on to experiment trackers while it goes on.
+"""Pass a run's records on to experiment trackers during the run.
 
 A thread follows ``metrics.jsonl``, so that neither the speed nor an error of a tracker affects the run.
 """
@@ -96,7 +96,7 @@ class _Follower:
         self._thread.start()
 
     def stop(self, end: End) -> None:
-        """Pass on the last lines and the result, and wait for it, but not for ever."""
+        """Pass on the last lines and the result, and wait for the trackers, up to a limit."""
         self._end = end
         self._ended.set()
         self._thread.join(_PATIENCE)
@@ -159,13 +159,13 @@ class _Follower:
 
     @contextlib.contextmanager
     def _contained(self, name: str) -> Iterator[None]:
-        """Give a tracker up that fails, with one line: the run goes on without it."""
+        """Give up a tracker that fails, with one line; the run continues without it."""
         try:
             yield
         except Exception as error:
             self._open.pop(name, None)
             first = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self._notice(f"track: {name}: {printable(first)[:300]}; the run goes on without it")
+            self._notice(f"track: {name}: {printable(first)[:300]}; the run continues without it")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -22,7 +23,7 @@ from fedmq.errors import InputError
 from fedmq.retrieval import report_data
 from fedmq.runs import html_report, html_side_by_side
 from fedmq.runs import html_sections as sections
-from fedmq.runs.html_timeline import read_facts, timeline
+from fedmq.runs.html_timeline import add_records, read_facts, timeline
 from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import size_text
@@ -215,6 +216,15 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     summary = read_summary(photo_run)
     assert facts.up["silo-00"]["delta"] + facts.up["silo-01"]["delta"] == summary.bytes.up["delta"]
     assert timeline(facts, ["silo-00", "silo-01"]) is not None
+    # A silo that was lost for a while is sent its task again, and its second reply is discarded.
+    lines = [json.loads(line) for line in photo_run.messages("coordinator").read_text().splitlines()]
+    sent = next(each for each in lines if each.get("kind") == "task")
+    again = {"text": "reply discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
+    note = {key: sent[key] for key in ("hash", "n", "previous", "process", "run", "wall")} | {"action": "note", **again}
+    task = facts.tasks[sent["receiver"], sent["sequence"]]
+    before = dataclasses.replace(task)
+    add_records(facts, [json.dumps(each).encode() for each in (sent | {"sent_at": task.start + 1}, note)])
+    assert facts.tasks[sent["receiver"], sent["sequence"]] == before
 
 
 def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -> None:

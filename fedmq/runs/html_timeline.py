@@ -160,7 +160,8 @@ def _count(facts: LogFacts, record: MessageRecord) -> None:
     if not sent:
         facts.messages_up[silo] += 1
     elif header.kind is Kind.TASK:
-        facts.tasks[silo, header.sequence] = TaskSpan(silo, header.sequence, header.sent_at)
+        # A task that is sent again, to a silo that was lost, keeps its start and outcome.
+        facts.tasks.setdefault((silo, header.sequence), TaskSpan(silo, header.sequence, header.sent_at))
 
 
 def _settle(facts: LogFacts, record: EventRecord) -> None:
@@ -175,8 +176,11 @@ def _settle(facts: LogFacts, record: EventRecord) -> None:
 
 def _note(facts: LogFacts, record: NoteRecord, kind: NoteKind) -> None:
     silo = str(record.facts.get("silo") or record.facts.get("peer") or "")
-    if kind is NoteKind.REPLY_DISCARDED and (task := facts.tasks.get((silo, _sequence(record)))) is not None:
-        task.outcome = "reply discarded"
+    if kind is NoteKind.REPLY_DISCARDED:
+        task = facts.tasks.get((silo, _sequence(record)))
+        # A silo that is sent a task again may reply again; the first reply counts.
+        if task is not None and record.facts.get("reason") != "duplicate":
+            task.outcome = "reply discarded"
     elif kind in _INCIDENTS and silo and silo != EVALUATOR:
         detail = record.facts.get("kind") or record.facts.get("reason") or ""
         facts.incidents.append(Incident(silo, facts.end, kind, str(detail)))

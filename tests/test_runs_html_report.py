@@ -27,6 +27,7 @@ from fedmq.runs.html_timeline import add_records, read_facts, timeline
 from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import size_text
+from fedmq.wire.log_records import record_of
 from tests import in_process_run
 from tests.test_runs_html_figures import drawn, titles
 from tests.threaded_run import resolved, run
@@ -223,7 +224,10 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     note = {key: sent[key] for key in ("hash", "n", "previous", "process", "run", "wall")} | {"action": "note", **again}
     task = facts.tasks[sent["receiver"], sent["sequence"]]
     before = dataclasses.replace(task)
-    add_records(facts, [json.dumps(each).encode() for each in (sent | {"sent_at": task.start + 1}, note)])
+    written = (sent | {"sent_at": task.start + 1}, note)
+    added = [json.dumps(each, sort_keys=True, separators=(",", ":")).encode() for each in written]
+    assert all(record_of(line + b"\n") is not None for line in added)
+    add_records(facts, added)
     assert facts.tasks[sent["receiver"], sent["sequence"]] == before
 
 

@@ -293,7 +293,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
 
 def _heldout(summary: RunSummary) -> str:
     """How many items each silo's figures are from, in parentheses."""
-    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout is not None]
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no figures
     if not counts:
         return ""
     few, most = min(counts), max(counts)

@@ -109,12 +109,20 @@ def is_leftover(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
     """All files below a folder, without leftovers (:func:`is_leftover`).
 
     Symbolic links to folders are followed, but each folder is visited once, under its real path if that is below
     ``folder``.
+
+    Args:
+        folder: where they are.
+        leave: also follow links to folders that are not below ``folder``.
+
+    Raises:
+        InputError: there is such a link, and ``leave`` is false.
     """
+    root = folder.resolve()
     seen: set[tuple[int, int]] = set()
     waiting, links = [folder], deque[Path]()
     while waiting or links:
@@ -132,6 +140,9 @@ def files_below(folder: Path) -> Iterator[Path]:
             if is_leftover(name):
                 continue
             if is_dir:
+                if link and not leave and not (here / name).resolve().is_relative_to(root):
+                    allowed = f"links to folders in {folder}; put the folder there in place of the link, or delete it"
+                    raise InputError(str(here / name), f"a link to {os.readlink(here / name)}", allowed)
                 (links if link else waiting).append(here / name)
             else:
                 yield here / name

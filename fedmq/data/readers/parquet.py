@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, refuse_keys
-from fedmq.data.readers.photo_folder import check_inside, named_splits
+from fedmq.data.readers.photo_folder import MAX_CAPTIONS, check_inside, named_splits
 from fedmq.data.readers.webdataset import MAX_PICTURE, texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
 from fedmq.encoders.images import Files, Pictures, Pixels, decode_bytes, files_below
@@ -33,12 +33,15 @@ from fedmq.storage.regular_files import check_regular
 ENDINGS = (".parquet", ".arrow")
 #: Largest file [bytes], and most rows of all files.
 MAX_FILE, MAX_ROWS = 1 << 40, 50_000_000
-#: Largest row group, as its file states it [bytes].
+#: Largest row group, as its file states it and as it is decoded [bytes].
 MAX_GROUP = 1 << 31
+#: Largest decoded column of texts [bytes]: so much for each row on average, and so much beside.
+MAX_MEAN_TEXT, MAX_MORE_TEXT = 4096, 1 << 26
 _IMAGES = ("image", "img", "picture", "jpg", "png")
 _CAPTIONS = ("captions", "caption", "text", "title", "sentences")
 _LABELS = ("labels", "label")
 _KEPT = 2  # row groups with pictures that are kept in memory
+_BATCH = 16  # rows that are decoded at once: a small file can repeat one large value in every row
 _ALLOWED = "a Parquet or Arrow file of pictures and captions"
 _T = TypeVar("_T")
 
@@ -114,23 +117,71 @@ class TableFile:
             raise InputError(str(self.path), f"a row group of {largest:,} bytes", allowed)
         return tuple(each.num_rows for each in described)
 
-    def read(self, group: int, columns: Sequence[str]) -> list[Any]:
-        """The values of some columns of a row group, as pyarrow arrays of as many rows as :attr:`groups` says.
+    def read(self, group: int, column: str) -> Any:
+        """The values of a column of a row group, as a pyarrow array of as many rows as :attr:`groups` says.
 
         Raises:
-            InputError: the file is damaged.
+            InputError: the file is damaged, or has more bytes than :data:`MAX_GROUP` when it is decoded.
         """
+        if self._parquet is None:
+            return self._batches[group].column(column)  # in the memory map
+        found = list(self.batches(group, column, MAX_GROUP))
+        return found[0] if len(found) == 1 else package("pyarrow", "parquet", str(self.path)).chunked_array(found)
 
-        def values() -> list[Any]:
-            if self._parquet is None:
-                return [self._batches[group].column(name) for name in columns]
-            table = self._parquet.read_row_group(group, columns=list(columns), use_threads=False)
-            return [table.column(name) for name in columns]
+    def batches(self, group: int, column: str, most: int, part: str | None = None) -> Iterator[Any]:
+        """The values of a column of a row group, as pyarrow arrays of a few rows.
 
-        found = _guarded(self.path, values)
-        if any(len(each) != self.groups[group] for each in found):
+        Args:
+            group: number of the row group.
+            column: name of the column.
+            most: bytes that they may have once decoded.
+            part: the field of structures to read, instead of all.
+
+        Raises:
+            InputError: the file is damaged, or has more bytes.
+        """
+        read, size, rows = _guarded(self.path, lambda: self._decoded(group, column, part)), 0, 0
+        while (batch := _guarded(self.path, lambda: next(read, None))) is not None:
+            size, rows = size + batch.nbytes, rows + len(batch)
+            if size > most:
+                allowed = f"at most {most:,} bytes in its {self.groups[group]:,} rows"
+                raise InputError(f"{self.path}: {column}", f"more than {most:,} decoded bytes in a row group", allowed)
+            yield batch
+        if rows != self.groups[group]:
             raise InputError(str(self.path), "a row group of another length than stated", _ALLOWED)
-        return found
+
+    def _decoded(self, group: int, column: str, part: str | None) -> Iterator[Any]:
+        if self._parquet is None:
+            whole = self._batches[group].column(column)
+            arrays = (whole.slice(start, _BATCH) for start in range(0, len(whole), _BATCH))
+        else:
+            name = column if part is None else f"{column}.{part}"
+            batches = self._parquet.iter_batches(_BATCH, row_groups=[group], columns=[name], use_threads=False)
+            arrays = (batch.column(column) for batch in batches)
+        fields = arrays if part is None else (each.field(part) for each in arrays)
+        return (each.dictionary_decode() if hasattr(each, "dictionary_decode") else each for each in fields)
+
+    def without(self, group: int, column: str, part: str) -> set[int]:
+        """The rows of a row group without a field of their structures.
+
+        A file that states falsely that every row has it is noticed when the row's picture is read.
+        """
+        if self._parquet is not None and self._no_null(group, f"{column}.{part}"):
+            return set()
+        values = itertools.chain.from_iterable(
+            _guarded(self.path, batch.is_null().to_pylist) for batch in self.batches(group, column, MAX_GROUP, part)
+        )
+        return {row for row, missing in enumerate(values) if missing}
+
+    def _no_null(self, group: int, name: str) -> bool:
+        """Whether a Parquet file states that a column has no null in a row group."""
+
+        def stated() -> bool:
+            about = self._parquet.metadata.row_group(group)
+            chunk = next(c for c in map(about.column, range(about.num_columns)) if c.path_in_schema == name)
+            return bool(chunk.is_stats_set and chunk.statistics.has_null_count and chunk.statistics.null_count == 0)
+
+        return _guarded(self.path, stated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +234,7 @@ class TablePictures:
         with self._reading:
             values = self._kept.get((index, group))
             if values is None:
-                values = self._kept[index, group] = self.files[index].read(group, [self.column])[0]
+                values = self._kept[index, group] = self.files[index].read(group, self.column)
                 while len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
             value = _guarded(self.files[index].path, lambda: values.slice(inside, 1).to_pylist())[0]
@@ -215,7 +266,7 @@ def read_parquet(data: Data) -> RawSet:
         raise InputError(str(data.path), f"{rows:,} rows", f"at most {MAX_ROWS:,}")
     if data.column is not None and data.column not in schema.names:
         raise InputError("partition.column", data.column, f"a column of {files[0].path}")
-    captions = [texts_of(place, value) for place, value in _values(files, _column(files[0], _CAPTIONS, "captions"))]
+    captions = [_captions(place, value) for place, value in _values(files, _column(files[0], _CAPTIONS, "captions"))]
     label = next((name for name in _LABELS if name in schema.names), None)
     labels, names = multi_hot([] if label is None else _labels(files, label))
     keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(sum(file.groups))]
@@ -224,7 +275,7 @@ def read_parquet(data: Data) -> RawSet:
             place=str(data.path),
             keys=tuple(keys if len(files) > 1 else [key.rpartition("/")[2] for key in keys]),
             pictures=_pictures(files, _column(files[0], _IMAGES, "pictures"), data),
-            captions=tuple(tuple(dict.fromkeys(each)) for each in captions),
+            captions=tuple(captions),
             labels=labels,
             label_names=names,
             split=_split(files),
@@ -255,13 +306,23 @@ def _column(file: TableFile, names: Sequence[str], what: str) -> str:
 
 
 def _values(files: Sequence[TableFile], column: str) -> Iterator[tuple[str, Any]]:
-    """The values of a column, each with its place for error messages."""
+    """The values of a column of texts or numbers, each with its place for error messages."""
     for file in files:
-        row = 0
+        row, left = 0, MAX_MORE_TEXT + MAX_MEAN_TEXT * sum(file.groups)
         for group in range(len(file.groups)):
-            for value in _guarded(file.path, file.read(group, [column])[0].to_pylist):
-                yield f"{file.path}: {column}[{row}]", value
-                row += 1
+            for batch in file.batches(group, column, left):
+                left -= batch.nbytes
+                for value in _guarded(file.path, batch.to_pylist):
+                    yield f"{file.path}: {column}[{row}]", value
+                    row += 1
+
+
+def _captions(place: str, value: object) -> tuple[str, ...]:
+    """The captions of a row, without repetitions."""
+    texts = tuple(dict.fromkeys(texts_of(place, value)))
+    if (size := sum(len(text.encode(errors="replace")) for text in texts)) > MAX_CAPTIONS:
+        raise InputError(place, f"{size:,} bytes", f"captions of at most {MAX_CAPTIONS:,} bytes for a picture")
+    return texts
 
 
 def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
@@ -309,5 +370,25 @@ def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Pictures
     refuse_keys(data, ("images",), "Parquet and Arrow files with the bytes of pictures")
     if not ("binary" in kind and (not kind.startswith("struct") or "bytes" in kind)):
         raise InputError(f"{files[0].path}: {column}", kind[:80], "bytes of image files, or paths of images")
+    if kind.startswith("struct") and re.search(r"\bpath: \w*string", kind):
+        _refuse_paths_out(files, column)
     stack = TablePictures(files, column)
     return Rows(stack, tuple(range(len(stack))))
+
+
+def _refuse_paths_out(files: Sequence[TableFile], column: str) -> None:
+    """Refuse a row without the bytes of a picture whose path leads out of the data set's folder.
+
+    Beside the bytes, Hugging Face keeps the path that a picture once had, which is not used.
+    """
+    for file in files:
+        first = 0
+        for group, rows in enumerate(file.groups):
+            if without := file.without(group, column, "bytes"):
+                paths = itertools.chain.from_iterable(
+                    _guarded(file.path, batch.to_pylist) for batch in file.batches(group, column, MAX_GROUP, "path")
+                )
+                for row, path in enumerate(paths, first):
+                    if path and row - first in without:
+                        check_inside(f"{file.path}: {column}[{row}].path", file.path.parent / path, file.path.parent)
+            first += rows

@@ -28,7 +28,8 @@ def read_folder(data: Data) -> RawSet:
     ``a.jpg``, one per line.
 
     Raises:
-        InputError: there is no picture with a caption, a list is malformed, or names a file outside of its folder.
+        InputError: there is no picture with a caption, a list is malformed, or names a file outside of its folder, or
+            a link leads to a folder outside of it.
     """
     folder = folder_of(data)
     lists = _lists(folder)
@@ -72,10 +73,12 @@ def check_inside(place: str, file: Path | None, folder: Path) -> None:
 
 def _beside(folder: Path, texts: Path) -> RawSet:
     """The pictures below a folder with the captions in the text files of the same names."""
-    pictures = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    inside = files_below(folder, leave=False)
+    pictures = sorted(path for path in inside if path.suffix.lower() in IMAGE_ENDINGS)
     if not pictures:
         raise InputError(str(folder), "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}
+    found = (path for path in files_below(texts, leave=False) if path.suffix == ".txt")
+    written = {path.relative_to(texts).with_suffix(""): path for path in found}
     inner = [path.relative_to(folder) for path in pictures]
     captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
     if not any(captions):

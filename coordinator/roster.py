@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
@@ -44,12 +44,19 @@ class Peer:
         address: the transport's identifier of its connection.
         session: keys and counters of the session.
         heard: stopwatch time of its last message [s].
+
+    Attributes:
+        rekeys: requests for new keys that the session may still make.
     """
 
     name: str
     address: bytes
     session: Session
     heard: float
+    rekeys: rekeying.Allowance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rekeys = rekeying.Allowance(rekeying.MOST_ANSWERED, self.heard)
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,8 @@ class Roster:
             self.refuse(peer.name, error, size)
             # The seal is valid, so the message is authentic and the peer is alive.
             peer.heard = self._clock.stopwatch()
-            if error.reason == Reason.DATA or (error.reason == Reason.GAP and self._by_name.get(peer.name) is not peer):
+            joining = self._by_name.get(peer.name) is not peer
+            if error.reason in (Reason.DATA, Reason.TOO_OFTEN) or (error.reason == Reason.GAP and joining):
                 self._turn_away(peer, error)
                 return None
             if error.reason == Reason.GAP:
@@ -385,7 +393,10 @@ class Roster:
         return message
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
-        """Give a session the new keys that its peer asks for."""
+        """Give a session the new keys that its peer asks for, unless it asks too often."""
+        if not peer.rekeys.take(self._clock.stopwatch()):
+            allowed = f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second"
+            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
         key = self._accepted.get(peer.name)
         if key is None:
             raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {peer.name} is accepted here")

@@ -28,7 +28,9 @@ def table(path: Path, images: list[Any], captions: list[Any], form: str = "parqu
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_the_captions_of_a_row_are_bounded(form: str, tmp_path: Path) -> None:
     file = table(tmp_path, [b"picture"] * 2, [["a" * (1 << 19), "short"], ["b" * (1 << 20), "more"]], form)
-    with pytest.raises(InputError, match=r"caption\[1\]: found '1,048,580 bytes', allowed: captions of at most 1,048,576"):
+    with pytest.raises(
+        InputError, match=r"caption\[1\]: found '1,048,580 bytes', allowed: captions of at most 1,048,576"
+    ):
         read("parquet", file)
 
 

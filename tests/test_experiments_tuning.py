@@ -163,6 +163,13 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
         ({"search": {}}, "search is empty"),
         ({"methods": {"fedavgg": {}}}, "fedavg"),
         ({"metric": "mean_r11"}, "mean_r1"),
+        (
+            {"metric": "fairness.nonsense"},
+            "metric: found 'fairness.nonsense', allowed: fairness with one of .*worst_r1",
+        ),
+        ({"metric": "personal.mean_r11"}, "personal with one of mean_r1"),
+        ({"metric": "bytes.sideways"}, "bytes with one of up, down"),
+        ({"metric": "fairnes.worst_r1"}, "a value of the summary, e.g. fairness"),
         ({"pruning": "median", "metric": "fairness.worst_r1"}, "pruning median needs"),
         ({"seeds": [1, 1]}, "seeds lists a seed twice"),
         ({"trails": 3}, "trails"),

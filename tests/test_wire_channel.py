@@ -11,8 +11,10 @@ import pytest
 
 from coordinator.roster import Roster
 from fedmq.clock import WallClock
+from fedmq.config.sections import Wire
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import (
@@ -158,6 +160,28 @@ def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
         link.close()
     assert records(tmp_path, "received")[-1] == "stop"
     assert records(tmp_path, "note") == records(tmp_path, "refused") == []
+
+
+def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rekeying, "MOST_ANSWERED", 2)
+    with both_ends(tmp_path, queue=64) as (listener, roster, link):
+        link._options = Wire(rekey_messages=1)
+        until = time.monotonic() + 10
+        while not (roster.refused and roster.online(SILO)) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None:
+                roster.take(*got)
+        assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
+    assert records(tmp_path, "note") == [NoteKind.TOO_OFTEN]
+    assert records(tmp_path, "sent").count("rekey") >= 3
+
+
+def test_requests_for_new_keys_are_allowed_again_with_time() -> None:
+    allowance = rekeying.Allowance(2, at=10.0)
+    assert [allowance.take(now) for now in (10.0, 10.1, 10.2, 11.3, 11.4)] == [True, True, False, True, False]
+    assert [allowance.take(1e6) for _ in range(3)] == [True, True, False]
 
 
 def test_after_a_stop_nothing_is_sent_to_the_coordinator(tmp_path: Path) -> None:

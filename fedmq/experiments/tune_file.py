@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,9 +17,12 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import known_names
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.experiments.grid import Entry, Resolve
+from fedmq.runs.run_records import RunSummary
+from fedmq.storage.json_files import Stored
 from fedmq.text import nearest
 
 #: Keys that a search cannot vary, and why.
@@ -236,7 +239,27 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
     known = known_names(own.evaluation, measures_of(own.evaluation))
     if "." not in spec.metric and spec.metric not in known:
         raise InputError(f"{path}: metric", spec.metric, f"a metric, e.g. {', '.join(nearest(spec.metric, known))}")
+    if "." in spec.metric and (allowed := _no_path(spec.metric, known)):
+        raise InputError(f"{path}: metric", spec.metric, allowed)
     return TunePlan(path, spec, tuple(methods))
+
+
+def _no_path(metric: str, known: Collection[str]) -> str | None:
+    """What is allowed in place of a path that no summary has; None for a path that one may have."""
+    head, _, name = metric.partition(".")
+    if head not in RunSummary.model_fields:
+        return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"
+    if head in ("fairness", "personal_fairness"):
+        names: Collection[str] = fairness_of({})
+    elif head in ("metrics", "personal", "per_silo_mean", "personal_per_silo_mean"):
+        names = known
+    else:
+        kind = RunSummary.model_fields[head].annotation
+        if not (isinstance(kind, type) and issubclass(kind, Stored)):
+            return None
+        first, names = name.partition(".")[0], kind.model_fields
+        return None if first in names else f"{head} with one of {', '.join(names)}"
+    return None if name in names else f"{head} with one of {', '.join(nearest(name, names))}"
 
 
 def _extremes(space: Mapping[str, Range | tuple[Any, ...]]) -> Iterator[tuple[str, tuple[Any, ...]]]:

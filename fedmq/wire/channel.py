@@ -97,6 +97,7 @@ class Channel:
     ) -> None:
         self._options, self._keys_since = options, 0.0
         self._rekeying: rekeying.Rekeying | None = None
+        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -247,11 +248,15 @@ class Channel:
                 if host := unknown_host(self._uri):
                     why = f"the name {host} is unknown on this machine"
                 self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
-        elif self._rekeying is None and rekeying.due(self._session, self._options, now - self._keys_since):
+        elif self._new_keys_due(self._session, now):
             self._ask_for_keys(connection, self._session)
         elif now - self._beat_at >= beat:
             self._beat_at = now
             self._send_sealed(connection, self._session, Message(self._header(Kind.HEARTBEAT)))
+
+    def _new_keys_due(self, session: Session, now: float) -> bool:
+        due = self._rekeying is None and rekeying.due(session, self._options, now - self._keys_since)
+        return due and self._rekeys.take(now)
 
     def _ask_for_keys(self, connection: Connection, session: Session) -> None:
         header = self._header(Kind.REKEY)
@@ -389,6 +394,9 @@ class Channel:
             self._report_once(f"the coordinator at {self._uri} has removed this key")
             self._end_session(NoteKind.EXPELLED)
             return True
+        if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
+            self._end_session(NoteKind.TOO_OFTEN)
+            return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
         return True
@@ -425,6 +433,7 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
+        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, now)
         if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 

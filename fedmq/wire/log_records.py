@@ -72,6 +72,7 @@ class NoteKind(StrEnum):
     RECONNECTED = "the connection was made anew"
     QUEUE_FULL = "the queue to the coordinator is full"
     MESSAGE_LOST = "a message was lost on the way"
+    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"
 
 
 class SignedAt(StrEnum):

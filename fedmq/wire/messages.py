@@ -80,6 +80,7 @@ class Reason(StrEnum):
     GAP = "gap"
     TAMPERED = "tampered"
     EXHAUSTED = "exhausted"
+    TOO_OFTEN = "too_often"
     LAYOUT = "layout"
     DATA = "data"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup
@@ -19,6 +19,8 @@ from markupsafe import Markup
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Significant digits of numbers in figures, more than a screen can show.
 _DIGITS = 6
+#: Up to so many rounds each has its own tick. Else plotly.js also labels halves of rounds.
+_MOST_TICKS = 12
 #: Colours of traces, distinguishable on white and on black, and by most colour-blind readers (after Okabe and Ito).
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00",
@@ -55,6 +57,9 @@ class Figure:
             trace: attributes of the trace; lists or arrays of numbers, text or None.
         """
         self.traces.append({"type": kind, **trace})
+        if self.x["title"] == {"text": "round"}:
+            rounds = [place for each in self.traces for place in cast("list[float]", each["x"])]
+            self.x["dtick"] = 1 if max(rounds, default=0) <= _MOST_TICKS else None
 
     def plain(self) -> dict[str, Any]:
         """The figure as JSON-serialisable data, with the keys ``data`` and ``layout`` of plotly.js."""

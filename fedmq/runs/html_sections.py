@@ -126,7 +126,7 @@ def _axis_menu(
             "method": "update",
             "args": [
                 {"x": [[places.get(version) for version in trace] for trace in versions]},
-                {"xaxis.title.text": _PLACES.get(name, clock)},
+                {"xaxis.title.text": _PLACES.get(name, clock), "xaxis.dtick": None},
             ],
         }
         for name, places in axes.items()
@@ -158,7 +158,7 @@ def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLin
         "How much silos differ",
         "round",
         "standard deviation of R@1",
-        note="R@1 of each silo on its own held-out items. Lower is more even; 0 means all silos are served alike.",
+        note="R@1 with each silo's own held-out items as queries. Lower is more even; 0 means they are served alike.",
     )
     shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
     stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
@@ -238,7 +238,7 @@ def silos(summary: RunSummary) -> list[Figure]:
         "Retrieval for each silo",
         "",
         "R@1 of the shared model",
-        note="Mean of both directions on the silo's own held-out items. Few items make the figure uncertain.",
+        note="Mean of both directions; the queries are the silo's own held-out items. Few make the figure uncertain.",
     )
     busy = Figure("Participation", "", "merged replies", note="Replies of each silo that were merged.")
     for kinds, (name, place) in legend.items():

@@ -114,7 +114,7 @@ def _losses(runs: Sequence[_Read]) -> Figure:
 
 
 def _silos(runs: Sequence[_Read]) -> Figure:
-    note = "R@1 of the shared model on each silo's own held-out items."
+    note = "R@1 of the shared model; the queries are each silo's own held-out items."
     figure = Figure("Retrieval for each silo", "", "R@1", note=note)
     for place, run in enumerate(runs):
         silos = run.summary.per_silo

@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
-# Tests with processes of their own often wait; one worker more than cores keeps the cores busy.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Tests with processes of their own often wait; two workers more than cores keep the cores busy.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 .PHONY: run test check bench hostile chaos docs clean
 

@@ -42,7 +42,17 @@ def test_the_summary_has_all_its_fields(reference: tuple[Path, dict[str, object]
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
         *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
-        *("data_digest", "per_silo_mean", "bytes", "messages", "tasks", "seconds", "processes", "versions_of"),
+        *(
+            "data_digest",
+            "evaluated",
+            "per_silo_mean",
+            "bytes",
+            "messages",
+            "tasks",
+            "seconds",
+            "processes",
+            "versions_of",
+        ),
     }
     assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}

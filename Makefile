@@ -25,7 +25,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
 	$(BIN)/python -m tools.size_limits
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,16 @@ import torch
 import yaml
 
 torch.set_num_threads(1)
+_ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m "not slow"``, leave out files with slow tests only: their imports take seconds in every worker."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 # A shell that starts the tests in the background may ignore SIGINT; programs started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -44,6 +44,7 @@ LIES: dict[str, Callable[[Metrics], Metrics]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("late", [False, True])
 def test_false_metrics_of_one_silo_do_not_affect_those_of_the_others(

@@ -32,6 +32,8 @@ from tests import threaded_run
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
 from tests.threaded_run import resolved
 
+pytestmark = pytest.mark.slow
+
 Record = dict[str, Any]
 SETTINGS = ("rounds=2", "participation=1.0", "evaluation.every=1")
 ENDS = ("coordinator", "silo-00")
@@ -406,7 +408,6 @@ def test_logs_without_any_signature_are_audited_as_unsigned_and_refused_with_the
     assert code == 3 and any("is not signed, though a public key" in each["what"] for each in found["findings"])
 
 
-@pytest.mark.slow
 def test_a_run_wound_back_to_an_earlier_signature_is_found_by_heads_noted_later(run: Path, tmp_path: Path) -> None:
     heads = tmp_path / "heads.json"
     assert audited(run, "--heads", str(heads))[0] == 0

@@ -13,6 +13,8 @@ from benchmarks import fuzz_files
 from benchmarks.fuzz_files import KINDS, Kind, content_of, fuzz
 from fedmq.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_are_read_or_refused(kind: str) -> None:
@@ -43,7 +45,6 @@ def _fails(path: Path) -> object:
     return None
 
 
-@pytest.mark.slow
 def test_crashes_hangs_memory_and_dead_processes_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_files, "KINDS", {"fake": Kind(".x", lambda: b"9", _fails)})
     monkeypatch.setattr(fuzz_files, "content_of", lambda _kind, _seed, number: str(number).encode())

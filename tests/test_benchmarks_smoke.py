@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -20,7 +22,6 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_each_benchmark_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
@@ -32,7 +33,6 @@ def test_each_benchmark_runs_at_its_smallest_size(name: str, tmp_path: Path) -> 
     assert "bitwise different" not in " ".join(result["notes"])
 
 
-@pytest.mark.slow
 def test_the_gpu_benchmark_rehearses_every_step_on_the_cpu(tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
     done = ran("benchmarks.gpu", "--smoke", "--out", str(table))
@@ -43,14 +43,12 @@ def test_the_gpu_benchmark_rehearses_every_step_on_the_cpu(tmp_path: Path) -> No
         assert row in text, text
 
 
-@pytest.mark.slow
 def test_a_step_of_the_gpu_benchmark_that_fails_is_named_and_fails_the_command(tmp_path: Path) -> None:
     done = ran("benchmarks.gpu", "--smoke", "--minutes", "0")
     assert done.returncode == 1
     assert done.stdout.count("Left out: ") == 4
 
 
-@pytest.mark.slow
 def test_an_unknown_benchmark_is_refused_with_the_names_that_exist() -> None:
     done = ran("benchmarks", "--only", "speed")
     assert done.returncode == 2

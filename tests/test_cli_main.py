@@ -471,6 +471,7 @@ def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_pa
     command = [sys.executable, "-m", "fedmq"]
     ended = subprocess.run(command, env={**os.environ, **words}, stdout=subprocess.PIPE, text=True, check=True)
     assert ended.stdout.split() == ["scenario"]
-    env = {**os.environ, "HOME": str(tmp_path)}
+    # Typer would take the shell from the processes above this one, which may be make's sh.
+    env = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     subprocess.run([*command, "--install-completion", "bash"], env=env, stdout=subprocess.DEVNULL, check=True)
     assert "_FEDMQ_COMPLETE" in (tmp_path / ".bash_completions" / "fedmq.sh").read_text()

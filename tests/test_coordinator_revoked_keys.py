@@ -24,6 +24,7 @@ from tests.test_coordinator_rounds import SILOS, gathered, plan
 from tests.threaded_run import resolved, run_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path: Path, mode: str) -> None:
     scenario = resolved(tiny, "rounds=6", "participation=1.0", "evaluation.every=0", f"aggregation.mode={mode}")

@@ -32,6 +32,7 @@ def check_queues_give_the_digest_of_memory(scenario: Scenario, folder: Path) -> 
     assert queue["messages"]["refused"] == 0
 
 
+@pytest.mark.slow
 def test_the_tiny_scenario_over_queues_gives_the_digest_of_memory(tiny: Path, tmp_path: Path) -> None:
     check_queues_give_the_digest_of_memory(resolved(tiny), tmp_path)
 

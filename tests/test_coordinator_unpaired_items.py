@@ -24,6 +24,8 @@ from tests.run_summaries import summary
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
+pytestmark = pytest.mark.slow
+
 SILOS, N = 3, 90
 SPLIT = np.array(["train"] * 60 + ["test"] * 24 + ["public"] * 6)
 SITE = np.array([f"site-{row % SILOS}" for row in range(N)])

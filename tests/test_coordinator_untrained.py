@@ -22,6 +22,8 @@ from tests import in_process_run
 from tests.run_summaries import summary
 from tests.threaded_run import resolved
 
+pytestmark = pytest.mark.slow
+
 EVERYONE = ("rounds=2", "participation=1")
 
 

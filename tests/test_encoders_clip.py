@@ -33,6 +33,8 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import key_of
 from tests.gradients import gradient_of
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 3, "width": 64, "head_width": 32, "patch_size": 16},
@@ -94,7 +96,6 @@ def test_the_papers_model_has_its_3_033_600_trainable_parameters() -> None:
     assert (adapters, model.dim) == (1_982_976, 512)
 
 
-@pytest.mark.slow
 def test_a_silo_trains_the_papers_model_with_image_weights_alone(tmp_path: Path) -> None:
     chosen = Backbone(name="ViT-B-32", adapter_site="blocks", head="mlp")
     inputs = InputSpec((3, 224, 224), (77,), "uint8", "int32", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -105,7 +106,6 @@ def test_a_silo_trains_the_papers_model_with_image_weights_alone(tmp_path: Path)
     assert not gradient_of(model)[model.branch("text")].any()
 
 
-@pytest.mark.slow
 def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path: Path) -> None:
     chosen = Backbone(name="ViT-B-32", adapter_site="blocks", head="mlp")
     inputs = InputSpec((3, 224, 224), (77,), "uint8", "int32", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))

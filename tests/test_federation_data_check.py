@@ -53,6 +53,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_a_data_set_is_counted_and_after_extraction_partitioned(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +229,7 @@ def test_the_device_example_in_the_documentation_is_a_valid_scenario(
     assert chosen.adapter_site == "feature"
 
 
+@pytest.mark.slow
 def test_a_run_extracts_features_on_its_device_where_available(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_data_set_too_small_for_its_papers_split_names_the_sizes_to_set(
     assert "data.queries, data.val, data.train: found 'queries 2000" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extracted", [False, True])
 def test_mismatched_feature_widths_are_reported_before_and_after_extraction(
     own_cache: None,
@@ -279,6 +282,7 @@ def test_mismatched_feature_widths_are_reported_before_and_after_extraction(
     assert fedmq(monkeypatch, "data", "check", path, *as_captions) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extracted", [False, True])
 def test_settings_that_the_method_refuses_are_reported_before_and_after_extraction(
     own_cache: None,

@@ -60,6 +60,7 @@ def pictures(scenario: Scenario) -> torch.Tensor:
     return torch.tensor(np.array(prepare(scenario.data, scenario.backbone).image))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", LABELLED)
 def test_an_untrained_end_to_end_network_equals_the_one_over_frozen_features(file: Path, base: str) -> None:
     scenario = scenarios.load(file, [f"objective.base={base}"])

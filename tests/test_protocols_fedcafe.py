@@ -88,6 +88,7 @@ def test_enhancement_alone_has_no_effect_in_the_first_round() -> None:
     assert not torch.equal(run.state.theta, plain.state.theta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -426,6 +427,7 @@ def test_label_levels_are_distinguished_by_name() -> None:
     assert trained_columns(LABELS, both_levels=False) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["dpsh", "dch", "csq", "greedyhash", "triplet", "dscmr", "dcmh", "shdch"])
 def test_only_shdch_trains_on_the_upper_of_two_label_levels(base: str, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)

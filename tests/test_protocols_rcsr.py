@@ -88,6 +88,7 @@ def test_the_router_covers_all_silos_where_merges_are_of_few_replies_unless_conf
         assert (told == 1.0) is (over == "reporters"), (given, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "over"),
     [
@@ -285,6 +286,7 @@ def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -24,6 +24,8 @@ from fedmq.retrieval.released_model import described, open_model
 from tests.test_data_extract import tiny_clip
 from tests.threaded_run import run
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "embeddings": ["protocol=fedavg"],
     "codes": ["protocol=fedavg", "objective={base: dcmh, bits: 16, hidden: 16}"],

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -51,7 +50,7 @@ class Accounts:
     privacy: Privacy
     silos: Mapping[str, Spent]
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
         return {
             "delta": self.delta,

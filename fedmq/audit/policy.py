@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rich.console import Console
@@ -201,7 +201,7 @@ class PolicyResult:
             found.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
         return found
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
         return {
             "ok": not self.findings,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -80,7 +80,7 @@ def _references(command: str, names: Sequence[str] | None, known: Sequence[str])
     return references
 
 
-def _facts(key: Key) -> dict[str, Any]:
+def _facts(key: Key) -> dict[str, object]:
     """A key as JSON; its default keeps its type."""
     try:
         default = json.loads(key.default)

@@ -143,7 +143,7 @@ def _write(plan: TunePlan, tuned: Tuned, folder: Path, roots: Roots) -> dict[str
     return files
 
 
-def _record(trial: Trial) -> dict[str, Any]:
+def _record(trial: Trial) -> dict[str, object]:
     return {
         "method": trial.method,
         "trial": trial.number,
@@ -157,7 +157,7 @@ def _record(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _plain(tuned: Tuned, folder: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+def _plain(tuned: Tuned, folder: Path, files: Mapping[str, Path]) -> dict[str, object]:
     best = {
         name: {
             "trial": trial.number,

@@ -341,7 +341,7 @@ def _words(todo: ExtractionPlan) -> tuple[str, ...]:
     return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
-def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, Any]:
+def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, object]:
     """The number of captions that are longer than the encoder reads, and the first item with one."""
     if encoder is None or encoder.cut is None:
         return {}

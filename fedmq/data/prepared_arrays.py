@@ -287,7 +287,7 @@ def save_arrays(folder: Path, **arrays: Array | None) -> None:
             np.save(folder / f"{name}.npy", value, allow_pickle=False)
 
 
-def save_present(folder: Path, present: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
+def save_present(folder: Path, present: npt.NDArray[np.bool_] | None) -> dict[str, object]:
     """Save the modalities of each item, bool [n, 2], if some items lack one (not None).
 
     Returns:

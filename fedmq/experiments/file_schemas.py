@@ -6,7 +6,6 @@ Editors check a file while it is written. The models check more than a schema ca
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -33,7 +32,7 @@ _MODELS: dict[FileKind, type[BaseModel]] = {
 }
 
 
-def schema_of(kind: FileKind) -> dict[str, Any]:
+def schema_of(kind: FileKind) -> dict[str, object]:
     """The JSON schema (draft 2020-12) of a kind of files."""
     schema = _MODELS[kind].model_json_schema(by_alias=True)
     if kind is FileKind.SITE:

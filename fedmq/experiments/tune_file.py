@@ -181,7 +181,7 @@ class TunePlan:
     methods: tuple[TunedMethod, ...]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What identifies the search: everything but the number of trials, which may grow."""
         plain = self.spec.model_dump(mode="json", exclude={"trials"})
         return {**plain, "settings": [list(method.entry.settings) for method in self.methods]}

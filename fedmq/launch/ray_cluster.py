@@ -124,7 +124,7 @@ def _connect(ray: Any, address: str) -> None:
         raise InputError("launcher ray", found, f"{allowed}; RAY_ADDRESS names another one") from None
 
 
-def _options(scenario: Scenario) -> dict[str, Any]:
+def _options(scenario: Scenario) -> dict[str, object]:
     needs = scenario.silos.needs
     return {
         "num_cpus": needs.cpus,

@@ -61,7 +61,7 @@ class Figure:
             rounds = [place for each in self.traces for place in cast("list[float]", each["x"])]
             self.x["dtick"] = 1 if max(rounds, default=0) <= _MOST_TICKS else None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """The figure as JSON-serialisable data, with the keys ``data`` and ``layout`` of plotly.js."""
         return {"data": _plain(self.traces), "layout": _plain(self.layout)}
 

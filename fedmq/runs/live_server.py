@@ -88,7 +88,7 @@ class GrowingRun:
         ]
         return [figure for figure in found if figure is not None]
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """What the run is doing, for the head of the page."""
         try:
             found = read_status(self.folder.status)

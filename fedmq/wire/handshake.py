@@ -115,7 +115,7 @@ def initiate(
         sent_at=sent_at,
         wire_version=min(versions),
     )
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "versions": list(versions),
         "nonce": ephemeral.nonce,
         "x25519": ephemeral.x25519.public_key().public_bytes_raw(),
@@ -164,7 +164,7 @@ def respond(
         sent_at=sent_at,
         wire_version=version,
     )
-    answer_fields: dict[str, Any] = {
+    answer_fields: dict[str, object] = {
         "nonce": ephemeral.nonce,
         "x25519": ephemeral.x25519.public_key().public_bytes_raw(),
         "mlkem768": ciphertext,
@@ -368,7 +368,7 @@ def transcript_digest(*parts: bytes) -> bytes:
 
 
 def _signed(
-    identity: Identity, label: bytes, context: bytes, header: Header, fields: dict[str, Any]
+    identity: Identity, label: bytes, context: bytes, header: Header, fields: dict[str, object]
 ) -> tuple[bytes, bytes]:
     """Frames of a handshake message: header, then signature and fields; the signature covers context and both."""
     clear = encode_header(header)

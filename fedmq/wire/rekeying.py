@@ -12,8 +12,8 @@ messages are still opened with the former ones, which are then dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -182,7 +182,7 @@ def finish(state: Rekeying, peer_key: Ed25519PublicKey, session: Session, answer
     session.rekey(identifier, send_key=up, receive_key=down)
 
 
-def _signed(identity: Identity, label: bytes, context: tuple[bytes, ...], fields: dict[str, Any]) -> bytes:
+def _signed(identity: Identity, label: bytes, context: tuple[bytes, ...], fields: Mapping[str, object]) -> bytes:
     packed = pack(fields)
     return identity.key.sign(label + transcript_digest(*context, packed)) + packed
 

@@ -34,7 +34,7 @@ _HALF_BYTES = 1 << 20
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens.
+    """A free port of 127.0.0.1.
 
     It is not one of those from which the system takes ports for outgoing connections: attacks open thousands, and one
     of them could get the port before the coordinator listens on it, or even connect to itself.

@@ -116,7 +116,7 @@ def add_data(
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
-    """A scenario with its defaults; a wrong file or path of data is told before torch is loaded."""
+    """A scenario with its defaults; refuses a wrong file or path of data before torch is loaded."""
     from fedmq.config.resolve import read  # noqa: PLC0415
 
     source = read(file, settings or (), seed)

@@ -71,7 +71,7 @@ class Value:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told at the start.
+    """What a tracker records at the start of a run.
 
     Args:
         folder: of the run.

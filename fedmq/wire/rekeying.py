@@ -35,8 +35,8 @@ from fedmq.wire.sealed_sessions import Opened, Sealed, Session
 
 REKEY_LABEL = b"fedmq 1 rekey"
 REKEYED_LABEL = b"fedmq 1 rekeyed"
-#: Requests for new keys in a session: so many at once, and one more per second. The responder allows more than the
-#: initiator makes, so that delays on the way cannot end a session.
+#: Most requests for new keys that one session makes, and that it answers, in a burst; one more is allowed per second.
+#: The responder allows more than the initiator makes, so that delays on the network cannot end a session.
 MOST_MADE, MOST_ANSWERED = 30, 60
 
 

@@ -4,6 +4,9 @@ SCENARIO ?= scenarios/rcsr_mr50.yaml
 # Tests with processes of their own often wait; two workers more than cores keep the cores busy.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
+# Without compiled modules, which some machines switch off, each process takes twice as long to start.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: run test check bench hostile chaos docs clean
 
 run: .venv/installed

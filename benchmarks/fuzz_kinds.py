@@ -318,7 +318,7 @@ def _open_model(folder: Path) -> object:
     return open_model(folder).alone()
 
 
-def _gallery(folder: Path) -> object:
+def _gallery(folder: Path) -> None:
     generator = numpy_generator(0, "fuzz", "gallery")
     image, text = (generator.normal(size=(rows, 6)).astype(np.float32) for rows in (5, 9))
     keys = [f"k{row}" for row in range(5)]
@@ -326,13 +326,13 @@ def _gallery(folder: Path) -> object:
     owner = np.array([0, 0, 1, 2, 2, 3, 3, 4, 4])
     np.savez(Gallery(folder, meta).vectors, owner=owner, keys=np.array(keys), image=image, text=text)
     (folder / "items.json").write_text(json.dumps({"keys": keys, "captions": [["a", "b"]] * 5}))
-    return write_json(folder / "gallery.json", meta.plain())
+    write_json(folder / "gallery.json", meta.plain())
 
 
 def _search(folder: Path) -> object:
     gallery = open_gallery(folder, _MODEL)
     vector = np.ones((1, 6), np.float32)
-    hits = [hit for among in ("images", "captions") for hit in nearest_items(gallery, vector, among, 3)]  # type: ignore[arg-type]
+    hits = [hit for among in ("images", "captions") for hit in nearest_items(gallery, vector, among, 3)]
     return json.dumps([vars(hit) for hit in hits], default=str)
 
 

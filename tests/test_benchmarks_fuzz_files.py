@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -83,3 +84,18 @@ def test_crashes_hangs_memory_and_dead_processes_are_failures(monkeypatch: pytes
     ):
         assert expected in problem
     assert tally.outcomes["read"] == 1
+
+
+def test_finished_kinds_are_not_fuzzed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["fuzz_files", "--smoke", "--resume", str(tmp_path / "done.json"), "--only"]
+    for kinds, counted in (("heads", 1), ("heads,site", 1), ("heads,site", 0)):
+        made: list[str] = []
+        monkeypatch.setattr(fuzz_files, "fuzz", lambda kind, *more, made=made: made.append(kind) or fuzz(kind, *more))
+        monkeypatch.setattr(sys, "argv", [*command, kinds])
+        with pytest.raises(SystemExit) as ended:
+            fuzz_files.main()
+        assert ended.value.code == 0
+        assert len(made) == counted
+        assert all(kind in capsys.readouterr().out for kind in made)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fuzz_files
-from benchmarks.fuzz_damage import Special, restructured
+from benchmarks.fuzz_damage import Folder, Special, restructured
 from benchmarks.fuzz_files import content_of, fuzz, write
 from benchmarks.fuzz_kinds import KINDS, Kind, valid
 from fedmq.errors import InputError
@@ -33,7 +33,12 @@ def test_the_same_seed_makes_the_same_files() -> None:
 
 
 def test_a_folder_with_links_pipes_and_folders_in_place_of_files_is_written(tmp_path: Path) -> None:
-    content = {"a/b.txt": b"1", "link": Special("link", ".."), "pipe": Special("pipe"), "folder": Special("folder")}
+    content: Folder = {
+        "a/b.txt": b"1",
+        "link": Special("link", ".."),
+        "pipe": Special("pipe"),
+        "folder": Special("folder"),
+    }
     write(tmp_path / "made", content)
     assert (tmp_path / "made" / "a" / "b.txt").read_bytes() == b"1"
     assert (tmp_path / "made" / "link").readlink() == Path("..")

@@ -5,8 +5,8 @@ The coordinator runs on the machine of the command, which has the run folder. Th
 its task and its keys, and returns what it wrote, as the records of :mod:`fedmq.launch.peer_records`.
 
 Private keys are made by the command, for this run only, and are sent. A process that made its own key would have to
-return the public half before the coordinator lets it join, and a task of Ray returns nothing before its end. A silo that
-is started again on another machine also has to keep its key, from which ``privacy.noise_from: key`` derives its noise.
+return the public half before the coordinator lets it join, and a task of Ray returns nothing before its end. Also, a
+silo that is started again on another machine keeps its key, from which ``privacy.noise_from: key`` derives its noise.
 What protects a key on its way is how the engine protects a job: on Slurm by files of one user, see
 :mod:`fedmq.launch.slurm_cluster`; on Ray by who can reach the cluster.
 """

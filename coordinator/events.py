@@ -108,7 +108,9 @@ class EvaluationAborted:
     """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
 
 
-Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | WaitEnded | EvaluationAborted
+Event = (
+    Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | WaitEnded | EvaluationAborted
+)
 
 
 # --------------------------------------------------------------------------------------------------- actions out

@@ -497,4 +497,6 @@ class Loop:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
-        return not (self.evaluation.crowded or self.evaluation.decides) or self.evaluation.wait(self._poll, self.stop_wanted, final=False)
+        return not (self.evaluation.crowded or self.evaluation.decides) or self.evaluation.wait(
+            self._poll, self.stop_wanted, final=False
+        )

@@ -57,7 +57,9 @@ class Interrupted:
             assert kill
 
     def coordinate(self, stop_wanted: Callable[[], bool] = lambda: False, *, resume: bool) -> Phase:
-        arguments = CoordinatorArguments(self.run.run, self.run.uri, self.run.root / "keys", self.run.folder.root, resume)
+        arguments = CoordinatorArguments(
+            self.run.run, self.run.uri, self.run.root / "keys", self.run.folder.root, resume
+        )
         begin = [] if resume else ["silo-00", "silo-01"]
         return run_coordinator(arguments, listening=lambda _: self.run.start(*begin), stop_wanted=stop_wanted).phase
 

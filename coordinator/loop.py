@@ -56,8 +56,6 @@ _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
 #: Until the queue is empty no peer counts as silent, because its messages may still be queued.
 MESSAGES_AT_ONCE = 256
-#: Event number of events that are not on the timeline: a silo joined or was lost, or the operator requested a stop.
-_NO_EVENT = 0
 
 
 @dataclass
@@ -202,12 +200,12 @@ class Loop:
             self._receive(wait)
         self._check_peers()
 
-    def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
+    def _handle(self, event: Event, number: int = 0) -> None:
         """Pass an event to the rounds machine and carry out its actions.
 
         Args:
             event: the event.
-            number: number of the timeline event that it is, or that caused it.
+            number: number of the timeline event that it is, or that caused it; 0 if a peer or the operator did.
         """
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
@@ -273,10 +271,8 @@ class Loop:
         """Fail the task of an unreadable reply or error; a resend would be unreadable, too."""
         header = unusable.header
         self._note_answer(header)
-        if self.evaluation.unreadable(header):
-            return
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
-        if answers and header.reply_to is not None:
+        if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
             self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
 
     def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
@@ -497,6 +493,5 @@ class Loop:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.personal_due(version):
             return self._measure_personal(version, self.rounds.settled, final=False)
-        return not (self.evaluation.crowded or self.evaluation.decides) or self.evaluation.wait(
-            self._poll, self.stop_wanted, final=False
-        )
+        waits = self.evaluation.crowded or self.evaluation.decides
+        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)

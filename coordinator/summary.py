@@ -81,9 +81,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(
-        update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, last, stated)
-    )
+    return summary.model_copy(update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, last, stated))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:

@@ -154,9 +154,15 @@ def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
     lacking += [(each.title, each.metric, measured) for each in never]
     items = min((run.gallery.smallest for run in done if run.gallery is not None), default=0)
     return (
-        *(f"column {title!r} holds only dashes: in a gallery of {items} items every model reaches 1" for title in hidden),
-        *(f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
-        for title, metric, known in lacking if title not in hidden),
+        *(
+            f"column {title!r} holds only dashes: in a gallery of {items} items every model reaches 1"
+            for title in hidden
+        ),
+        *(
+            f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
+            for title, metric, known in lacking
+            if title not in hidden
+        ),
     )
 
 

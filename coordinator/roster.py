@@ -364,8 +364,10 @@ class Roster:
         """Refuse a silo whose data would not fit the run, though they fit the agreement."""
         self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
 
-    def dismiss_joining(self) -> None:
-        """Tell peers that have not joined that the run is over."""
+    def dismiss(self, names: Sequence[str]) -> None:
+        """Tell peers, and those that have not joined, that the run is over."""
+        for name in names:
+            self.send(name, self.header(name, Kind.STOP))
         for peer in list(self._joining.values()):
             self._send(peer, Message(self.header(peer.name, Kind.STOP)))
 

@@ -19,8 +19,8 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
+from benchmarks.fuzz_damage import replaced
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.verdict import Evidence, verdict
@@ -30,29 +30,11 @@ from fedmq.wire.log_records import GENESIS, canonical, chain
 _OLD = Path(__file__).parent.parent / "tests" / "fixtures" / "old_run"
 _LIMIT_SECONDS = 2.0
 _FILES = 10
-#: Values that replace others.
-_STRANGE: tuple[Any, ...] = (
-    None, True, -1, 0, 2**63, 2**70, 1e308, "", "x", "\x00", "\ud800", "0" * 64, "../../etc/passwd", "<script>", "=1+1",
-    [], {}, [[]], [None] * 3, {"a": {"b": []}}, float("nan"), "silo-00", "coordinator", "2026-13-45",
-)  # fmt: skip
-
-
-def _replaced(value: Any, draw: random.Random) -> Any:
-    """A JSON value in which one part, or all of it, is another value."""
-    if isinstance(value, dict) and value and draw.random() < 0.9:
-        key = draw.choice(list(value))
-        if draw.random() < 0.1:
-            return {name: each for name, each in value.items() if name != key}
-        return value | {key: _replaced(value[key], draw)}
-    if isinstance(value, list) and value and draw.random() < 0.8:
-        place = draw.randrange(len(value))
-        return [*value[:place], _replaced(value[place], draw), *value[place + 1 :]]
-    return draw.choice(_STRANGE)
 
 
 def _line(line: bytes, draw: random.Random) -> bytes:
     try:
-        return json.dumps(_replaced(json.loads(line), draw), sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(replaced(json.loads(line), draw), sort_keys=True, separators=(",", ":")).encode() + b"\n"
     except ValueError:
         return line[: draw.randrange(len(line) + 1)] + b"\n"
 

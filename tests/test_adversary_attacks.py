@@ -155,6 +155,7 @@ def test_a_refused_peer_is_told_and_named_with_its_key_at_the_coordinator() -> N
     assert f"claims to be silo-01, with the unknown key SHA256 {fingerprint(stranger.public_key())}" in refused[1]
 
 
+@pytest.mark.slow
 def test_a_listener_without_the_expected_key_is_recognised() -> None:
     peer, key, other = (Ed25519PrivateKey.generate() for _ in range(3))
     listener = opened([peer], key)

@@ -238,6 +238,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     assert notes[0].facts == {"reason": "unknown_sender", "detail": "this key is not accepted"}
 
 
+@pytest.mark.slow
 def test_a_welcome_to_an_earlier_hello_is_no_refusal(tmp_path: Path) -> None:
     init_keys(tmp_path / "keys", (COORDINATOR, SILO))
     coordinator, accepted = load_identity(tmp_path / "keys", COORDINATOR), load_accepted(tmp_path / "keys")

@@ -160,6 +160,7 @@ def test_a_run_with_forged_figures_in_its_summary_is_not_the_same(tiny: Path, tm
     assert first_difference(read_record(run), honest) is None  # real time and resent bytes may differ
 
 
+@pytest.mark.slow
 def test_a_run_with_a_swapped_model_is_not_the_same(tiny: Path, tmp_path: Path) -> None:
     run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
     honest, path = read_record(run), run.model / "model.safetensors"

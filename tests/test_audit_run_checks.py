@@ -187,6 +187,7 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     ]
 
 
+@pytest.mark.slow
 def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,10 +54,11 @@ def test_the_help_shows_a_plain_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
         (["compare", "TINY", "--select", "evaluation.split=val,test"], "--select: found 'evaluation.split'"),
         (["compare", "TINY", "--select", "rounds=1,2", "--select-rounds", "1"], "--select rounds: found"),
-        (["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary"),
-        (
+        pytest.param(["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary", marks=pytest.mark.slow),
+        pytest.param(
             ["compare", "TINY", "--vary", "partition.clusters=5,101", "--seeds", "0", "--quiet"],
             "partition.clusters: found 101",
+            marks=pytest.mark.slow,
         ),
         (["sweep", "TINY"], "--vary"),
         (["sweep", "TINY", "--vary", "silos"], "--vary"),

@@ -466,6 +466,7 @@ def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
     assert ended.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_path: Path) -> None:
     words = {"_FEDMQ_COMPLETE": "complete_bash", "COMP_WORDS": "fedmq sce", "COMP_CWORD": "1"}
     command = [sys.executable, "-m", "fedmq"]

@@ -68,6 +68,7 @@ def test_a_live_run_with_errors_names_them_without_control_characters(
     assert "silos.silo-02.phase" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_prune_removes_checkpoints_and_states_of_a_finished_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,7 @@ def commands(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
         yield from commands(each, (*path, name))
 
 
+@pytest.mark.slow
 def test_the_help_of_every_command_breaks_lines_only_where_80_columns_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runner: Callable[..., object] = CliRunner().invoke

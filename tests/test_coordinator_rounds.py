@@ -397,6 +397,7 @@ class InvariantChecker:
             assert rounds.version - self.bases[action.silo, action.sequence] > allowed
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(PLANS, st.lists(EVENT_CHOICES, min_size=20, max_size=60))
 def test_no_sequence_of_events_merges_a_reply_twice_or_too_stale_stalls_a_run_or_skips_a_version(

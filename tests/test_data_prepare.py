@@ -321,6 +321,7 @@ def test_openmoji_with_adapters_in_the_blocks_is_stored_as_pixels_and_token_ids(
     assert np.allclose(text_features(frozen, tiny_clip(tmp_path)), features, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_openmoji_at_the_feature_site_is_stored_as_frozen_tower_features(
     few: list[openmoji.Item], tmp_path: Path
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedmq.data.readers import parquet
+from fedmq.encoders import images
 from fedmq.errors import InputError
 from tests import data_set_folders
 from tests.read_data_sets import read
@@ -72,3 +74,32 @@ def test_a_link_to_a_folder_outside_is_refused_and_one_to_a_folder_or_file_is_no
     (photos / "in" / "up").symlink_to("../..")
     with pytest.raises(InputError, match=r"in/up: found 'a link to \.\./\.\.', allowed: links to folders in"):
         read("folder", photos)
+
+
+def test_a_link_out_of_a_folder_of_tables_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    table(folder, [b"picture"] * 2, ["a", "b"])
+    (folder / "up").symlink_to("..")
+    with pytest.raises(InputError, match=r"up: found 'a link to \.\.'"):
+        read("parquet", folder)
+
+
+@pytest.mark.parametrize("name", ["images.mat", "images.h5", "images.npz"])
+def test_a_pipe_in_place_of_arrays_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="found 'a FIFO'"):
+        read("fashionvc", tmp_path)
+
+
+def test_a_pipe_in_place_of_tags_or_of_a_video_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    folder = data_set_folders.nuswide(tmp_path / "nuswide")
+    tags = folder / "NUS_WID_Tags" / "AllTags1k.txt"
+    tags.unlink()
+    os.mkfifo(tags)
+    with pytest.raises(InputError, match="found 'a FIFO'"):
+        read("nuswide", folder)
+    pytest.importorskip("av")
+    os.mkfifo(tmp_path / "clip.mp4")
+    with pytest.raises(InputError, match="found 'a FIFO'"):
+        images.video_frames(tmp_path / "clip.mp4", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays, of_hospital
+from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays, fedmq, of_hospital
 from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
@@ -87,6 +88,25 @@ def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulatio
     for kind in (OwnHeldOutLine, EvaluationLine):
         assert [line.version for line in read_metrics(run.folder) if isinstance(line, kind)] == [0, 4, 8, 12, 16]
     assert summary.model_digest == _simulated(tmp_path)
+    _check_replay(run)
+
+
+def _check_replay(run: OwnRun) -> None:
+    """Replay the run with the data of all sites, the evaluator's among them; without those it is refused."""
+    files = []
+    for name in (*run.scenario.silo_names, EVALUATOR):
+        site = run.site(name)
+        assert site.data is not None and site.data.path is not None
+        plain = {"data": {"name": "features", "path": site.data.path.name}}
+        files.append(run.root / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump(plain | ({} if site.modalities is None else {"modalities": ["image"]})))
+    named = [word for file in files for word in ("--site", str(file))]
+    same = fedmq("replay", str(run.folder.root), *named, "--json", "--quiet")
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert json.loads(same.stdout)["events"] == 3 * ROUNDS
+    without = fedmq("replay", str(run.folder.root), *named[:-2], "--quiet")
+    assert (without.returncode, without.stdout) == (2, "")
+    assert "--site: found 'no data of evaluator'" in without.stderr
 
 
 def _simulated(root: Path) -> str:

@@ -69,6 +69,7 @@ def test_every_update_of_a_run_has_independent_noise_of_the_configured_scale(
         assert abs(np.corrcoef(a[:shortest], b[:shortest])[0, 1]) < 6 / np.sqrt(shortest), (one, two)
 
 
+@pytest.mark.slow
 def test_without_noise_a_long_update_is_clipped_and_a_short_one_is_unchanged(
     tiny: Path, tmp_path: Path, sent: dict[Key, tuple[F32, F32]]
 ) -> None:

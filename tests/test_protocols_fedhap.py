@@ -533,6 +533,7 @@ def test_the_discriminator_takes_the_same_fraction_of_a_merge_step_as_the_model(
     torch.testing.assert_close(steps[1], 0.25 * steps[0])
 
 
+@pytest.mark.slow
 def test_with_two_label_levels_prototypes_are_of_the_lower_level() -> None:
     names = (f"{COARSE}a", f"{COARSE}b", "c", "d")
     run = small("shdch", "fedhap", labels=names)

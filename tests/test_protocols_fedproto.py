@@ -24,6 +24,7 @@ def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
     run = population("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
     run.round()

@@ -221,6 +221,7 @@ def test_without_prototypes_and_mixing_a_silo_trains_like_fedavg() -> None:
     torch.testing.assert_close(run.state.theta, plain.state.theta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}], ids=str)
 def test_every_switch_changes_the_result(changes: dict[str, Any]) -> None:
     options = {"hn_rate": 0.01}

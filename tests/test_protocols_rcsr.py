@@ -428,6 +428,7 @@ def test_the_adam_step_equals_torchs() -> None:
     np.testing.assert_allclose(ours.values, theirs.detach(), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
     run = population("rcsr", {"warmup": 0, "beta4": 0.0, "router_rate": 1e-2})
     protocol: Any = run.protocol

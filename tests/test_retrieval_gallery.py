@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,22 @@ def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
     made.vectors.write_bytes(b"PK\x03\x04cut short")
     with pytest.raises(InputError, match="a damaged file"):
         made.array("image")
+
+
+@pytest.mark.parametrize("name", ["image", "text", "owner"])
+def test_arrays_that_do_not_fit_their_description_are_refused(name: str, embeddings: Release) -> None:
+    made = export(embeddings)
+    arrays = {each: made.array(each) for each in ("image", "text", "owner", "keys")}
+    right = arrays[name]
+    other = right[::-1] if name == "owner" else right * np.nan
+    for wrong in (right[:-1], right[..., None], right.astype("complex64"), other):
+        np.savez(made.vectors, **arrays | {name: wrong}, allow_pickle=False)
+        with pytest.raises(InputError, match=f"{made.vectors.name}: {name}: found"):
+            made.array(name)
+    with zipfile.ZipFile(made.vectors, "w") as archive:
+        archive.writestr(f"{name}.npy", b"no array")
+    with pytest.raises(InputError, match="found 'bytes"):
+        made.array(name)
 
 
 @pytest.mark.usefixtures("indexed")

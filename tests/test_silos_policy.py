@@ -168,6 +168,7 @@ def test_a_policy_without_the_statement_is_refused_at_start_as_its_silo_could_no
         guard_of(policy, SILO, tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_replies_that_a_silo_withholds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_the_command_exits_with_1_if_a_check_failed(
     assert [check["verdict"] for check in found if check["name"] == "keys"] == ["failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "held"), [("silo-02", "images and captions ("), ("silo-01", "images only")])
 def test_a_site_with_data_of_its_own_trains_a_step_before_there_is_an_agreement(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -193,6 +193,7 @@ def test_a_truncated_or_extended_body_is_refused(message: Message, data: st.Data
             decode(clear, wrong)
 
 
+@pytest.mark.slow
 @MANY
 @given(messages(), st.data())
 def test_a_truncated_or_extended_header_is_refused(message: Message, data: st.DataObject) -> None:

@@ -13,6 +13,7 @@ from benchmarks import fuzz_frames
 from fedmq.wire import codec
 
 
+@pytest.mark.slow
 def test_mutated_frames_are_accepted_or_refused_and_nothing_else() -> None:
     found = fuzz_frames.fuzz(fuzz_frames.Found(seed=1), 4000, lambda: False, lambda _: None)
     assert not found.failed, fuzz_frames.lines_of(found)

@@ -148,3 +148,13 @@ def test_invalid_public_keys_are_input_errors(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     with pytest.raises(InputError, match=r"silo-00\.pub"):
         load_accepted(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["silo-00.key", "accepted/silo-00.pub"])
+def test_a_pipe_in_place_of_a_key_is_refused_and_not_waited_for(target: str, tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-00"])
+    path = tmp_path / target
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(InputError, match="found 'a FIFO'"):
+        _ = load_identity(tmp_path, "silo-00") if path.suffix == ".key" else load_accepted(tmp_path)

@@ -307,6 +307,8 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
         InputError: PyAV is not installed, or the file is not a video or is less than half complete.
     """
     av = package("av", "video", str(path))
+    if path.exists():
+        check_regular(path, 1 << 62, "a video")
     try:
         with av.open(str(path)) as container:
             # Only MP4's header is reliable; in other formats the number of frames is often missing or wrong.

@@ -29,6 +29,7 @@ from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
+from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
 from fedmq.errors import InputError
@@ -280,17 +281,39 @@ class Gallery:
         return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
 
     def array(self, name: str) -> Array:
-        """One array of :attr:`vectors`.
+        """One array of :attr:`vectors`: codes or embeddings [n, .] or [m, .], owner int64 [m], or keys [n].
 
         Raises:
-            InputError: the file is damaged.
+            InputError: the file is damaged, or holds something else than ``gallery.json`` says.
         """
         try:
+            check_npz(self.vectors)
             with np.load(self.vectors, allow_pickle=False) as stored:
                 found: Array = stored[name]
         except BROKEN_NPZ as error:
             raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
+        # NumPy returns a member of the archive that is no array as bytes.
+        about = (found.dtype.kind, *found.shape) if isinstance(found, np.ndarray) else ("bytes",)
+        if about != (expected := self._described(name)) or not self._sound(name, found):
+            shown = f"{about[0]} {list(about[1:])}, or other values"
+            raise InputError(f"{self.vectors}: {name}", shown, f"{expected[0]} {list(expected[1:])} of {_AGAIN}")
         return found
+
+    def _described(self, name: str) -> tuple[str | int | None, ...]:
+        """Kind of the dtype and shape of an array by ``gallery.json``."""
+        rows = self.meta.items if name in ("image", "keys") else self.meta.captions
+        if name in ("owner", "keys"):
+            return "i" if name == "owner" else "U", rows
+        width = self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
+        return "u" if self.binary else "f", rows, width
+
+    def _sound(self, name: str, found: Array) -> bool:
+        """Whether vectors are finite, and owners are items in ascending order."""
+        if name == "owner":
+            return bool(
+                (np.diff(found) >= 0).all() and (not len(found) or 0 <= found[0] <= found[-1] < self.meta.items)
+            )
+        return name == "keys" or bool(np.isfinite(found).all())
 
 
 def _write_index(vectors: Array, path: Path) -> None:

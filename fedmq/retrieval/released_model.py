@@ -28,7 +28,9 @@ from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.wire.layout import MAX_BYTES
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Model, Payload
 
@@ -195,6 +197,7 @@ class ModelFolder:
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.folder / f"{name}.safetensors"
+        check_regular(path, MAX_BYTES + (1 << 24), "a file of the run's release")
         try:
             return load_aligned(path)
         except Exception as error:  # safetensors and the file system raise many types

@@ -185,4 +185,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
 def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
     """Scores and places of the nearest vectors, ordered by (score, place)."""
     vectors = gallery.array("image" if among == "images" else "text")
+    if (vector.dtype, vector.shape[1]) != (vectors.dtype, vectors.shape[1]):
+        found = f"{vectors.dtype} vectors of {vectors.shape[1]}"
+        raise InputError(str(gallery.vectors), found, f"{vector.dtype} vectors of {vector.shape[1]}, as of the model")
     return nearest(vectors, vector, count, open_index(gallery, among, vectors))

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from mnemonic import Mnemonic
 
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import open_regular, read_regular
 from fedmq.storage.run_folder import write_atomically, writing
 from fedmq.text import printable
 from fedmq.wire.fields import NAME
@@ -29,6 +30,8 @@ _ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
 #: Environment variables with the passphrase of an encrypted private key, or with the file that holds it.
 PASSPHRASE_VARIABLE, PASSPHRASE_FILE_VARIABLE = "FEDMQ_KEY_PASSPHRASE", "FEDMQ_KEY_PASSPHRASE_FILE"
 _LONGEST_PASSPHRASE = 1024
+#: Largest key file [bytes].
+_LARGEST_KEY = 4096
 #: Words of a fingerprint, 11 bits each.
 _WORDS = 8
 
@@ -90,9 +93,9 @@ def load_identity(directory: Path, name: str) -> Identity:
     _check_key_name(directory, name)
     path = directory / f"{name}.key"
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
-            raw = file.read(4096)
+            raw = file.read(_LARGEST_KEY)
     except OSError as error:
         raise InputError(str(path), error.strerror, "a readable key file") from error
     if mode & 0o077:
@@ -202,9 +205,7 @@ def _refuse_writable(path: Path) -> None:
 
 def _public_key(path: Path) -> Ed25519PublicKey:
     try:
-        key = serialization.load_pem_public_key(path.read_bytes())
-    except OSError as error:
-        raise InputError(str(path), error.strerror, "a readable key file") from error
+        key = serialization.load_pem_public_key(read_regular(path, "a readable key file", _LARGEST_KEY))
     except (ValueError, UnsupportedAlgorithm) as error:
         raise InputError(str(path), "a file that is not a public key", "an Ed25519 public key in PEM") from error
     if not isinstance(key, Ed25519PublicKey):

@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from fedmq.data.readers import sparse
 from fedmq.data.readers.mat_tags import check_tags
+from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
 from fedmq.extras import package
+from fedmq.storage.regular_files import check_regular
 
 Array = npt.NDArray[Any]
 Role = Literal["image", "text", "labels"]
@@ -243,8 +245,15 @@ def list_arrays(path: Path, also: str = "split") -> list[Stored]:
     Raises:
         InputError: the file is missing, truncated or unreadable.
     """
+    check = check_npz if path.suffix.lower() == ".npz" else _check_file
+    guarded(path, lambda: check(path))
     arrays: list[Stored] = guarded(path, lambda: _arrays_in(path, also))
     return arrays
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a pipe or a device, which reading could wait for without end."""
+    check_regular(path, 1 << 62, "a file of arrays")
 
 
 def _npy_header(opened: Any, path: Path, key: str) -> Stored:

@@ -288,7 +288,7 @@ def _files(data: Data) -> tuple[TableFile, ...]:
     """The tables that ``data.path`` names, or that are below the folder it names."""
     path = data.path
     if path is not None and path.is_dir():
-        found = sorted(each for each in files_below(path) if each.suffix.lower() in ENDINGS)
+        found = sorted(each for each in files_below(path, leave=False) if each.suffix.lower() in ENDINGS)
         if found:
             return tuple(map(TableFile, found))
     elif path is not None and path.suffix.lower() in ENDINGS:

@@ -16,6 +16,7 @@ from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, i
 from fedmq.data.readers.arrays import holds_pixels, read_pixels
 from fedmq.encoders.images import Files, is_leftover
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import open_regular
 
 #: Number of NUS-WIDE's 81 labels to keep, the most frequent ones, as in DCMH.
 NUS_LABELS = 21
@@ -119,7 +120,7 @@ def _digits(path: Path, width: int | None) -> U8:
     """Read a file of lines of 0/1 digits, with or without separators: uint8 [lines, width]."""
     rows = []
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "a file of the data set") as file:
             for number, line in enumerate(file, 1):
                 # Splitting half a million lines of a thousand digits would take minutes.
                 digits = np.frombuffer(line.translate(None, b" \t\r\n"), dtype=np.uint8) - ord("0")

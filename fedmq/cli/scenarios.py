@@ -39,7 +39,19 @@ def resolved_file(
     """Like :func:`resolved`, for a file with settings and a seed."""
     from fedmq.config.resolve import read  # noqa: PLC0415
 
-    return resolved(read(file, settings or (), seed), manual=manual, adopt=adopt)
+    elsewhere = manual or not adopt
+    source = read(file, settings or (), seed) if elsewhere else read_here(file, settings, seed)
+    return resolved(source, manual=manual, adopt=adopt)
+
+
+def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
+    """Read a scenario whose data are on this machine, and refuse in no time what needs no torch to be refused."""
+    from fedmq.config.resolve import read  # noqa: PLC0415
+    from fedmq.data.first_check import refuse_first  # noqa: PLC0415
+
+    source = read(file, settings or (), seed)
+    refuse_first(source)
+    return source
 
 
 def again(scenario: Scenario) -> ResolvedRun:

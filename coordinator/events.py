@@ -99,11 +99,18 @@ class Expelled:
 
 
 @dataclass(frozen=True)
+class WaitEnded:
+    """The time is over for which a resumed run waits for all silos that took part; the minimum suffices now."""
+
+
+@dataclass(frozen=True)
 class EvaluationAborted:
     """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
 
 
-Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | EvaluationAborted
+Event = (
+    Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | WaitEnded | EvaluationAborted
+)
 
 
 # --------------------------------------------------------------------------------------------------- actions out

@@ -30,6 +30,7 @@ from coordinator.events import (
     SetDeadline,
     Stop,
     Switched,
+    WaitEnded,
 )
 from coordinator.fault_injection import FaultInjector
 from coordinator.outcomes import Outcomes, drawn_outcome
@@ -55,8 +56,6 @@ _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
 #: Until the queue is empty no peer counts as silent, because its messages may still be queued.
 MESSAGES_AT_ONCE = 256
-#: Event number of events that are not on the timeline: a silo joined or was lost, or the operator requested a stop.
-_NO_EVENT = 0
 
 
 @dataclass
@@ -102,11 +101,10 @@ class Loop:
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
-        self._seen, self.makes_room = set[str](), False
+        self._seen, self.makes_room, self._limits = set[str](), False, self.status.limits
         self._absent_since: dict[str, float] = {}
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
-        self._limits = self.status.limits
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
@@ -143,9 +141,7 @@ class Loop:
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
-            for name in (*self._facts, EVALUATOR):
-                self.roster.send(name, self.roster.header(name, Kind.STOP))
-            self.roster.dismiss_joining()
+            self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
@@ -204,12 +200,12 @@ class Loop:
             self._receive(wait)
         self._check_peers()
 
-    def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
+    def _handle(self, event: Event, number: int = 0) -> None:
         """Pass an event to the rounds machine and carry out its actions.
 
         Args:
             event: the event.
-            number: number of the timeline event that it is, or that caused it.
+            number: number of the timeline event that it is, or that caused it; 0 if a peer or the operator did.
         """
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
@@ -275,10 +271,8 @@ class Loop:
         """Fail the task of an unreadable reply or error; a resend would be unreadable, too."""
         header = unusable.header
         self._note_answer(header)
-        if self.evaluation.unreadable(header):
-            return
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
-        if answers and header.reply_to is not None:
+        if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
             self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
 
     def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
@@ -311,9 +305,12 @@ class Loop:
 
     def _join(self, name: str) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
-        gathering = self.rounds.phase is Phase.GATHERING
         self._limits.forget(name)
-        self._handle(Joined(name))
+        self._start_on(Joined(name))
+
+    def _start_on(self, event: Joined | WaitEnded) -> None:
+        gathering = self.rounds.phase is Phase.GATHERING
+        self._handle(event)
         if not gathering or self.rounds.phase is Phase.GATHERING:
             return
         now = self.clock.stopwatch()
@@ -386,6 +383,8 @@ class Loop:
         for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
             self.evaluation.give_up(name)
         self._fail_overdue()
+        if self.rounds.awaited and now - self._began > patience:
+            self._start_on(WaitEnded())
         for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
@@ -418,9 +417,8 @@ class Loop:
         if self.roster.online(name):
             self._on_peer_lost(name)
         self.log.note(NoteKind.EXPELLED, peer=name)
-        if name not in self._facts:
-            return
-        self._handle(Expelled(name))
+        if name in self._facts:
+            self._handle(Expelled(name))
         task = self.rounds.pending.get(name)
         if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
             self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True))

@@ -98,7 +98,7 @@ def scenario_command(
     source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
     if check:
-        explain(resolved(source), quiet=quiet)
+        explain(resolved(source), quiet=quiet, as_json=as_json)
         return
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.

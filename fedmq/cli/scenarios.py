@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err
-from fedmq.text import print_line, printable
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
@@ -74,10 +74,14 @@ def check_here(run: ResolvedRun, *, device: bool) -> None:
     warn([run])
 
 
-def explain(run: ResolvedRun, *, quiet: bool) -> None:
-    """Print what a run would do and take."""
+def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
+    """Print what a run would do and take; as JSON only the estimates."""
     from fedmq.launch import dry_run  # noqa: PLC0415
 
     check_here(run, device=True)
-    for line in dry_run.explain(run, None if quiet else bar()):
+    progress = None if quiet else bar()
+    if as_json:
+        print_json(dry_run.estimates(run, progress))
+        return
+    for line in dry_run.explain(run, progress):
         print_line(printable(line))

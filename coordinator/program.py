@@ -445,6 +445,9 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     if stated is not None:
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated)
+    if shared:
+        change = float((state.theta - initial).norm() / initial.norm().clamp(min=torch.finfo(initial.dtype).tiny))
+        summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

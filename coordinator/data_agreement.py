@@ -97,7 +97,7 @@ def gathered(
 
 
 def _enough(admission: OwnDataAdmission, scenario: Scenario) -> bool:
-    """Whether the method can select a minimum of the silos that have stated their data, and they have what it needs."""
+    """Whether enough silos that the method can select have stated their data, and these have what the method needs."""
     minimum = scenario.participation.minimum
     try:
         data = admission.candidate(cache_folder())

@@ -76,7 +76,7 @@ class Loop:
         status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        late_silos: whether silos wait that stated data of their own after the others had agreed.
+        late_silos: whether silos that stated their own data after the agreement are waiting.
 
     Attributes:
         saving: writes the checkpoints.
@@ -119,7 +119,7 @@ class Loop:
         """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
 
         Args:
-            continues: go on with the silos that are connected, after an earlier loop of this process.
+            continues: continue with the connected silos after an earlier loop of this process.
 
         Returns:
             ``DONE`` or ``STOPPED``.
@@ -452,7 +452,7 @@ class Loop:
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     def _merge(self, action: Merge) -> None:
-        """Merge, write a checkpoint and notify the rounds machine; a crash leaves either all or nothing of it."""
+        """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
         replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)

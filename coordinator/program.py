@@ -213,7 +213,7 @@ def _roster(
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
-    """Refuse a run of which the keys of all silos that the method can select were revoked."""
+    """Refuse a run if the keys of all silos that the method can select have been revoked."""
     eligible = run_context.plan.eligible
     if revoked.issuperset(eligible):
         found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
@@ -291,7 +291,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
 
 @dataclass
 class _Process:
-    """What a coordinator's process keeps during its run, also when late silos are included.
+    """State that a coordinator process keeps for the whole run, also when late silos are included.
 
     Args:
         arguments: how the coordinator is started.
@@ -349,7 +349,8 @@ class _Process:
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
                 return _ended(self.log, phase, None)
-            # As a resumed coordinator, it goes on from its checkpoint; peers stay connected and counters go on.
+            # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
+            # continue.
             counters.subtract(roster.sent, roster.received, roster.refused)
             folder = run_context.folder
             data = included(roster, admission, self.arguments.scenario, folder, self.log)

@@ -20,7 +20,7 @@ from fedmq.text import print_line
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 
-#: Least time between two snapshots of a task, and from its start to the first one [s].
+#: Minimum time between two snapshots of a task, and from its start to the first one [s].
 SNAPSHOT_SECONDS = 10.0
 #: File of the snapshot.
 _EPOCHS = "epochs.safetensors"

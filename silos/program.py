@@ -1,4 +1,4 @@
-"""The silo program: loads the silo's dataset, connects to the coordinator and answers its tasks until it says stop."""
+"""The silo program: loads the silo's dataset, connects to the coordinator and executes tasks until stopped."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Silo:
         encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
         measured = heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
-        # Of data of its own the silo's part is all there is.
+        # With its own data, the silo's part is the whole split.
         return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
 
     def measure_shared(self, message: Message) -> OwnMetrics:
@@ -284,7 +284,7 @@ def run_silo(
     *,
     joined: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a silo until the coordinator says stop.
+    """Run a silo until the coordinator sends stop.
 
     Args:
         arguments: how it was started.
@@ -457,7 +457,7 @@ def reply_to(
     logger: Logger = QUIET,
     fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
 ) -> None:
-    """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
+    """Execute a task or an evaluation, and send the reply, or the error unless it is a fatal one."""
     header, began = message.header, time.monotonic()
     what = {"task": header.sequence, "round": message.task.round} if message.task else {"version": header.base_version}
     try:

@@ -189,7 +189,7 @@ def test_a_silo_with_a_single_pair_is_refused_because_it_could_never_train(
     lacking = np.zeros(N, bool)
     lacking[np.flatnonzero((SITE == "site-2") & (SPLIT == "train"))[1:]] = True
     if name == "fedavg":
-        with pytest.raises(InputError, match=r"silo-02 with one pair, which has no other to be contrasted with"):
+        with pytest.raises(InputError, match=r"silo-02 with a single pair, which has no negatives"):
             run(tiny, tmp_path, written(None, lacking), *BY_SITE, *of_method(name))
         return
     found = run(tiny, tmp_path, written(None, lacking), *BY_SITE, *of_method(name))  # it trains on the anchored ones
@@ -207,7 +207,7 @@ def test_a_silo_cannot_gain_a_modality_that_none_of_its_items_has(
 ) -> None:
     lacking = (SITE == "site-1") & (SPLIT == "train")
     fault = "faults=[{kind: modality_gained, silos: [silo-01], modality: text, rounds: '1-'}]"
-    with pytest.raises(InputError, match="silo-01: no item of it has both modalities"):
+    with pytest.raises(InputError, match="silo-01 without an item that has both modalities"):
         run(tiny, tmp_path, written(None, lacking), *BY_SITE, fault)
 
 

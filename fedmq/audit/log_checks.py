@@ -156,7 +156,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = No
             keys that the logs declare.
 
     Raises:
-        InputError: the folder holds no message logs, or a file that is no regular file in it.
+        InputError: the folder holds no message logs, or a file in it is not a regular file.
     """
     check_run_files(folder)
     logs = sorted((folder / "messages").glob("*.jsonl"))
@@ -333,7 +333,7 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
         what = f"{len(record.digests)} digests of {len(record.payloads)} payloads"
         result.findings.append(Finding(place, what))
     if COORDINATOR not in (header.sender, header.receiver):
-        what = f"a message from {header.sender} to {header.receiver}: silos talk to the coordinator alone"
+        what = f"a message from {header.sender} to {header.receiver}: silos exchange messages only with the coordinator"
         result.findings.append(Finding(place, what))
     key = record.frame
     seen = found.sent if record.action == "sent" else found.received

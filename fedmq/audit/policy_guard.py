@@ -1,4 +1,4 @@
-"""Apply a policy at a silo, before a message is sealed: what it forbids does not leave."""
+"""Apply a policy at a silo before a message is sealed; the silo does not send what the policy forbids."""
 
 from __future__ import annotations
 

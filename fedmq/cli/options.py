@@ -44,10 +44,12 @@ OwnConnect = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
 LogLevelOption = Annotated[
     LogLevel | None,
-    typer.Option("--log-level", help="Least level logged; info for manually launched programs.", show_default=False),
+    typer.Option(
+        "--log-level", help="Minimum level to log; by default info for manually launched programs.", show_default=False
+    ),
 ]
 LogFile = Annotated[Path | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file.")]
-LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Lines for a reader, or JSON.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Human-readable lines, or JSON.")]
 StopSilos = Annotated[
     bool,
     typer.Option(

@@ -167,7 +167,7 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
 
 
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print what they hold that is seldom meant, and return their folder.
+    """Prepare a run's data, print remarks on them, and return their folder.
 
     Args:
         run: the run.
@@ -426,7 +426,7 @@ def silo_command(
     ] = None,
     policy: Annotated[
         Path | None,
-        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML); this silo does not send what it forbids."),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,

@@ -1,4 +1,4 @@
-"""What a data set holds that is allowed but seldom meant, counted while it is prepared, and told by the commands."""
+"""Remarks on a data set: counts of what is allowed but probably unintended, made while it is prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedmq.storage.json_files import Stored
 
 
 class Remarks(Stored):
-    """Counts of what is seldom meant.
+    """Counts of what is allowed but probably unintended.
 
     Args:
         padding: rows of zeros behind an item's captions, which were taken for padding.
@@ -35,7 +35,7 @@ class Remarks(Stored):
     first_cut: str = ""
 
 
-#: Of a data set without anything to tell.
+#: For a data set without remarks.
 NOTHING = Remarks()
 
 
@@ -70,7 +70,7 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
 
     Args:
         remarks: of a data set.
-        equal: also tell of equal vectors, which many data sets have.
+        equal: also report equal vectors, which many data sets have.
     """
     told = (
         (remarks.padding, "rows of zeros behind the captions were taken for padding"),

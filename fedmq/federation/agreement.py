@@ -1,4 +1,4 @@
-"""The agreement on the data of silos that share nothing but messages: what each states, and what all agree on.
+"""The agreement on data among silos that share only messages: what each silo states, and what all agree on.
 
 A silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and model
 inputs. Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are
@@ -68,12 +68,12 @@ def usable(counts: Counts, *, image: bool, text: bool) -> Counts:
 
 
 def held_by(prepared: Prepared, *, image: bool, text: bool) -> tuple[bool, bool]:
-    """The modalities that a silo trains on data of its own, out of those it may use: (image, text)."""
+    """The modalities that a silo with its own data trains, among those it may use: (image, text)."""
     return modalities_held(prepared.rows("train"), prepared.present, image=image, text=text)
 
 
 def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: bool, text: bool) -> DataStatement:
-    """What a process states about data of its own.
+    """The statement of a process about its own data.
 
     Args:
         prepared: its data set.

@@ -127,7 +127,7 @@ class DataFacts:
         twins_of_training_items: keys of evaluated items that duplicate a training item.
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
-        remarks: counts of what is seldom meant; only of a data set whose features are known.
+        remarks: counts of what is probably unintended; only for a data set whose features are known.
         captions_alone: files of captions without a picture, which are no items.
         example: one item with its captions and labels, in a line.
     """

@@ -1,4 +1,4 @@
-"""Data of a site's own, with ``partition.kind own``: loaded, described for the others, and joined to the agreement."""
+"""Load a site's own data (``partition.kind own``), state them, and adapt them to the agreement."""
 
 from __future__ import annotations
 

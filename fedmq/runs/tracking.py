@@ -76,7 +76,7 @@ class _Follower:
     """Passes lines on in a thread of its own.
 
     Args:
-        run: what trackers are told.
+        run: the facts that trackers record at the start.
         names: of the trackers.
         notice: called with one line for a tracker that fails, and at the end with where the others write.
         trackers: functions that open trackers, by name.

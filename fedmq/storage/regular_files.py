@@ -1,6 +1,6 @@
-"""Reading of files that others may have made: regular files only, within their folder, of bounded size.
+"""Reading files that others may have created: only regular files within their folder, of bounded size.
 
-Opening a FIFO blocks, a device never ends, and a link can lead to a file of the reader's that is none of the folder's.
+Opening a FIFO blocks, a device never ends, and a link can lead to a file of the reader outside the folder.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class Channel:
         self._keys_since = self._received_at
 
     def _say_hello(self, connection: Connection, now: float) -> None:
-        """Start a handshake; until the coordinator answers, it is repeated less and less often."""
+        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals."""
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
@@ -453,7 +453,7 @@ class Channel:
         )
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
-        """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""
+        """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
         name = self._identity.name

@@ -344,8 +344,7 @@ class DataStatement(Payload):
         data: salted digest of the data, :func:`fedmq.data.item_digests.salted_digest`.
         mask: the modalities it has (bit 0 image, bit 1 text).
         counts: (5, 3) int64, at least 0: items of the splits train, val, test, public and database with both
-            modalities, with an image only and with captions only. In a simulated partition those that the silo is
-            dealt.
+            modalities, with an image only and with captions only. In a simulated partition those assigned to the silo.
     """
 
     data: Annotated[str, _DIGEST]

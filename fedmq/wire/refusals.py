@@ -1,4 +1,4 @@
-"""Log records of refused frames that no key vouches for: a limited number per minute, the rest as one count."""
+"""Log records of refused, unauthenticated frames: a limited number per minute, the rest as one count."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FeatureSet:
         keys: n unique item keys.
         present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
         column: n values of the key ``data.column``; None without it.
-        remarks: counts of what is seldom meant.
+        remarks: counts of what is probably unintended.
     """
 
     image: npt.NDArray[np.float32]

@@ -35,7 +35,7 @@ ENDINGS = (".parquet", ".arrow")
 MAX_FILE, MAX_ROWS = 1 << 40, 50_000_000
 #: Largest row group, as its file states it and as it is decoded [bytes].
 MAX_GROUP = 1 << 31
-#: Largest decoded column of texts [bytes]: so much for each row on average, and so much beside.
+#: Largest decoded column of texts [bytes]: an average per row, and a fixed allowance.
 MAX_MEAN_TEXT, MAX_MORE_TEXT = 4096, 1 << 26
 _IMAGES = ("image", "img", "picture", "jpg", "png")
 _CAPTIONS = ("captions", "caption", "text", "title", "sentences")

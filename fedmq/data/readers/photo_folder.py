@@ -93,7 +93,7 @@ def _beside(folder: Path, texts: Path) -> RawSet:
 
 
 def named_splits(names: Sequence[str]) -> bool:
-    """Whether names of folders or files are all names of splits, and several ones."""
+    """Whether folder or file names are all names of splits, and name more than one split."""
     return set(names) <= set(SPLIT_NAMES) and len({SPLIT_NAMES[name] for name in set(names)}) > 1
 
 

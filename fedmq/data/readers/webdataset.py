@@ -124,7 +124,7 @@ def read_webdataset(data: Data) -> RawSet:
 
     Raises:
         InputError: an archive is compressed or damaged, holds links or paths that lead out of it, or an item has no
-            picture or several ones.
+            picture or more than one.
     """
     refuse_keys(data, ("annotations", "images", "column"), "tar files of webdataset")
     tars = _archives(data)
@@ -167,7 +167,7 @@ def _archives(data: Data) -> list[Path]:
 
 
 class _Archive(io.BufferedReader):
-    """An open archive, of which tarfile reads headers alone: a long name or extended attributes are read at once."""
+    """An open archive that limits headers, because tarfile reads a long name or extended attributes at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_HEADER:

@@ -173,7 +173,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         fedmq.load(tmp_path)
 
 
-def test_the_card_tells_what_the_model_is(alone: Path) -> None:
+def test_the_card_describes_the_model(alone: Path) -> None:
     card = fedmq.load(alone).card
     config = json.loads((alone / "config.json").read_text())
     wanted = "walls", "fedavg", config["model_digest"], config["data_digest"], "recall@1", "## Limits", "## Licence"

@@ -89,7 +89,7 @@ def test_dropping_a_modality_of_no_item_leaves_the_run_as_it_is(
 
 @pytest.mark.parametrize("modality", ["image", "text"])
 @pytest.mark.parametrize("name", ["rcsr", "fedbridge", "fedavg"])
-def test_a_silo_all_of_whose_items_lack_a_modality_is_one_without_it_to_the_bit(
+def test_a_silo_whose_items_all_lack_a_modality_is_bit_identical_to_one_without_it(
     name: str, modality: str, tiny: Path, tmp_path: Path, written: Callable[..., Path]
 ) -> None:
     lacking = (SITE == "site-1") & (SPLIT == "train")

@@ -415,7 +415,7 @@ def test_the_discriminator_learns_to_distinguish_codes_from_prototypes() -> None
 
 
 @pytest.mark.parametrize("adv_g", ["nonsat", "minimax"])
-def test_the_network_learns_codes_that_the_discriminator_takes_for_prototypes(adv_g: adversary.Adversarial) -> None:
+def test_the_network_learns_codes_that_the_discriminator_mistakes_for_prototypes(adv_g: adversary.Adversarial) -> None:
     layout = adversary.layout_of(8, 4, 16)
     theta = adversary.initial(layout, seed=0)
     labels = torch.eye(4)

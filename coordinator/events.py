@@ -48,7 +48,7 @@ class Failed:
     Args:
         silo: the silo.
         sequence: number of its task.
-        reason: of the failure; the wire's reason where the reply was refused.
+        reason: reason of the failure; the wire's reason where the reply was refused.
         gone: the silo is given up with its task.
     """
 

@@ -40,7 +40,7 @@ class Inquiries:
         """The answer to an inquiry.
 
         Args:
-            name: of the key that the sender has proven to hold.
+            name: name of the key that the sender has proven to hold.
             peers: the run's peers, whose state is the status before the rounds begin.
         """
         if name not in self._asked:

@@ -29,8 +29,8 @@ def own_heldout_line(
     """The line of an evaluation of a version, from the silos' answers, of which there may be none.
 
     Args:
-        version: of the shared model.
-        answers: of the silos, in their order.
+        version: version of the shared model.
+        answers: answers of the silos, in their order.
         missing: why a silo did not answer, by silo.
     """
     figures = {name: dict(answer.values) for name, answer in answers.items()}

@@ -70,7 +70,7 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
-        logs: of the log for operators; None for none.
+        logs: options of the log for operators; None for none.
         metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
@@ -239,7 +239,7 @@ def _resumable(
     """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
     Raises:
-        InputError: as said there; no eligible silo is left; the data or the trace is not what the run began with.
+        InputError: as raised there; no eligible silo is left; the data or the trace is not what the run began with.
     """
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder

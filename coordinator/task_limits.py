@@ -47,7 +47,7 @@ class TaskLimits:
     later: silos that share a machine train one after the other, and a task that waits for its turn is not overdue.
 
     Args:
-        limit: of every task [s]; None derives limits from the times of earlier tasks.
+        limit: limit of every task [s]; None derives limits from the times of earlier tasks.
         samples: training samples by silo, for the pace of silos without an earlier task.
     """
 

@@ -31,7 +31,7 @@ def printable(text: str, keep: str = "") -> str:
     that are not UTF-8. Spaces of any width become a space.
 
     Args:
-        text: of any origin.
+        text: text of any origin.
         keep: control characters to leave as they are.
     """
     return text if text.isprintable() else "".join(_shown(each, keep) for each in text)
@@ -52,7 +52,7 @@ def print_line(text: str, *, error: bool = False) -> None:
     """Print text of one or several lines, without characters that control a terminal.
 
     Args:
-        text: of any origin.
+        text: text of any origin.
         error: print it to standard error.
     """
     print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)

@@ -128,7 +128,7 @@ def robust_replies(
         replies: as received. Only their updates (Delta, PartialDelta) are read and changed, and only if all cover the
             same parameters; updates that are zero throughout stay unchanged.
         rule: from the scenario.
-        layout: of the shared parameters.
+        layout: layout of the shared parameters.
         left: called with each module that is left as it is because too few silos trained it.
 
     Returns:

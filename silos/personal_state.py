@@ -30,7 +30,7 @@ class StateStore:
     """A silo's personal tensors by task number.
 
     Args:
-        folder: of this silo alone.
+        folder: folder of this silo alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class TaskEpochs:
     """Snapshots of a task between two epochs; only tasks that take long are interrupted often enough to need them.
 
     Args:
-        path: of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
+        path: path of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
         clock: for the interval between snapshots.
     """
 

@@ -72,7 +72,7 @@ class SiloArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
         site: the silo's site, which has its data if the silos have data of their own; None without a site file.
-        logs: of the log for operators; None for none.
+        logs: options of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 
@@ -113,7 +113,7 @@ class Silo:
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise, self._clock = model, noise, WallClock()
         self._standing: tuple[FaultHit, ...] | None = None
-        # Before the method is made, which needs the model's layout; it may train on items beside the dataset or not.
+        # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
@@ -188,7 +188,7 @@ class Silo:
         again and does not have to store it.
 
         Args:
-            message: of kind task.
+            message: a message of kind task.
         """
         header, info = message.header, message.task
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
@@ -214,8 +214,8 @@ class Silo:
         """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
 
         Args:
-            message: of kind evaluate, with the number of the silo's last merged task and the payloads of a task at the
-                current version.
+            message: a message of kind evaluate, with the number of the silo's last merged task and the payloads of a
+                task at the current version.
 
         Raises:
             RemoteWireError: the method has no personal models.
@@ -231,7 +231,7 @@ class Silo:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
 
         Args:
-            message: of kind evaluate_own, with the model and what else its inference needs.
+            message: a message of kind evaluate_own, with the model and what else its inference needs.
 
         Raises:
             RemoteWireError: no model, more than one, or one of another layout.
@@ -252,7 +252,7 @@ class Silo:
         """The encoders of the silo's personal model, and the towers that they use.
 
         Args:
-            message: of kind evaluate, see :meth:`measure`.
+            message: a message of kind evaluate, see :meth:`measure`.
             state: the silo's personal tensors.
 
         Raises:
@@ -384,7 +384,7 @@ class SiloStart:
         samples: number of its training items.
         content: digest of its data, which it declares in its log.
         silo: ready for tasks; None until the silos have agreed on labels and inputs.
-        data: of a silo with data of its own; None in a simulated partition.
+        data: data of a silo with its own data; None in a simulated partition.
     """
 
     arguments: SiloArguments

@@ -210,9 +210,9 @@ def _watch(
     process = subprocess.Popen(  # noqa: S603 - the program is this package
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    said: deque[str] = deque(maxlen=_KEPT_LINES)
+    output: deque[str] = deque(maxlen=_KEPT_LINES)
     assert process.stderr is not None  # noqa: S101 - a pipe was requested
-    reader = Thread(target=_collect, args=(process.stderr, said), daemon=True)
+    reader = Thread(target=_collect, args=(process.stderr, output), daemon=True)
     reader.start()
     stopped: BaseException | None = None
     with _bar(scenario, shown=progress) as show:
@@ -230,17 +230,17 @@ def _watch(
     if stopped is not None and not isinstance(stopped, StopRun):
         raise stopped
     if process.returncode != 0 and stopped is None:
-        text = "\n".join(said).strip() or f"fedmq scenario ended with exit code {process.returncode}"
+        text = "\n".join(output).strip() or f"fedmq scenario ended with exit code {process.returncode}"
         raise RunError(text)
 
 
-def _collect(pipe: IO[bytes], said: deque[str]) -> None:
+def _collect(pipe: IO[bytes], output: deque[str]) -> None:
     for line in pipe:
-        said.append(line.decode("utf-8", "replace").rstrip())
+        output.append(line.decode("utf-8", "replace").rstrip())
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the program cleanly; a second interrupt ends it at once."""
+    """Stop the program cleanly; a second interrupt ends it immediately."""
     try:
         process.send_signal(signal.SIGINT)
         process.wait()

@@ -85,7 +85,7 @@ def differences(expected: str, audit: Audit) -> Iterator[Finding]:
     Args:
         expected: a heads file; the digest of one, which only the same logs without further records have; or the head of
             one log, as programs print it at their end.
-        audit: of the logs.
+        audit: the audit of the logs.
 
     Raises:
         InputError: the file cannot be read.

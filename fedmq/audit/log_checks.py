@@ -74,7 +74,7 @@ class Audit:
         finished: the run has a summary, so that its release and its final evaluation are checked, too.
         written: processes that are writing their logs now; messages sent while the logs are read one by one may show
             as discrepancies.
-        signatures: of each log, by process.
+        signatures: signatures of each log, by process.
     """
 
     findings: list[Finding] = field(default_factory=list)

@@ -43,7 +43,7 @@ class PolicyGuard:
 
         Args:
             message: to be sealed.
-            size: of all its frames [bytes].
+            size: total size of all its frames [bytes].
         """
         payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]
         if not counts_in_all(payloads):

@@ -44,7 +44,7 @@ class SignedLog:
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
-        hashes: of all records so far, with their positions.
+        hashes: hashes of all records so far, with their positions.
     """
 
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)

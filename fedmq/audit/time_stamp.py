@@ -30,7 +30,7 @@ def stamp(heads: Path, url: str) -> str:
 
     Args:
         heads: the file.
-        url: of the authority, http or https. Only a digest of the file is sent.
+        url: URL of the authority, http or https. Only a digest of the file is sent.
 
     Returns:
         The time in the stamp, ISO 8601.

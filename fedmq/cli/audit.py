@@ -118,9 +118,9 @@ class _Options:
         delta: delta for which to compute epsilon; None computes none.
         probe: probes the released model; None does not probe it.
         keys: folder of public keys that must have signed; None takes those that the logs declare.
-        heads: file to write the heads to; None writes none.
+        heads: file to write the heads to; None for no file.
         expect: heads that were noted before; None compares none.
-        stamp: URL of an authority that stamps the heads; None asks none.
+        stamp: URL of an authority that time-stamps the heads; None for no stamp.
         stamp_ca: root certificate for the stamp of the expected heads; None does not verify it.
         report: folder for the report; None for the run folder, if it can be written.
         as_json: print JSON on standard output instead of text.

@@ -71,7 +71,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
             raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
         counted = _until_right(data, lambda: _counted(data, quiet=quiet))
         if not quiet:
-            out.print(_told(counted), highlight=False, markup=False, soft_wrap=True)
+            out.print(_lines_about(counted), highlight=False, markup=False, soft_wrap=True)
         asked = None in (silos, missing, method)
         before = _Answers(min(4, _most(counted)), 0.0, None)
 
@@ -132,7 +132,7 @@ def _most(counted: OwnData) -> int:
     return max(1, starter.most_silos(counted))
 
 
-def _told(counted: OwnData) -> str:
+def _lines_about(counted: OwnData) -> str:
     """Lines that say what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
     return "\n".join(map(printable, (first, *counted.remarks)))

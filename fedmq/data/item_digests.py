@@ -39,7 +39,7 @@ def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: boo
     """Digest (hex) of a data set for one run: SHA-256 over ``fedmq data``, the run's id and the items' digests.
 
     Args:
-        items: of all items, in the order of the data set.
+        items: digests of all items, in the order of the data set.
         run: the run's id.
         image: whether the images belong to the data.
         text: whether the captions belong to the data.

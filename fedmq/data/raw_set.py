@@ -114,7 +114,7 @@ class RawSet:
         """The modalities of each item, bool [n, 2]: picture, captions; None if all items have both.
 
         Args:
-            kind: of text; an item always has a bag of words.
+            kind: kind of text; an item always has a bag of words.
         """
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
         return presence(self.pictured, captioned)

@@ -69,10 +69,10 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
     """One line for each count that is not 0.
 
     Args:
-        remarks: of a data set.
+        remarks: remarks on a data set.
         equal: also report equal vectors, which many data sets have.
     """
-    told = (
+    notes = (
         (remarks.padding, "rows of zeros behind the captions were taken for padding"),
         (remarks.merged, "rows with the image of an earlier row were read as captions of one item"),
         (remarks.zero_images, "image vectors are zeros"),
@@ -81,4 +81,4 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
         (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
         (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
     )
-    return [f"{count:,} {what}" for count, what in told if count]
+    return [f"{count:,} {what}" for count, what in notes if count]

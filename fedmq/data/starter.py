@@ -99,20 +99,20 @@ class OwnData:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know, a line each."""
-        told = (
+        notes = (
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
             (self.alone, f"text files without a picture beside them ({len(self.alone)}): {few(self.alone)}"),
             (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
         )
-        return tuple(line for held, line in told if held)
+        return tuple(line for held, line in notes if held)
 
 
 def count(path: Path, progress: Progress | None = None) -> OwnData:
     """Read the annotations of a user's data and open the pictures, as :func:`unreadable` does.
 
     Args:
-        path: of the data.
+        path: path of the data.
         progress: called while pictures are opened.
 
     Raises:
@@ -204,7 +204,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     """The scenario as YAML with comments.
 
     Args:
-        name: of the scenario; characters that are not allowed become ``-``.
+        name: name of the scenario; characters that are not allowed become ``-``.
         data: the user's.
         plan: the settings.
 

@@ -16,7 +16,7 @@ class WithGaps:
 
     Args:
         held: the m existing pictures.
-        rows: of each item, the row of its picture in ``held``; None for an item without one.
+        rows: for each item, the row of its picture in ``held``; None for an item without one.
     """
 
     held: Pictures

@@ -43,7 +43,7 @@ class EvaluatorArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
         site: the evaluator's site, which has its held-out set if the silos have data of their own.
-        logs: of the log for operators; None for none.
+        logs: options of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -99,7 +99,7 @@ class EvaluatorStart:
         items: number of its held-out items.
         content: digest of its data, which it declares in its log.
         evaluator: ready for requests; None until the silos have agreed on labels and inputs.
-        data: of an evaluator with a held-out set of its own; None in a simulated partition.
+        data: data of an evaluator with its own held-out set; None in a simulated partition.
     """
 
     scenario: Scenario
@@ -150,7 +150,7 @@ def run_evaluator(
     """Run the evaluator until the coordinator sends a stop.
 
     Args:
-        arguments: of the start.
+        arguments: how the evaluator is started.
         logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
 

@@ -140,9 +140,9 @@ def difference(name: str, stated: DataFormat, other: str, reference: DataFormat)
     """What makes two silos' formats incompatible, in words for both operators; None if they fit together.
 
     Args:
-        name: of the silo in question.
+        name: name of the silo in question.
         stated: its format.
-        other: of the silo that it is compared with.
+        other: name of the silo that it is compared with.
         reference: that silo's format.
     """
     for modality, fields in _SAME.items():
@@ -175,7 +175,7 @@ def unknown_name(name: str, stated: DataFormat, agreed: DataFormat) -> str | Non
     """A label or word of a silo that is not among those agreed on, in words for its operator; None without any.
 
     Args:
-        name: of the silo.
+        name: name of the silo.
         stated: its format.
         agreed: what others agreed on before it stated its data.
     """
@@ -234,8 +234,8 @@ def silos_of(names: Sequence[str], modalities: SiloModalities, counts: Mapping[s
     """The silos of a run, with the numbers of their unpaired items as far as this process knows them.
 
     Args:
-        names: of all silos of the scenario. Those that have stated no data yet have neither modality.
-        modalities: of the silos that have.
+        names: names of all silos of the scenario. Those that have stated no data yet have neither modality.
+        modalities: modalities of the silos that have.
         counts: numbers of items, of the silos that this process knows them of.
     """
     masks, silos = dict(zip(modalities.silos, modalities.masks.tolist(), strict=True)), list[SiloFacts]()
@@ -258,7 +258,7 @@ def run_data_of(
     """The facts about the run's data that an agreement contains.
 
     Args:
-        names: of all silos of the scenario.
+        names: names of all silos of the scenario.
         agreed: the agreed format.
         modalities: the silos.
         cache: cache folder of this process.

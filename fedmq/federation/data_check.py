@@ -93,7 +93,7 @@ class SiloData:
         samples: number of training items.
         labels: number of training items of each label.
         heldout: number of held-out items.
-        image_only: of the training items of a silo with both modalities, those with an image only.
+        image_only: among the training items of a silo with both modalities, those with an image only.
         text_only: likewise with captions only.
     """
 
@@ -163,7 +163,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     """Check a data set on disk.
 
     Args:
-        data: of the scenario.
+        data: the scenario's data section.
         progress: called while images are read.
 
     Raises:

@@ -83,7 +83,7 @@ class SiteData:
         A modality that the site lacks has the shape of the encoder's inputs; of a features file the other one's shape.
 
         Args:
-            name: of the silo.
+            name: name of the silo.
         """
         (stated, held), inputs = self.statement, self.prepared.inputs
         alike = self.scenario.backbone.name == "features"
@@ -102,7 +102,7 @@ class SiteData:
         """The population as this site sees it.
 
         Args:
-            name: of the silo, or of the evaluator.
+            name: name of the silo, or of the evaluator.
             agreement: the payloads of the coordinator's message.
 
         Raises:

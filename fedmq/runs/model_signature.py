@@ -36,7 +36,7 @@ class Signature(Stored):
     """``signature.json``.
 
     Args:
-        format: of the file.
+        format: format of the file.
         signer: name of the key.
         key: public Ed25519 key (hex).
         files: SHA-256 (hex) of each file, by its path in the folder.

@@ -58,7 +58,7 @@ def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], No
     """Serve the figures at ``http://127.0.0.1:PORT/metrics``, in a thread of their own.
 
     Args:
-        port: of this machine; 0 for a free one.
+        port: a port of this machine; 0 for a free one.
         latest: returns the latest status.
 
     Returns:

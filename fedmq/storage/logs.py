@@ -73,7 +73,7 @@ class LogOptions:
     Args:
         level: minimum level that is recorded.
         file: file to append to, opened for every line, so that it can be rotated; None for no file.
-        format: of the lines.
+        format: format of the lines.
         console: also log to standard error.
     """
 

@@ -280,7 +280,7 @@ class Channel:
         """Use the keys that the coordinator agreed to."""
         key = self._accepted.get(COORDINATOR)
         if self._rekeying is None or key is None:
-            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not asked for"))
+            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not requested"))
         rekeying.finish(self._rekeying, key, session, opened)
         self._log.message("received", Message(opened.header), opened.tag, size)
         self._rekeying, self._received_at = None, self._clock.stopwatch()

@@ -38,7 +38,7 @@ class RefusalLog:
         Args:
             connection: identifies the connection on which the frames arrived.
             error: why they were refused.
-            size: of the frames [bytes].
+            size: size of the frames [bytes].
         """
         now = self._clock.stopwatch()
         if now - self._began >= _WINDOW_SECONDS:

@@ -16,8 +16,8 @@ class SentPayloads:
     """Payloads by the process that sent them and by kind.
 
     Args:
-        number: of payloads.
-        bytes: of their tensors; 0 for a kind that holds numbers or words only.
+        number: number of payloads.
+        bytes: total size of their tensors [bytes]; 0 for a kind that holds numbers or words only.
     """
 
     number: _Counts = field(default_factory=lambda: defaultdict(Counter))

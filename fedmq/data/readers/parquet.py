@@ -62,7 +62,7 @@ class TableFile:
     """A Parquet or Arrow file, opened lazily.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     path: Path
@@ -379,7 +379,7 @@ def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Pictures
 def _refuse_paths_out(files: Sequence[TableFile], column: str) -> None:
     """Refuse a row without the bytes of a picture whose path leads out of the data set's folder.
 
-    Beside the bytes, Hugging Face keeps the path that a picture once had, which is not used.
+    In addition to the bytes, Hugging Face stores the original path of a picture, which is not used.
     """
     for file in files:
         first = 0

@@ -39,9 +39,9 @@ class Member:
 
     Args:
         tar: the archive.
-        name: of the file.
-        start: of its content in the archive [bytes].
-        size: of its content [bytes].
+        name: name of the file.
+        start: start of its content in the archive [bytes].
+        size: size of its content [bytes].
     """
 
     tar: Path
@@ -134,7 +134,7 @@ def read_webdataset(data: Data) -> RawSet:
             path = PurePosixPath(member.name)
             stem, _, ending = path.name.partition(".")
             key = (path.parent / stem).as_posix()
-            # Numbers start anew in each archive.
+            # Numbers restart in each archive.
             _add(samples.setdefault(key if len(tars) == 1 else f"{tar.stem}/{key}", _Sample()), ending.lower(), member)
     held = {key: sample for key, sample in samples.items() if sample.image is not None or sample.captions}
     without = [key for key, sample in held.items() if sample.image is None]
@@ -244,8 +244,8 @@ def texts_of(place: str, value: object, *, numbers: bool = False) -> list[str]:
     """The texts that a field holds: one, a list of them, or none.
 
     Args:
-        place: of the field in error messages.
-        value: of the field.
+        place: place of the field in error messages.
+        value: value of the field.
         numbers: also accept whole numbers, as labels.
 
     Raises:

@@ -33,7 +33,7 @@ def admission_of(
     Args:
         run: the run.
         folder: its folder, which has the agreement of a run that is resumed.
-        population: the simulated partition; None where silos have data of their own.
+        population: the simulated partition; None where silos have their own data.
         saved: the checkpoint that the run resumes from.
 
     Raises:

@@ -244,7 +244,7 @@ class EvaluationRequests:
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending and version not in self.given_up:
             return
-        # An evaluator with a held-out set of its own does not know which of its items would belong to a silo.
+        # An evaluator with its own held-out set does not know which of its items would belong to a silo.
         shared = self._run_context.scenario.data is not None
         silos = [silo.name for silo in self._run_context.context.silos if shared]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)

@@ -182,7 +182,7 @@ def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> Coordin
 
 
 def _population(arguments: CoordinatorArguments) -> Population | None:
-    """The simulated partition; None where silos have data of their own."""
+    """The simulated partition; None where silos have their own data."""
     scenario = arguments.scenario
     if scenario.data is None:
         return None

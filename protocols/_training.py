@@ -315,7 +315,7 @@ def train_epochs(
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
         resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
-            and effective only for work without a state of its own.
+            and effective only for work without its own state.
 
     Raises:
         RunError: the loss or the update is not finite.

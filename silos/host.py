@@ -1,6 +1,6 @@
 """A host: one process that runs many silos in turn, so that a thousand of them fit on one machine.
 
-Each silo keeps its own key, session, message log and personal state on disk, as if it were a process of its own. The
+Each silo keeps its own key, session, message log and personal state on disk, as if it were a separate process. The
 silos share the connection, the data and one model, into which each loads the parameters that it receives.
 """
 

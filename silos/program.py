@@ -71,7 +71,7 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
-        site: the silo's site, which has its data if the silos have data of their own; None without a site file.
+        site: the silo's site, which has its data if the silos have their own data; None without a site file.
         logs: options of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
@@ -400,7 +400,7 @@ class SiloStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or a silo with data of its own has no site file.
+            InputError: the data cannot be read, or a silo with its own data has no site file.
         """
         scenario, name, run = arguments.scenario, arguments.name, arguments.run
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
@@ -419,7 +419,7 @@ class SiloStart:
         Raises:
             RemoteWireError: the agreement does not fit the silo.
         """
-        assert self.data is not None  # noqa: S101 - only silos with data of their own are sent an agreement
+        assert self.data is not None  # noqa: S101 - only silos with their own data are sent an agreement
         population = self.data.population(self.arguments.name, message.payloads)
         return _silo(self.arguments, self.identity, population)
 

@@ -1,4 +1,4 @@
-"""Compare scenarios or methods from Python: ``fedmq compare`` in a process of its own."""
+"""Compare scenarios or methods from Python: ``fedmq compare`` in a separate process."""
 
 from __future__ import annotations
 

@@ -246,8 +246,8 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
         match record:
             case RefusedRecord():
-                # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that
-                # has a record of its own.
+                # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that has
+                # its own record.
                 lost = math.inf if record.reason is Reason.GAP else int(record.bytes > 0)
                 refusals[record.peer] = refusals.get(record.peer, 0) + lost
             case MessageRecord():

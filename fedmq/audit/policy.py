@@ -122,7 +122,7 @@ def read_policy(path: Path) -> Policy:
         raise _input_error(error, path) from None
     strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
-        raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has a key of its own")
+        raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has its own key")
     every = [
         getattr(ways, way) for ways in (policy, policy.evaluator, *policy.silos.values()) for way in ("up", "down")
     ]

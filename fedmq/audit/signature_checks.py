@@ -26,7 +26,7 @@ from fedmq.wire.sealed_sessions import REKEY_KINDS
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]
-#: Partition in which every silo has data of its own.
+#: Partition in which every silo has its own data.
 _OWN_DATA = "own"
 
 

@@ -463,7 +463,7 @@ class Scenario(Part):
         """The data set that is partitioned among the silos.
 
         Raises:
-            InputError: there is none, as each silo has data of its own.
+            InputError: there is none, as each silo has its own data.
         """
         if self.data is None:
             raise InputError("data", "nothing", "a data set: with partition.kind own only the sites have data")
@@ -471,7 +471,7 @@ class Scenario(Part):
 
     @property
     def evaluator(self) -> bool:
-        """Whether the run has an evaluator with held-out items of its own."""
+        """Whether the run has an evaluator with its own held-out items."""
         return self.data is not None or self.evaluation.heldout in ("shared", "both")
 
     @property

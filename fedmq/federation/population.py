@@ -275,7 +275,7 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
 
 
 def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: RunData) -> Population:
-    """The population as a process with data of its own sees it: only its own rows.
+    """The population as a process with its own data sees it: only its own rows.
 
     Args:
         scenario: as resolved.

@@ -73,7 +73,7 @@ class _Open:
 
 
 class _Follower:
-    """Passes lines on in a thread of its own.
+    """Passes lines on in a separate thread.
 
     Args:
         run: the facts that trackers record at the start.

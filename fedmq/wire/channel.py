@@ -1,4 +1,4 @@
-"""The channel from a silo or the evaluator to the coordinator, on a thread of its own.
+"""The channel from a silo or the evaluator to the coordinator, on a separate thread.
 
 Independently of the training thread, this thread performs the handshake, opens and seals messages, sends heartbeats,
 and repeats the handshake when the coordinator goes silent. It makes the connection and is the only thread to use it.

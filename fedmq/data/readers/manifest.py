@@ -263,7 +263,7 @@ def read_manifest(data: Data) -> RawSet:
 
 
 def checked_column(data: Data) -> str | None:
-    """``data.column``, which must not be a field with a meaning of its own.
+    """``data.column``, which must not be a field with a meaning.
 
     Raises:
         InputError: it is.

@@ -116,6 +116,6 @@ def check_run_files(root: Path) -> None:
 
 
 def _inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):  # not resolve, which fails on circles
         found = f"a link to {path.readlink()}" if path.is_symlink() else "a file outside of the run folder"
         raise InputError(str(path), found, "a file in the run folder itself")

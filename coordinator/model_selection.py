@@ -64,7 +64,7 @@ class BestModel:
 
 
 def best_path(folder: RunFolder) -> Path:
-    """The record of the best version; its model is in ``model/`` beside it."""
+    """The record of the best version; its model is in ``model/`` next to it."""
     return folder.root / "best" / "best.json"
 
 

@@ -255,7 +255,7 @@ def _resumable(
 
 
 def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints.Checkpoint | None) -> MessageLog:
-    """The run's log with a note of its start; the scenario is written beside it if it is not there."""
+    """The run's log with a note of its start; the scenario is written next to it if it is missing."""
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))

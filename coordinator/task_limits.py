@@ -87,7 +87,7 @@ class TaskLimits:
         return now - self._sent[silo].at if silo in self._sent else None
 
     def limit(self, silo: str) -> float | None:
-        """The limit of a silo's task [s]; None as long as no silo has replied."""
+        """The limit of a silo's task [s]; None until a silo has replied."""
         if self._limit is not None:
             return self._limit
         if silo in self._longest:

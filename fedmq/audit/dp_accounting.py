@@ -106,7 +106,7 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
 def show(accounts: Accounts, console: Console) -> None:
     """Print the guarantees, and what they do not cover."""
-    table = Table("silo", "updates", "epsilon", "sent beside them without noise", title="what the noise guarantees")
+    table = Table("silo", "updates", "epsilon", "also sent, without noise", title="what the noise guarantees")
     for name, spent in accounts.silos.items():
         without = ", ".join(spent.beside)
         table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(without)))

@@ -80,7 +80,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def differences(expected: str, audit: Audit) -> Iterator[Finding]:
-    """Compare logs with heads that were noted before. Records that were added since are no difference.
+    """Compare logs with heads that were noted before. Records added since then do not count as a difference.
 
     Args:
         expected: a heads file; the digest of one, which only the same logs without further records have; or the head of

@@ -76,7 +76,7 @@ class Flow:
 
     Args:
         process: that sent them.
-        modalities: modalities of the silo, by the summary; empty if it is no silo or unknown.
+        modalities: modalities of the silo according to the summary; empty if unknown or not a silo.
         direction: ``up`` to the coordinator, ``down`` from it.
         kind: kind of payload.
         payloads: their number.
@@ -150,7 +150,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
 
 
 def table(folder: Path, audit: Audit) -> str:
-    """The flows as CSV: a row for each process and kind of payload."""
+    """The flows as CSV, with a row for each process and kind of payload."""
     summary, facts = _facts(folder, audit)
     text = io.StringIO()
     writer = csv.writer(text)

@@ -225,7 +225,7 @@ def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
             return
     else:
         if folder.summary.exists():
-            yield str(folder.scenario), f"no such file beside {folder.summary.name}"
+            yield str(folder.scenario), f"no such file next to {folder.summary.name}"
         if not course.runs:
             return
         (_, expected), source = next(iter(course.runs)), "the first record"

@@ -49,7 +49,9 @@ _Stamp = Annotated[
 ]
 _StampCa = Annotated[
     Path | None,
-    typer.Option("--stamp-ca", metavar="FILE", help="Root certificate (PEM) for the stamp beside --expect."),
+    typer.Option(
+        "--stamp-ca", metavar="FILE", help=("Root certificate (PEM) for the time stamp next to the file of --expect.")
+    ),
 ]
 _Report = Annotated[
     Path | None,
@@ -111,7 +113,7 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
 
 @dataclass(frozen=True)
 class _Options:
-    """What an audit does besides checking the logs.
+    """What an audit does in addition to checking the logs.
 
     Args:
         policy_file: the policy to check; None checks none.

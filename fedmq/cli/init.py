@@ -58,7 +58,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
 
         The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
         skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
-        with .txt files beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
+        with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
         features. The settings fit the number of items.
 
         Example: [bold]fedmq init mine.yaml[/bold]

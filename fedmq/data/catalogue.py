@@ -138,7 +138,7 @@ SETS: Mapping[str, DataSet] = {
         labels=20,
     ),
     "folder": DataSet(
-        "pictures with .txt files beside them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
+        "pictures with .txt files next to them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
     ),
     "parquet": DataSet("Parquet or Arrow files of pictures and captions, as of Hugging Face", "parquet.read_parquet"),
     "webdataset": DataSet("tar files of webdataset or img2dataset, not unpacked", "webdataset.read_webdataset"),

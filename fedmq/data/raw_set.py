@@ -57,7 +57,7 @@ class RawSet:
         stamps: n fingerprints of the pictures; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
         unpaired: items may lack their picture or their captions, because the set declares this for each item.
-        alone: files of captions without a picture, which are no items.
+        alone: files of captions without a picture, which are not items.
     """
 
     place: str

@@ -102,7 +102,7 @@ class OwnData:
         notes = (
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
-            (self.alone, f"text files without a picture beside them ({len(self.alone)}): {few(self.alone)}"),
+            (self.alone, f"text files without a picture next to them ({len(self.alone)}): {few(self.alone)}"),
             (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
         )
         return tuple(line for held, line in notes if held)

@@ -128,7 +128,7 @@ class DataFacts:
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
         remarks: counts of what is probably unintended; only for a data set whose features are known.
-        captions_alone: files of captions without a picture, which are no items.
+        captions_alone: files of captions without a picture, which are not items.
         example: one item with its captions and labels, in a line.
     """
 
@@ -403,7 +403,7 @@ def show(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
-        ("text files without a picture beside them", facts.captions_alone),
+        ("text files without a picture next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
         ("twins of training items", facts.twins_of_training_items),

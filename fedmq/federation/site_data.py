@@ -106,7 +106,7 @@ class SiteData:
             agreement: the payloads of the coordinator's message.
 
         Raises:
-            RemoteWireError: they are no agreement, or not of this site.
+            RemoteWireError: they are not an agreement, or not that of this site.
         """
         match agreement:
             case [DataFormat() as agreed, SiloModalities() as modalities]:

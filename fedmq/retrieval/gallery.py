@@ -292,7 +292,7 @@ class Gallery:
                 found: Array = stored[name]
         except BROKEN_NPZ as error:
             raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
-        # NumPy returns a member of the archive that is no array as bytes.
+        # NumPy returns a member of the archive that is not an array as bytes.
         about = (found.dtype.kind, *found.shape) if isinstance(found, np.ndarray) else ("bytes",)
         if about != (expected := self._described(name)) or not self._sound(name, found):
             shown = f"{about[0]} {list(about[1:])}, or other values"
@@ -401,7 +401,7 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
 def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress | None) -> Gallery:
     """The gallery of the images below a folder, made with a model without its run and kept in the model's folder."""
     if folder is None or not folder.is_dir():
-        found = "nothing" if folder is None else f"{folder}, which is no folder"
+        found = "nothing" if folder is None else f"{folder}, which is not a folder"
         raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
     source, root = of_folder(model, folder), model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):

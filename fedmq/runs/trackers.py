@@ -286,7 +286,7 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-./: ]")
 
 
 class MLflow:
-    """A run of the experiment ``fedmq`` in the folder ``mlruns`` beside the run folder, or at MLFLOW_TRACKING_URI.
+    """A run of the experiment ``fedmq`` in the folder ``mlruns`` next to the run folder, or at MLFLOW_TRACKING_URI.
 
     Args:
         run: the run.

@@ -223,9 +223,8 @@ def reject(
         error: raised by ``respond``.
         sent_at: the run's time [s].
 
-    Returns:
-        The frames of the reject message; None if the frames are no hello, or of an initiator of wire version 1, which
-        knows none.
+    Returns: The frames of the reject message; None if the frames are not a hello, or come from an initiator of wire
+        version 1, which does not know reject messages.
     """
     try:
         hello = _frames(frames)

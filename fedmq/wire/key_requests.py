@@ -113,7 +113,7 @@ def read_request(path: Path) -> KeyRequest:
     """Read a request and verify its signatures.
 
     Raises:
-        InputError: the file is no request, or a signature is wrong.
+        InputError: the file is not a request, or a signature is wrong.
     """
     try:
         size = path.stat().st_size if path.is_file() else -1

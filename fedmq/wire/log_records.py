@@ -167,7 +167,7 @@ class NoteRecord(_Record):
         action: ``note``.
         text: the kind of note; plain text if another release of fedmq wrote it.
         version: number of merges, if the note has one.
-        cause: number of the event that caused it; 0 if that was no event of the run but a silo that joined or was
+        cause: number of the event that caused it; 0 if it was not an event of the run but a silo that joined or was
             lost, or the operator.
     """
 
@@ -411,7 +411,7 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
 
 
 def last_head(path: Path) -> tuple[int, str] | None:
-    """Number of records and head of a log, by its last line; None if that is no record.
+    """Number of records and head of a log, by its last line; None if that is not a record.
 
     Raises:
         InputError: the file cannot be read.

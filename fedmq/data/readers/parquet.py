@@ -326,7 +326,7 @@ def _captions(place: str, value: object) -> tuple[str, ...]:
 
 
 def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
-    """The labels of each row: texts, or numbers, which Hugging Face's metadata may name; -1 is no label."""
+    """The labels of each row: texts, or numbers, which Hugging Face's metadata may name; -1 means no label."""
     names = _class_names(files[0], column)
     found = []
     for place, value in _values(files, column):

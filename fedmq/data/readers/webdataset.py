@@ -179,7 +179,8 @@ def _members(tar: Path) -> Iterator[Member]:
     """The regular files in an archive, without those that macOS adds.
 
     Raises:
-        InputError: it is no uncompressed tar file, is cut off, or has links, devices or paths that lead out of it.
+        InputError: it is not an uncompressed tar file, is truncated, or has links, devices or paths that lead out of
+            it.
     """
     check_regular(tar, MAX_TAR, _ALLOWED)
     size = tar.stat().st_size
@@ -210,7 +211,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
     """Add a file to its item; files of other endings are ignored."""
     if f".{ending}" in IMAGE_ENDINGS:
         if sample.image is not None:
-            raise InputError(member.place, f"a second picture beside {sample.image.name}", "one picture for each item")
+            raise InputError(member.place, f"a second picture next to {sample.image.name}", "one picture for each item")
         sample.image = member
     elif ending in ("txt", "json", "cls"):
         if member.size > MAX_CAPTIONS:

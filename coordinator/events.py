@@ -26,6 +26,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class StillConnected:
+    """These silos kept their sessions while the coordinator went back to its checkpoint, to include late silos."""
+
+    silos: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Lost:
     """A silo's connection was lost; its task stays pending until the silo rejoins or the task is given up."""
 
@@ -103,7 +110,19 @@ class EvaluationAborted:
     """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
 
 
-Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | EvaluationAborted
+Event = (
+    Joined
+    | StillConnected
+    | Lost
+    | Switched
+    | Arrived
+    | Failed
+    | Deadline
+    | Merged
+    | Stop
+    | Expelled
+    | EvaluationAborted
+)
 
 
 # --------------------------------------------------------------------------------------------------- actions out

@@ -28,6 +28,7 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
 )
@@ -132,7 +133,10 @@ class Loop:
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
         if continues:
-            self._take_over()
+            here = tuple(name for name in self._facts if self.roster.online(name))
+            self._seen.update(here)
+            self._handle(StillConnected(here))  # their pending tasks are sent again
+            self._note_begun()
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -166,15 +170,6 @@ class Loop:
     def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
         self._check_peers()
-
-    def _take_over(self) -> None:
-        """Continue with the silos that are connected; their pending tasks are sent again."""
-        here = [name for name in self._facts if self.roster.online(name)]
-        self._seen.update(here)
-        self.rounds = replace(self.rounds, online=frozenset(here))
-        pending = [name for name in here if name in self.rounds.pending]
-        for name in pending or here[:1]:
-            self._join(name)
 
     def _step(self) -> None:
         idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
@@ -314,7 +309,12 @@ class Loop:
         gathering = self.rounds.phase is Phase.GATHERING
         self._limits.forget(name)
         self._handle(Joined(name))
-        if not gathering or self.rounds.phase is Phase.GATHERING:
+        if gathering:
+            self._note_begun()
+
+    def _note_begun(self) -> None:
+        """Once enough silos have joined, note the time of that; the silos of pending tasks that have not are absent."""
+        if self.rounds.phase is Phase.GATHERING:
             return
         now = self.clock.stopwatch()
         if "startup" not in self.counters.seconds:

@@ -28,6 +28,7 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
 )
@@ -97,6 +98,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
     before = repr(rounds)
     samples: list[Event] = [
         Joined("silo-00"),
+        StillConnected(("silo-00",)),
         Lost("silo-00"),
         Switched("silo-00", False),
         Arrived("silo-00", 1),

@@ -18,6 +18,7 @@ from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
@@ -59,8 +60,10 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     path = scenario.participation.trace
     digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)
-    samples, pairs = _samples(scenario, data, method), data.pairs(scenario.evaluation.split)
-    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs)
+    split, counts = scenario.evaluation.split, data.evaluated
+    samples, pairs = _samples(scenario, data, method), data.pairs(split)
+    evaluated = None if counts is None else EvaluatedItems(split=split, images=counts[0], captions=counts[1])
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs, evaluated)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)

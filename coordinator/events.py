@@ -106,6 +106,11 @@ class Expelled:
 
 
 @dataclass(frozen=True)
+class WaitEnded:
+    """The time is over for which a resumed run waits for all silos that took part; the minimum suffices now."""
+
+
+@dataclass(frozen=True)
 class EvaluationAborted:
     """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
 
@@ -121,6 +126,7 @@ Event = (
     | Merged
     | Stop
     | Expelled
+    | WaitEnded
     | EvaluationAborted
 )
 

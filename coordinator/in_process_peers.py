@@ -147,8 +147,10 @@ class InProcessPeers:
         self._joined.discard(name)
         return joined
 
-    def dismiss_joining(self) -> None:
-        """Nothing to do: all have joined."""
+    def dismiss(self, names: Sequence[str]) -> None:
+        """Tell peers that the run is over."""
+        for name in names:
+            self.send(name, self.header(name, Kind.STOP))
 
     def note_unlogged(self) -> None:
         """Nothing to note: every refusal is logged."""

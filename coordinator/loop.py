@@ -31,6 +31,7 @@ from coordinator.events import (
     StillConnected,
     Stop,
     Switched,
+    WaitEnded,
 )
 from coordinator.fault_injection import FaultInjector
 from coordinator.outcomes import Outcomes, drawn_outcome
@@ -56,8 +57,6 @@ _POLL_SECONDS = 0.2
 #: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
 #: Until the queue is empty no peer counts as silent, because its messages may still be queued.
 MESSAGES_AT_ONCE = 256
-#: Event number of events that are not on the timeline: a silo joined or was lost, or the operator requested a stop.
-_NO_EVENT = 0
 
 
 @dataclass
@@ -103,11 +102,10 @@ class Loop:
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
-        self._seen, self.makes_room = set[str](), False
+        self._seen, self.makes_room, self._limits = set[str](), False, self.status.limits
         self._absent_since: dict[str, float] = {}
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
-        self._limits = self.status.limits
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
@@ -135,8 +133,7 @@ class Loop:
         if continues:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
-            self._handle(StillConnected(here))  # their pending tasks are sent again
-            self._note_begun()
+            self._start_on(StillConnected(here))  # their pending tasks are sent again
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -147,9 +144,7 @@ class Loop:
                 self._handle(EvaluationAborted())
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
-            for name in (*self._facts, EVALUATOR):
-                self.roster.send(name, self.roster.header(name, Kind.STOP))
-            self.roster.dismiss_joining()
+            self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
@@ -199,12 +194,12 @@ class Loop:
             self._receive(wait)
         self._check_peers()
 
-    def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
+    def _handle(self, event: Event, number: int = 0) -> None:
         """Pass an event to the rounds machine and carry out its actions.
 
         Args:
             event: the event.
-            number: number of the timeline event that it is, or that caused it.
+            number: number of the timeline event that it is, or that caused it; 0 if a peer or the operator did.
         """
         if isinstance(event, Failed):
             self._outcomes.remove(event.silo, event.sequence)
@@ -270,10 +265,8 @@ class Loop:
         """Fail the task of an unreadable reply or error; a resend would be unreadable, too."""
         header = unusable.header
         self._note_answer(header)
-        if self.evaluation.unreadable(header):
-            return
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
-        if answers and header.reply_to is not None:
+        if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
             self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
 
     def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
@@ -306,15 +299,14 @@ class Loop:
 
     def _join(self, name: str) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
-        gathering = self.rounds.phase is Phase.GATHERING
         self._limits.forget(name)
-        self._handle(Joined(name))
-        if gathering:
-            self._note_begun()
+        self._start_on(Joined(name))
 
-    def _note_begun(self) -> None:
-        """Once enough silos have joined, note the time of that; the silos of pending tasks that have not are absent."""
-        if self.rounds.phase is Phase.GATHERING:
+    def _start_on(self, event: Joined | StillConnected | WaitEnded) -> None:
+        """Handle an event after which the rounds may start."""
+        gathering = self.rounds.phase is Phase.GATHERING
+        self._handle(event)
+        if not gathering or self.rounds.phase is Phase.GATHERING:
             return
         now = self.clock.stopwatch()
         if "startup" not in self.counters.seconds:
@@ -386,6 +378,8 @@ class Loop:
         for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
             self.evaluation.give_up(name)
         self._fail_overdue()
+        if self.rounds.awaited and now - self._began > patience:
+            self._start_on(WaitEnded())
         for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
@@ -418,9 +412,8 @@ class Loop:
         if self.roster.online(name):
             self._on_peer_lost(name)
         self.log.note(NoteKind.EXPELLED, peer=name)
-        if name not in self._facts:
-            return
-        self._handle(Expelled(name))
+        if name in self._facts:
+            self._handle(Expelled(name))
         task = self.rounds.pending.get(name)
         if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
             self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True))

@@ -104,8 +104,8 @@ class Peers(Protocol):
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal of a message of ``size`` bytes."""
 
-    def dismiss_joining(self) -> None:
-        """Tell peers that have not joined that the run is over."""
+    def dismiss(self, names: Sequence[str]) -> None:
+        """Tell peers, and those that have not joined, that the run is over."""
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""

@@ -34,6 +34,7 @@ from coordinator.events import (
     StillConnected,
     Stop,
     Switched,
+    WaitEnded,
 )
 from coordinator.participation import Sampling, cohort_size
 from fedmq.errors import FedmqError
@@ -56,6 +57,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
         Expelled: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the others have all joined
+        WaitEnded: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the minimum has joined
         Stop: (Phase.STOPPED,),
     },
     Phase.COLLECTING: {
@@ -201,6 +203,7 @@ class Rounds:
         losses: last-known training loss, by silo.
         deadline_set: whether the deadline of the present merge is scheduled.
         deadline_passed: whether it has passed.
+        awaited: silos that took part before the run was resumed; it starts without them only after :class:`WaitEnded`.
     """
 
     plan: RoundsPlan
@@ -217,6 +220,7 @@ class Rounds:
     losses: Mapping[str, float] = field(default_factory=dict)
     deadline_set: bool = False
     deadline_passed: bool = False
+    awaited: frozenset[str] = frozenset()
 
     def handle(self, event: Event, number: int = 0) -> tuple[Rounds, tuple[Action, ...]]:
         """Handle an event.
@@ -260,12 +264,13 @@ class Rounds:
                 return self._deadline(round_)
             case Merged(version, last):
                 return self._merged(version, last=last)
-            case Stop():
-                return self if self.phase is Phase.DONE else replace(self, phase=Phase.STOPPED), ()
+            case Stop() | EvaluationAborted():
+                finished = self.phase is Phase.DONE and isinstance(event, Stop)
+                return self if finished else replace(self, phase=Phase.STOPPED), ()
             case Expelled(silo):
                 return replace(self, online=self.online - {silo}, gone=self.gone | {silo})._start_if_enough()
-            case EvaluationAborted():
-                return replace(self, phase=Phase.STOPPED), ()
+            case WaitEnded():
+                return replace(self, awaited=frozenset())._start_if_enough()
             case _:
                 assert_never(event)
 
@@ -296,15 +301,16 @@ class Rounds:
             return self, ()
         # Silos that are not needed to start are not selected until they join.
         absent = frozenset(self.plan.silos) - self.online
-        return replace(self, gone=self.gone | absent)._begin_round()
+        return replace(self, gone=self.gone | absent, awaited=frozenset())._begin_round()
 
     @property
     def _enough_silos(self) -> bool:
         """Whether enough silos have joined to start or resume."""
-        plan = self.plan
-        if set(plan.silos) <= self.online | self.gone:
+        plan, known = self.plan, self.online | self.gone
+        if set(plan.silos) <= known:
             return True
-        return plan.minimum is not None and len(self.online.intersection(plan.eligible)) >= plan.minimum
+        enough = plan.minimum is not None and len(self.online.intersection(plan.eligible)) >= plan.minimum
+        return enough and self.awaited <= known
 
     def _cleared(self) -> Rounds:
         """The machine without the fields of the present version."""
@@ -445,10 +451,12 @@ class Rounds:
     @classmethod
     def from_record(cls, plan: RoundsPlan, record: RoundsRecord) -> Rounds:
         """The machine of a checkpoint, waiting for its silos to join."""
+        gone = frozenset(record.gone)
         return cls(
             plan,
             version=record.version,
-            gone=frozenset(record.gone),
+            gone=gone,
+            awaited=frozenset() if plan.minimum is None else frozenset(plan.silos) - gone,
             pending={silo: PendingTask(*flight) for silo, flight in record.flights.items()},
             sequences=dict(record.sequences),
             losses=dict(record.losses),
@@ -462,7 +470,7 @@ def _silos_of(event: Event) -> tuple[str, ...]:
             return silos
         case Joined() | Lost() | Switched() | Arrived() | Failed() | Expelled():
             return (event.silo,)
-        case Deadline() | Merged() | Stop() | EvaluationAborted():
+        case Deadline() | Merged() | Stop() | WaitEnded() | EvaluationAborted():
             return ()
         case _:
             assert_never(event)

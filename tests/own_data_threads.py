@@ -41,6 +41,9 @@ class OwnRun:
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
         uri: where the coordinator listens; empty for one within this process.
+
+    Attributes:
+        started: names of the silos that were started, and of the evaluator.
     """
 
     root: Path
@@ -53,6 +56,7 @@ class OwnRun:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
         self.uri = self.uri or f"memory://own-{next(_NUMBERS)}"
         self.run = run_of(self.scenario)
+        self.started = set[str]()
         self._threads: list[threading.Thread] = []
         init_keys(self.root / "keys", ("coordinator", EVALUATOR, *self.scenario.silo_names))
 
@@ -72,6 +76,7 @@ class OwnRun:
 
     def start(self, *names: str) -> None:
         """Start silos, or the evaluator."""
+        self.started.update(names)
         for name in names:
             thread = threading.Thread(target=self._live, args=(name, self.site(name)), daemon=True)
             self._threads.append(thread)

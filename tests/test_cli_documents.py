@@ -181,9 +181,13 @@ def test_the_methods_have_a_line_for_the_listing() -> None:
 
 
 def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine() -> None:
-    for path in ROOT.rglob("*.toml"):
-        if ".venv" not in path.parts:
-            assert "index-url" not in path.read_text()
+    hosts = r"pypi\.org/simple|pythonhosted|download\.pytorch|registry\.npmjs|deb\.debian|/work/|/opt/pypi"
+    folders = [folder for folder in ROOT.glob("[a-z]*/") if folder.name not in ("runs", "build", "dist", "site")]
+    for folder in (*folders, ROOT / ".ci", ROOT):
+        for path in folder.glob("*") if folder == ROOT else folder.rglob("*"):
+            text = path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".env", ".service", ""} and path.is_file()
+            if text and path != Path(__file__) and "__pycache__" not in path.parts and path.name != ".git":
+                assert not re.search(hosts, path.read_text(encoding="utf-8", errors="replace")), path
 
 
 def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry, ...], compare.Options]:

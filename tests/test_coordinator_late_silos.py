@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send, StillConnected
+from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send, StillConnected, WaitEnded
 from coordinator.rounds import Phase, Rounds, RoundsPlan
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
@@ -62,14 +62,17 @@ def test_silos_that_the_method_cannot_select_do_not_count() -> None:
     assert rounds.phase is Phase.GATHERING, "a silo that left again does not count"
 
 
-def test_a_resumed_run_starts_with_the_minimum_and_waits_for_pending_tasks() -> None:
+def test_a_resumed_run_waits_a_while_for_silos_that_took_part_then_starts_with_the_minimum() -> None:
     rounds, _ = joined(replace(PLAN, mode="async"), *SILOS)
     rounds, _ = rounds.handle(Arrived("silo-00", 1))
     resumed = Rounds.from_record(replace(PLAN, mode="async"), rounds.after_merge().to_record())
     resumed, _ = resumed.handle(Joined("silo-00"))
     resumed, actions = resumed.handle(Joined("silo-01"))
+    assert resumed.phase is Phase.GATHERING
+    assert sends(actions) == ["silo-01"], "its pending task is sent again"
+    resumed, actions = resumed.handle(WaitEnded())
     assert resumed.phase is Phase.COLLECTING
-    assert "silo-01" in sends(actions), "its pending task is sent again"
+    assert sends(actions) == ["silo-00"]
     assert set(resumed.pending) >= {"silo-02", "silo-03"}
     resumed, actions = resumed.handle(Joined("silo-02"))
     assert sends(actions) == ["silo-02"]
@@ -90,6 +93,17 @@ def test_silos_that_stayed_connected_begin_together_and_get_their_pending_tasks_
     sent = {each.silo: each.sequence for each in actions if isinstance(each, Send)}
     assert sent == {"silo-02": 1, "silo-03": 1, "silo-00": 2, "silo-01": 2}
     assert len(actions) == len(sent), "every task is sent once"
+
+
+def test_a_resumed_run_waits_for_no_silo_that_had_not_joined_before() -> None:
+    rounds, _ = joined(PLAN, *SILOS[:2])
+    rounds, _ = rounds.handle(Arrived("silo-00", 1))
+    rounds, _ = rounds.handle(Arrived("silo-01", 1))
+    resumed, _ = Rounds.from_record(PLAN, rounds.after_merge().to_record()).handle(Joined("silo-01"))
+    resumed, _ = resumed.handle(WaitEnded())
+    assert resumed.phase is Phase.GATHERING, "the minimum is two"
+    resumed, actions = resumed.handle(Joined("silo-00"))
+    assert sends(actions) == ["silo-00", "silo-01"]
 
 
 def test_a_minimum_that_cannot_be_reached_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from coordinator.events import (
     StillConnected,
     Stop,
     Switched,
+    WaitEnded,
 )
 from coordinator.participation import Sampling, draw_order
 from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds, RoundsPlan
@@ -107,6 +108,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
         Merged(1),
         Stop(),
         Expelled("silo-00"),
+        WaitEnded(),
         EvaluationAborted(),
     ]
     for event in samples:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import loader
@@ -49,51 +52,149 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+class Malicious:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def read(path: Path) -> bytes:
+    """The content of a file that may have just been removed."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def watch(started: subprocess.Popen[str], jobs: Path, trap: Path) -> tuple[set[str], set[str], int]:
+    """Plant a result that sets off a trap when it is unpickled for each job of a run, until the run ends.
+
+    Returns:
+        Names of the jobs' key files, paths of all other files that contained a part of a private key, and the number
+        of planted results.
+    """
+    keys: dict[str, bytes] = {}
+    found: set[str] = set()
+    planted: set[Path] = set()
+    while started.poll() is None:
+        for path in [path for path in jobs.rglob("*") if path.is_file()] if jobs.exists() else []:
+            content = read(path)
+            if path.suffix == ".key" and b"PRIVATE" in content:
+                assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                keys[path.name] = content
+            elif any(part in content for key in keys.values() for part in secret(key)):
+                found.add(str(path))
+            result = path.with_name(path.name.replace("_submitted.pkl", "_0_result.pkl"))
+            if result != path and result not in planted:
+                planted.add(result)
+                result.write_bytes(pickle.dumps(("success", Malicious(trap))))
+        time.sleep(0.05)
+    return set(keys), found, len(planted)
+
+
+def secret(key: bytes) -> tuple[bytes, bytes]:
+    """What gives a private key away: its line of the PEM file, and its 32 bytes."""
+    private: Any = serialization.load_pem_private_key(key, None)
+    return key.splitlines()[1], private.private_bytes_raw()
+
+
 @pytest.mark.slow
-def test_a_run_of_jobs_has_the_model_of_any_other_and_leaves_their_logs(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_of_jobs_has_the_model_of_any_other_and_unpickles_nothing(tiny: Path, tmp_path: Path) -> None:
     settings = ("silos.hosts=1", "launcher=slurm", "silos.needs.cpus=0.5", "silos.needs.memory_gb=1")
     out = tmp_path / "run"
     options = [part for each in settings for part in ("--set", each)]
     environment = os.environ if slurm_answers() else {**os.environ, "FEDMQ_SLURM": "local"}
-    done = subprocess.run(
+    started = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--json", "--quiet", *options],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=200,
         env=environment,
     )
-    assert done.returncode == 0, done.stderr
+    jobs, trap = out / "jobs", tmp_path / "unpickled"
+    try:
+        keys, found, planted = watch(started, jobs, trap)
+        printed, said = started.communicate(timeout=200)
+    finally:
+        started.kill()
+    assert started.returncode == 0, said
+    assert keys == {"evaluator.key", *(f"silo-0{index}.key" for index in range(4))}
+    assert not found
+    assert planted == 2
+    assert not trap.exists()
     expected = in_process_run.run(resolved(tiny), tmp_path / "expected")
-    assert json.loads(done.stdout)["model_digest"] == expected.summary.model_digest
+    assert json.loads(printed)["model_digest"] == expected.summary.model_digest
     assert not audit_run(out).findings
     assert sorted(path.name for path in (out / "messages").iterdir()) == [
         *("coordinator.jsonl", "evaluator.jsonl", "silo-00.jsonl", "silo-01.jsonl", "silo-02.jsonl", "silo-03.jsonl")
     ]
     # No private key stays behind.
-    jobs = out / "jobs"
     assert sorted(path.name.rpartition("-")[0] for path in jobs.iterdir()) == ["evaluator", "host-0"]
     assert all(path.suffix == ".log" for path in jobs.iterdir())
     assert stat.S_IMODE(jobs.stat().st_mode) == 0o700
 
 
-def test_a_job_that_is_killed_has_died_and_its_log_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[SlurmProcess]:
+    """A job that sleeps for a minute, as that of silo-00."""
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=60)
     job = executor.submit(time.sleep, 60)
-    process = SlurmProcess(submitit, LocalJobs(), job, "silo-00", RunFolder(tmp_path))
-    assert process.is_alive()
+    place = tmp_path / "jobs" / "silo-00-x"
+    place.mkdir()
+    made = SlurmProcess(LocalJobs(), job, place, "silo-00", ("silo-00",), RunFolder(tmp_path))
     until = time.monotonic() + 30
     while not job.paths.stdout.exists() and time.monotonic() < until:
         time.sleep(0.02)
+    yield made
+    LocalJobs().kill(job)
+
+
+def test_a_job_that_is_killed_has_died_and_its_log_is_named(
+    process: SlurmProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert process.is_alive()
     process.kill()
     process.kill()  # a second time, as at the end of a run
     process.join(30)
-    log = tmp_path / "jobs" / f"silo-00-{job.job_id}.log"
+    (log,) = (tmp_path / "jobs").glob("silo-00-*.log")
     assert process.exitcode == DIED
-    assert f"silo-00: job {job.job_id} ended as " in (said := capfd.readouterr().err)
+    assert "silo-00: job " in (said := capfd.readouterr().err)
+    assert " ended as " in said
     assert str(log) in said
-    assert log.exists()
+    assert not (tmp_path / "jobs" / "silo-00-x").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda path: path.symlink_to("/etc/hostname"), "symbolic links"),
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.write_bytes(pickle.dumps(Malicious(path.parents[2] / "unpickled"))), "Ended"),
+        (lambda path: path.write_text('{"code": 0, "files": [{"path": "x", "content": ""}]}'), "found 'x'"),
+        (lambda path: path.touch() or os.truncate(path, (1 << 30) + 1), "bytes"),
+    ],
+)
+def test_a_job_whose_result_is_not_allowed_has_failed(
+    process: SlurmProcess,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    made: Callable[[Path], object],
+    message: str,
+) -> None:
+    made(tmp_path / "jobs" / "silo-00-x" / "result.json")
+    assert process.exitcode == 1
+    said = capfd.readouterr().err
+    assert said.startswith("silo-00: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs"]
 
 
 def test_the_state_of_a_job_is_what_squeue_says_or_said(commands: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +205,7 @@ def test_the_state_of_a_job_is_what_squeue_says_or_said(commands: Path, capfd: p
         jobs.asked = float("-inf")
         return jobs.ended(first), jobs.ended(second)
 
-    assert jobs.ended(first) == jobs.ended(second) == ""
+    assert ask("exit 1") == ("", "")
     assert ask("echo '17|RUNNING|None'; echo '18|PENDING|Resources'; echo '99|PENDING|Priority'") == ("", "")
     assert ask("echo '17|NODE_FAIL|NodeDown'; echo '18|PENDING|Resources'") == ("NODE_FAIL", "")
     assert ask("echo slurm_load_jobs error >&2; exit 1") == ("NODE_FAIL", "")
@@ -122,17 +223,22 @@ def test_a_job_that_waits_is_cancelled_and_one_that_runs_may_end_by_itself(comma
 def test_jobs_of_a_command_that_was_killed_are_cancelled_before_the_run_goes_on(
     tiny: Path, tmp_path: Path, commands: Path
 ) -> None:
-    for name, text in (("squeue", "true"), ("sbatch", "true"), ("srun", "true")):
+    # Job 18 is another one of the user's.
+    squeue = "echo '17|fedmq silo-00'; echo '18|train'; echo '19|fedmq silo-01'"
+    for name, text in (("squeue", squeue), ("sbatch", "true"), ("srun", "true")):
         command(commands / name, text)
     command(commands / "scontrol", "echo 'SlurmctldHost[0] = localhost'")
     command(commands / "sinfo", "echo localhost")
     command(commands / "scancel", f'echo "$@" >> {tmp_path}/said')
-    left = tmp_path / "jobs" / "17_submitted.pkl"
-    left.parent.mkdir()
-    left.write_bytes(b"")
+    jobs, trap = tmp_path / "jobs", tmp_path / "unpickled"
+    (jobs / "silo-00-x" / "keys").mkdir(parents=True)
+    for number in ("17", "18", "--user=root"):
+        (jobs / f"{number}_submitted.pkl").write_bytes(pickle.dumps(Malicious(trap)))
+    (jobs / "silo-00-17.log").touch()
     with SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path)) as cluster:
         assert (tmp_path / "said").read_text() == "--full --signal=USR1 17\n17\n"
-        assert not left.exists()
+        assert [path.name for path in jobs.iterdir()] == ["silo-00-17.log"]
+        assert not trap.exists()
         assert cluster.bind.startswith("tcp://")
 
 
@@ -140,7 +246,6 @@ def test_jobs_of_a_command_that_was_killed_are_cancelled_before_the_run_goes_on(
     ("settings", "message"),
     [
         (("silos.needs.gpus=0.5",), "silos.needs.gpus: found 0.5, allowed: a whole number"),
-        (("faults=[{kind: freeze, rounds: [1, 2], seconds: 1}]",), "faults: found 'freeze'"),
         (("silos.needs.cpus=900.5",), "silos.needs: found '--cpus-per-task=901: .* not available'"),
     ],
 )
@@ -154,6 +259,16 @@ def test_what_slurm_cannot_do_is_refused_before_the_run(
     with pytest.raises(InputError, match=message), connected:
         pass
     assert not (tmp_path / "jobs").exists()
+
+
+def test_a_folder_of_jobs_that_is_a_link_is_refused(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FEDMQ_SLURM", "local")
+    (tmp_path / "elsewhere").mkdir(mode=0o755)
+    (tmp_path / "jobs").symlink_to("elsewhere")
+    connected: Any = SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
+    with pytest.raises(InputError, match="jobs: found 'a link'"), connected:
+        pass
+    assert stat.S_IMODE((tmp_path / "elsewhere").stat().st_mode) == 0o755
 
 
 def test_without_slurm_the_error_says_how_to_rehearse(

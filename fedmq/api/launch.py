@@ -32,8 +32,10 @@ from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
+from fedmq.runs.gallery_size import gallery_of_status, meaningful
 from fedmq.runs.resume_check import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
+from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
 from fedmq.storage.run_folder import RunFolder
 
@@ -218,7 +220,7 @@ def _watch(
     with _bar(scenario, shown=progress) as show:
         try:
             for line in _lines(metrics, old, process):
-                show(line)
+                show(_shown(line, folder))
                 if on_merge is not None and isinstance(line, MergeLine):
                     on_merge(line)
                 if on_evaluation is not None and isinstance(line, EvaluationLine):
@@ -301,6 +303,15 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
                 bar.update(task, metrics=brief(line))
 
         yield show
+
+
+def _shown(line: MetricsLine, folder: Path) -> MetricsLine:
+    """A line for display: without recalls that every model reaches in so small a gallery."""
+    if isinstance(line, EvaluationLine):
+        with contextlib.suppress(InputError):
+            gallery = gallery_of_status(read_status(RunFolder(folder).status))
+            return line.model_copy(update={"metrics": meaningful(line.metrics, gallery)})
+    return line
 
 
 def brief(line: EvaluationLine) -> str:

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from fedmq.cli.console import DIFFERENT, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
-from fedmq.cli.scenarios import resolved, resolved_file
-from fedmq.errors import InputError
+from fedmq.cli.scenarios import resolved_file
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -116,15 +115,8 @@ def add_data(
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
-    """A scenario with its defaults; refuses a wrong file or path of data before torch is loaded."""
-    from fedmq.config.resolve import read  # noqa: PLC0415
-
-    source = read(file, settings or (), seed)
-    path = None if source.scenario.data is None else source.scenario.data.path
-    if path is not None and not path.expanduser().exists():
-        allowed = "an existing file or folder; docs/reference/data_sets.md shows the layouts"
-        raise InputError("data.path", str(path), allowed)
-    return resolved(source).scenario
+    """A scenario with its defaults."""
+    return resolved_file(file, settings, seed).scenario
 
 
 def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:

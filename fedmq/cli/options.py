@@ -67,7 +67,10 @@ MetricsPort = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 CheckOnly = Annotated[
     bool,
-    typer.Option("--check", help="Print what would run, with estimates of time and traffic, and exit."),
+    typer.Option(
+        "--check",
+        help="Print what would run, with estimates of time, memory and traffic (with --json only these), and exit.",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -40,7 +40,7 @@ from fedmq.cli.options import (
     StopSilos,
 )
 from fedmq.cli.report import complete_report
-from fedmq.cli.scenarios import again, check_here, explain, resolved, resolved_file
+from fedmq.cli.scenarios import again, check_here, explain, read_here, resolved, resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import say_stopping
@@ -95,10 +95,10 @@ def scenario_command(
     starting(quiet=quiet)
     logs = _logs_of_a_scenario(log_level, log_file, log_format)
     file = _file_of(file, resume, extend, out_dir)
-    source = read(file, settings or (), seed)
+    source = read_here(file, settings, seed) if resume is None else read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
     if check:
-        explain(resolved(source), quiet=quiet)
+        explain(resolved(source), quiet=quiet, as_json=as_json)
         return
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.

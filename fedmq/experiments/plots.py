@@ -25,7 +25,9 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
         title: of the page.
         notes: shown below it.
     """
-    return document(title, notes, [figure for column in rows[0].columns for figure in _column(rows, column)])
+    runs = [outcome for row in rows for outcome in row.outcomes.values()]
+    columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
+    return document(title, notes, [figure for column in columns for figure in _column(rows, column)])
 
 
 def _column(rows: Sequence[Row], column: str) -> list[Figure]:

@@ -319,7 +319,7 @@ def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
         {
             "name": row.entry.name,
             "seed": seed,
-            **{metric: outcome.value(metric) for metric in plan.metrics},
+            **{metric: outcome.value(metric) if outcome.shows(metric) else None for metric in plan.metrics},
             **{target.title: outcome.time_to(target) for target in plan.targets},
             "model_digest": None if outcome.summary is None else outcome.summary.model_digest,
             "folder": str(outcome.folder.root),

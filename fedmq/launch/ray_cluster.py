@@ -1,6 +1,7 @@
 """``launcher: ray``: silos and the evaluator as processes on the machines of a Ray cluster.
 
-Ray places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do.
+Ray places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. fedmq passes only bytes through Ray
+and decodes them itself. That does not make Ray's machines safe from each other: Ray's own serialisation can run code.
 """
 
 from __future__ import annotations
@@ -9,35 +10,52 @@ import contextlib
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.extras import package
-from fedmq.launch.remote_peer import (
-    DIED,
-    ENVIRONMENT,
-    Ended,
+from fedmq.launch.peer_records import (
     PeerArguments,
-    RemoteProcess,
-    keys_of,
-    on_device,
-    refuse_freeze,
-    run_peer,
+    PeerFiles,
+    PeerTask,
+    decode,
+    earlier_files,
+    encode,
+    key_files,
+    write_private,
 )
+from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
 from fedmq.storage.run_folder import RunFolder
 
 #: Time to wait for a cluster's machine [s].
 _CONNECT_SECONDS = 5.0
 
 
+def run_there(task: bytes, files: bytes) -> bytes:
+    """Run a silo, a host or the evaluator on a machine of the cluster; see :func:`fedmq.launch.remote_peer.run_peer`.
+
+    Args:
+        task: its task.
+        files: its keys, and what it wrote into the run folder before.
+
+    Raises:
+        InputError: the files are not allowed.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedmq-peer-") as place:
+        write_private(Path(place), decode(PeerFiles, files, "files of this process").files)
+        return encode(run_peer(task, Path(place)))
+
+
 class RayProcess(RemoteProcess):
     """A process of the cluster."""
 
-    def __init__(self, ray: Any, reference: Any, name: str, folder: RunFolder) -> None:
-        super().__init__(name, folder)
+    def __init__(self, ray: Any, reference: Any, name: str, task: PeerTask, folder: RunFolder) -> None:
+        super().__init__(name, task.names, folder)
         self._ray, self._reference = ray, reference
 
     def poll(self) -> int | None:
@@ -45,11 +63,10 @@ class RayProcess(RemoteProcess):
         if not self._ray.wait([self._reference], timeout=0)[0]:
             return None
         try:
-            ended: Ended = self._ray.get(self._reference)
+            return self.collect(lambda: self._ray.get(self._reference))
         except self._ray.exceptions.RayError as error:
             self.say(type(error).__name__)
             return DIED
-        return self.collect(ended)
 
     def terminate(self) -> None:
         """See the interface: the coordinator's stop reaches all that have joined; the others are killed later."""
@@ -81,11 +98,9 @@ class RayCluster:
         """Connect to the cluster that ``RAY_ADDRESS`` names, or to the one that this machine belongs to.
 
         Raises:
-            InputError: Ray is not installed, there is no cluster, it is too small, or the scenario has faults that
-                cannot be carried out there.
+            InputError: Ray is not installed, there is no cluster, or it is too small.
         """
         ray = package("ray", "ray", "launcher ray")
-        refuse_freeze(scenario)
         fresh = not ray.is_initialized()
         if fresh:
             _connect(ray, os.environ.get("RAY_ADDRESS", "auto"))
@@ -101,9 +116,11 @@ class RayCluster:
 
     def start(self, name: str, arguments: PeerArguments) -> RayProcess:
         """See the interface."""
-        task = self.ray.remote(run_peer).options(name=f"fedmq {name}", **self.options)
-        placed = on_device(arguments, gpu=self.options["num_gpus"] > 0)
-        return RayProcess(self.ray, task.remote(placed, keys_of(arguments)), name, self.folder)
+        task = PeerTask.of(arguments, gpu=self.options["num_gpus"] > 0)
+        remote = self.ray.remote(run_there).options(name=f"fedmq {name}", **self.options)
+        files = PeerFiles(files=(*key_files(arguments), *earlier_files(arguments)))
+        reference = remote.remote(encode(task), encode(files))
+        return RayProcess(self.ray, reference, name, task, self.folder)
 
 
 def _connect(ray: Any, address: str) -> None:

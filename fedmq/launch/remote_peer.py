@@ -2,16 +2,21 @@
 
 Messages do not pass through a cluster's engine: they are sealed and go to the coordinator's socket, as from everywhere.
 The coordinator runs on the machine of the command, which has the run folder. The engine itself passes to each process
-its arguments and its private key, which is made for this run only.
+its task and its keys, and returns what it wrote, as the records of :mod:`fedmq.launch.peer_records`.
+
+Private keys are made by the command, for this run only, and are sent. A process that made its own key would have to
+return the public half before the coordinator lets it join, and a task of Ray returns nothing before its end. Also, a
+silo that is started again on another machine keeps its key, from which ``privacy.noise_from: key`` derives its noise.
+What protects a key on its way is how the engine protects a job: on Slurm by files of one user, see
+:mod:`fedmq.launch.slurm_cluster`; on Ray by who can reach the cluster.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,14 +24,11 @@ from fedmq.config.faults import Freeze
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.launch.peer_records import Ended, PeerArguments, PeerTask, decode, store_files, written_files
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import print_line
-from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.text import print_line, printable
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
-
-#: Arguments of a silo, a host or the evaluator.
-PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
 
 #: Exit code of a process whose machine died, or that was killed.
 DIED = 137
@@ -37,8 +39,6 @@ ENVIRONMENT: Mapping[str, str] = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
 }
-#: Parts of a run folder that a silo or the evaluator writes.
-_WRITTEN = ("messages", "silos")
 #: Time to wait for the end of a process that was killed [s].
 _JOIN_SECONDS = 10.0
 
@@ -48,11 +48,13 @@ class RemoteProcess(ABC):
 
     Args:
         name: the name that it was started with.
+        silos: the names under which it writes: of its silos, or of the evaluator.
         folder: the run folder, into which its files are fetched.
     """
 
-    def __init__(self, name: str, folder: RunFolder) -> None:
+    def __init__(self, name: str, silos: Sequence[str], folder: RunFolder) -> None:
         self.name = name
+        self.silos = silos
         self.folder = folder
         self._code: int | None = None
 
@@ -87,16 +89,32 @@ class RemoteProcess(ABC):
 
     def say(self, text: str) -> None:
         """Print a line about this process to standard error; standard output is for the result of the command."""
-        print_line(f"{self.name}: {text}", error=True)
+        print_line(f"{self.name}: {printable(text)}", error=True)
 
-    def collect(self, ended: Ended) -> int:
-        """Print the error of a process that has ended and store its files; returns its exit code."""
+    def collect(self, result: Callable[[], object]) -> int:
+        """Check the result of a process that has ended, store its files and print its error.
+
+        Args:
+            result: fetches an encoded :class:`fedmq.launch.peer_records.Ended`; raises InputError if it is unreadable.
+
+        Returns:
+            The exit code, that of a failure if the result is not allowed.
+
+        Raises:
+            DiskError: a file cannot be stored.
+        """
+        place = f"result of {self.name}"
+        try:
+            fetched = result()
+            if not isinstance(fetched, bytes):
+                raise InputError(place, type(fetched).__name__, "bytes")
+            ended = decode(Ended, fetched, place)
+            store_files(self.folder.root, self.silos, ended.files, place)
+        except InputError as error:
+            self.say(str(error))
+            return _FAILED
         if ended.error:
             self.say(ended.error)
-        for path, content in ended.files.items():
-            target = self.folder.root / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
         return ended.code
 
 
@@ -111,86 +129,42 @@ class Cluster(Protocol):
         """Start a silo, a host or the evaluator where it finds a place."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What a process returns at its end.
-
-    Args:
-        code: exit code.
-        error: its error in one line; empty without one.
-        files: what it wrote, by path in the run folder, if it did not write into the run folder itself.
-    """
-
-    code: int
-    error: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-
-
-def run_peer(arguments: PeerArguments, keys: Mapping[str, bytes], joined: Callable[[], None] = lambda: None) -> Ended:
+def run_peer(task: bytes, place: Path, joined: Callable[[], None] = lambda: None) -> Ended:
     """Run a silo, a host or the evaluator on the machine that it was placed on.
 
-    It writes into the run folder if this machine has it, otherwise into a temporary folder.
+    It writes into the run folder if this machine has it, otherwise into its own folder.
 
     Args:
-        arguments: as for a process of the coordinator's machine.
-        keys: the key files that it needs, by path in the folder of keys.
+        task: a :class:`fedmq.launch.peer_records.PeerTask`.
+        place: the process's own folder, with the keys that it needs in ``keys/``.
         joined: called when it has joined the run and the coordinator can end it.
     """
-    with tempfile.TemporaryDirectory(prefix="fedmq-peer-") as name:
-        folder = Path(name) / "keys"
-        for path, content in keys.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).touch(mode=0o600)
-            (folder / path).write_bytes(content)
-        first = arguments.silo if isinstance(arguments, HostArguments) else arguments
-        shared = RunFolder(first.out).scenario.is_file()
-        out = first.out if shared else Path(name) / "run"
-        data = first.data if first.data is not None and first.data.is_dir() else None
-        try:
-            match arguments:
-                case EvaluatorArguments():
-                    run_evaluator(replace(arguments, keys=folder, out=out, data=data), measured=joined)
-                case SiloArguments():
-                    run_silo(replace(arguments, keys=folder, out=out, data=data), joined=joined)
-                case HostArguments():
-                    silo = replace(arguments.silo, keys=folder, out=out, data=data)
-                    run_host(replace(arguments, silo=silo), joined=joined)
-        except FedmqError as error:
-            code = _REFUSED if isinstance(error, InputError) else _FAILED
-            return Ended(code, str(error), {} if shared else _files(out))
-        return Ended(0, "", {} if shared else _files(out))
+    try:
+        given = decode(PeerTask, task, "task of this process")
+    except InputError as refused:
+        return Ended.saying(_REFUSED, str(refused))
+    shared = RunFolder(given.out).scenario.is_file()
+    out = given.out if shared else place / "run"
+    code, error = _run(given.arguments(place / "keys", out), joined)
+    return Ended.saying(code, error, () if shared else written_files(out, given.names))
 
 
-def _files(out: Path) -> dict[str, bytes]:
-    paths = (path for part in _WRITTEN for path in (out / part).rglob("*"))
-    return {str(path.relative_to(out)): path.read_bytes() for path in paths if path.is_file()}
-
-
-def on_device(arguments: PeerArguments, *, gpu: bool) -> PeerArguments:
-    """The arguments for a machine whose engine shows a process only the GPUs that it was given.
-
-    Args:
-        arguments: as for a process of the coordinator's machine.
-        gpu: whether it was given one.
-    """
-    device = "cuda:0" if gpu else "cpu"
-    if isinstance(arguments, HostArguments):
-        return replace(arguments, silo=replace(arguments.silo, device=device))
-    return replace(arguments, device=device)
-
-
-def keys_of(arguments: PeerArguments) -> dict[str, bytes]:
-    """The key files of a process: its own, those of the silos it hosts, and the accepted public keys."""
-    names: tuple[str, ...]
-    match arguments:
-        case EvaluatorArguments():
-            folder, names = arguments.keys, (EVALUATOR,)
-        case SiloArguments():
-            folder, names = arguments.keys, (arguments.name,)
-        case HostArguments():
-            folder, names = arguments.silo.keys, arguments.names
-    public = [f"accepted/{name}.pub" for name in (COORDINATOR, *names)]
-    return {path: (folder / path).read_bytes() for path in (*public, *(f"{name}.key" for name in names))}
+def _run(arguments: PeerArguments, joined: Callable[[], None]) -> tuple[int, str]:
+    """Run a program; returns its exit code and its error."""
+    try:
+        match arguments:
+            case EvaluatorArguments():
+                run_evaluator(arguments, measured=joined)
+            case SiloArguments():
+                run_silo(arguments, joined=joined)
+            case HostArguments():
+                run_host(arguments, joined=joined)
+    except FedmqError as error:
+        return _REFUSED if isinstance(error, InputError) else _FAILED, str(error)
+    except Exception as error:
+        print_line(traceback.format_exc(), error=True)
+        return _FAILED, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 def refuse_freeze(scenario: Scenario) -> None:

@@ -1,8 +1,11 @@
 """``launcher: slurm``: silos and the evaluator as jobs of Slurm, submitted with submitit.
 
-Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. submitit passes a job its
-arguments, its private key among them, and returns its result in pickle files. They lie in ``jobs/`` of the run folder,
-which only the user can read, and are removed at the end of the run.
+Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. A job has a folder of its own in
+``jobs/`` of the run folder, which only the user can open: its task, its keys, and at the end its result. The command
+removes it when the job has ended.
+
+submitit itself writes a pickle file for each job, which the job loads. It holds no more than :func:`run_job` and the
+path of that folder. The command loads no pickle file.
 """
 
 from __future__ import annotations
@@ -12,32 +15,27 @@ import ipaddress
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import psutil
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.extras import package
+from fedmq.launch.peer_records import MOST_BYTES, PeerArguments, PeerTask, encode, key_files, write_private
 from fedmq.launch.processes import ignore_sigterm
-from fedmq.launch.remote_peer import (
-    DIED,
-    ENVIRONMENT,
-    Ended,
-    PeerArguments,
-    RemoteProcess,
-    keys_of,
-    on_device,
-    refuse_freeze,
-    run_peer,
-)
+from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import print_line
 
@@ -53,8 +51,14 @@ _COMMAND_SECONDS = 60.0
 _LOCAL_MINUTES = 365 * 24 * 60
 #: Signal that ends a job's process at once. Slurm makes of KILL a cancellation: SIGTERM, and SIGKILL after KillWait.
 _KILL = "USR1"
-#: Mode of the folder with the jobs' files.
+#: Mode of the folders with the jobs' files.
 _PRIVATE = 0o700
+#: Files of a job's folder; the last one becomes the result once it is complete.
+_TASK, _RESULT, _WRITING = "task.json", "result.json", "result.part"
+#: End of the name of submitit's file of a job, after the job's number.
+_SUBMITTED = "_submitted.pkl"
+#: Beginning of the names of jobs.
+_JOB_NAME = "fedmq "
 #: States of a job that has ended and may have written a result.
 _WITH_RESULT = frozenset({"COMPLETED", "FAILED", "FINISHED"})
 #: Slurm's states of a job that has not ended.
@@ -64,15 +68,24 @@ _ALIVE = frozenset(
 )
 
 
-def run_job(arguments: PeerArguments, keys: Mapping[str, bytes]) -> Ended:
+def run_job(folder: str) -> NoReturn:
     """Run a silo, a host or the evaluator as a job; see :func:`fedmq.launch.remote_peer.run_peer`.
 
-    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts what ends early.
+    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts what ends early. The process exits
+    from here, so that submitit writes no result of its own.
+
+    Args:
+        folder: of the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run_peer(arguments, keys, ignore_sigterm)
+    place = Path(folder)
+    ended = run_peer(read_regular(place / _TASK, "the task of this job", MOST_BYTES), place, ignore_sigterm)
+    # Not into a folder that the command has removed, as it takes this job for dead.
+    (place / _WRITING).write_bytes(encode(ended))
+    (place / _WRITING).replace(place / _RESULT)
+    sys.exit(ended.code)
 
 
 class Jobs(Protocol):
@@ -163,17 +176,35 @@ class LocalJobs:
 
 
 class SlurmProcess(RemoteProcess):
-    """A silo, a host or the evaluator as a job."""
+    """A silo, a host or the evaluator as a job.
 
-    def __init__(self, submitit: Any, jobs: Jobs, job: Any, name: str, folder: RunFolder) -> None:
-        super().__init__(name, folder)
-        self._submitit, self._jobs, self._job = submitit, jobs, job
+    Args:
+        jobs: what runs the job.
+        job: submitit's; its result is never asked for, as it would be unpickled.
+        place: folder of the job, removed at its end.
+        name: the name that the process was started with.
+        silos: the names under which it writes.
+        folder: the run folder.
+    """
+
+    def __init__(self, jobs: Jobs, job: Any, place: Path, name: str, silos: Sequence[str], folder: RunFolder) -> None:
+        super().__init__(name, silos, folder)
+        self._jobs, self._job, self._place = jobs, job, place
         self._ended_at: float | None = None
 
     def poll(self) -> int | None:
         """See the interface."""
-        if self._job.paths.result_pickle.exists():
-            return self._result()
+        code = self._code_of_result()
+        if code is not None:
+            self._keep_log()
+            shutil.rmtree(self._place, ignore_errors=True)
+        return code
+
+    def _code_of_result(self) -> int | None:
+        result = self._place / _RESULT
+        if os.path.lexists(result):
+            allowed = "the result of a job"
+            return self.collect(lambda: read_regular(result, allowed, MOST_BYTES, links=False))
         state = self._jobs.ended(self._job)
         if not state:
             return None
@@ -181,19 +212,11 @@ class SlurmProcess(RemoteProcess):
             self._ended_at = time.monotonic()
         if state in _WITH_RESULT and time.monotonic() - self._ended_at < _RESULT_SECONDS:
             # A change of the folder makes a network file system look for new files in it.
-            self._job.paths.folder.chmod(_PRIVATE)
+            with contextlib.suppress(OSError):
+                self._place.chmod(_PRIVATE)
             return None
         self.say(f"job {self._job.job_id} ended as {state}, see {self._keep_log()}")
         return DIED
-
-    def _result(self) -> int:
-        try:
-            ended: Ended = self._job.result()
-        except self._submitit.core.utils.UncompletedJobError:
-            self.say(f"job {self._job.job_id} failed, see {self._keep_log()}")
-            return 1
-        self._keep_log()
-        return self.collect(ended)
 
     def _keep_log(self) -> Path:
         """Name the log of the job after the process; returns its path."""
@@ -235,25 +258,27 @@ class SlurmCluster:
     @classmethod
     @contextlib.contextmanager
     def connected(cls, scenario: Scenario, folder: RunFolder) -> Iterator[SlurmCluster]:
-        """Check that Slurm answers and has machines for these processes; at the end, remove the jobs' pickle files.
+        """Check that Slurm answers and has machines for these processes; at the end, remove the jobs' files.
 
         ``FEDMQ_SLURM=local`` in the environment runs the jobs on this machine.
 
         Raises:
-            InputError: submitit is not installed, Slurm does not answer or can never place such a process, or the
-                scenario has faults that cannot be carried out there.
+            InputError: submitit is not installed, or Slurm does not answer or can never place such a process.
         """
         submitit = package("submitit", "slurm", "launcher slurm")
-        refuse_freeze(scenario)
         local = os.environ.get(_PLACE) == _LOCAL
         options = _options(scenario)
         if not local:
             _check_slurm(options)
         files = folder.root.absolute() / "jobs"
+        if files.is_symlink():
+            raise InputError(str(files), "a link", "a folder of the run folder itself: remove the link")
         make_folder(files)
         with writing(files):
             files.chmod(_PRIVATE)
-        _remove_pickles(files, cancel=not local)
+        if not local:
+            _cancel_left(files)
+        _remove_files(files)
         if local:
             executor = submitit.LocalExecutor(files)
             executor.update_parameters(timeout_min=_LOCAL_MINUTES, gpus_per_node=options["gpus_per_node"] or 0)
@@ -266,7 +291,7 @@ class SlurmCluster:
         try:
             yield cls(submitit, executor, jobs, f"tcp://{address}:*", folder, options["gpus_per_node"] or 0)
         finally:
-            _remove_pickles(files, cancel=False)
+            _remove_files(files)
 
     def start(self, name: str, arguments: PeerArguments) -> SlurmProcess:
         """See the interface.
@@ -275,18 +300,23 @@ class SlurmCluster:
             RunError: Slurm refuses the job.
         """
         if isinstance(self.executor, self.submitit.SlurmExecutor):
-            self.executor.update_parameters(job_name=f"fedmq {name}")
-        placed = on_device(arguments, gpu=self.gpus > 0)
+            self.executor.update_parameters(job_name=f"{_JOB_NAME}{name}")
+        task = PeerTask.of(arguments, gpu=self.gpus > 0)
+        files = Path(self.executor.folder)
+        with writing(files):
+            place = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=files))
+            (place / _TASK).write_bytes(encode(task))
+            write_private(place, key_files(arguments))
         # Ctrl-C is handled by the command: neither sbatch nor a local job, which inherit this, may see it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             with self.submitit.helpers.environment_variables(**ENVIRONMENT):
-                job = self.executor.submit(run_job, placed, keys_of(arguments))
+                job = self.executor.submit(run_job, str(place))
         except self.submitit.core.utils.FailedJobError as error:
             raise RunError(f"{name}: Slurm refuses the job: {_reason(str(error))}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return SlurmProcess(self.submitit, self.jobs, job, name, self.folder)
+        return SlurmProcess(self.jobs, job, place, name, task.names, self.folder)
 
 
 def _options(scenario: Scenario) -> dict[str, Any]:
@@ -366,14 +396,25 @@ def _check_slurm(options: Mapping[str, Any]) -> None:
         raise InputError("silos.needs", f"{' '.join(wanted)}: {error}", allowed) from None
 
 
-def _remove_pickles(files: Path, *, cancel: bool) -> None:
-    """Remove what submitit left: at the start, that of a command that was killed, whose jobs are cancelled."""
-    for path in files.glob("*_submitted.pkl"):
-        if cancel:
-            _kill_job(path.name.partition("_")[0])
+def _cancel_left(files: Path) -> None:
+    """Cancel the jobs of a command that was killed, as far as they are jobs of this user and of fedmq."""
+    left = {path.name.removesuffix(_SUBMITTED) for path in files.glob(f"*{_SUBMITTED}")}
+    if not left:
+        return
+    with contextlib.suppress(OSError):
+        rows = [line.partition("|") for line in _answer("squeue", "--me", "--noheader", "--format=%A|%j").splitlines()]
+        for number in sorted(number for number, _, name in rows if number in left and name.startswith(_JOB_NAME)):
+            _kill_job(number)
+
+
+def _remove_files(files: Path) -> None:
+    """Remove the files of all jobs but their logs."""
     for pattern in ("*.pkl", "*.sh", ".submission_file_*"):
         for path in files.glob(pattern):
             path.unlink(missing_ok=True)
+    for path in files.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _address() -> str:

@@ -35,7 +35,7 @@ from fedmq.launch.hosting import Limits, allow_descriptors, limits_here, plan_ho
 from fedmq.launch.interrupts import say_stopping
 from fedmq.launch.private_folder import private_folder
 from fedmq.launch.process_group import ProcessGroup
-from fedmq.launch.remote_peer import Cluster
+from fedmq.launch.remote_peer import Cluster, refuse_freeze
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
@@ -126,7 +126,13 @@ class Simulated:
 
 @contextlib.contextmanager
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
-    """The cluster that the scenario's launcher stands for; None is this machine."""
+    """The cluster that the scenario's launcher stands for; None is this machine.
+
+    Raises:
+        InputError: there is no such cluster, or it cannot carry out the scenario.
+    """
+    if scenario.launcher in ("ray", "slurm"):
+        refuse_freeze(scenario)
     match scenario.launcher:
         case "ray":
             from fedmq.launch.ray_cluster import RayCluster  # noqa: PLC0415 - an extra

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.evaluation.metrics import BRIEF, is_known, metric_of
+from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.html_figures import Figure, colour, render
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
@@ -22,6 +23,11 @@ class _Read:
     summary: RunSummary
     evaluations: tuple[EvaluationLine, ...]
     merges: tuple[MergeLine, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the summary, without recalls that every model reaches in so small a gallery."""
+        return meaningful(self.summary.metrics, gallery_of(self.summary))
 
 
 def write(folders: Sequence[RunFolder], path: Path) -> None:
@@ -39,11 +45,11 @@ def page(folders: Sequence[RunFolder]) -> str:
         InputError: a run is not finished, or its files are invalid.
     """
     runs = [_read(folder) for folder in folders]
-    columns = list(dict.fromkeys(name for run in runs for name in run.summary.metrics))
+    columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
     rows = [
         (
             name,
-            *(f"{run.summary.metrics[name]:.4f}" if name in run.summary.metrics else "-" for run in runs),
+            *(f"{run.metrics[name]:.4f}" if name in run.metrics else "-" for run in runs),
             _title(name),
         )
         for name in columns
@@ -69,7 +75,7 @@ def page(folders: Sequence[RunFolder]) -> str:
         same_data=same_data,
         facts=facts,
         metrics=rows,
-        figures=[_curve(runs, name) for name in _CURVES if any(name in run.summary.metrics for run in runs)]
+        figures=[_curve(runs, name) for name in _CURVES if any(name in run.metrics for run in runs)]
         + [_losses(runs), _silos(runs)],
     )
 
@@ -92,7 +98,8 @@ def _title(name: str) -> str:
 def _curve(runs: Sequence[_Read], metric: str) -> Figure:
     figure = Figure(_title(metric), "round", metric, note="On the whole held-out split of each run.")
     for place, run in enumerate(runs):
-        known = [(line.version, line.metrics[metric]) for line in run.evaluations if metric in line.metrics]
+        lines = run.evaluations if metric in run.metrics else ()
+        known = [(line.version, line.metrics[metric]) for line in lines if metric in line.metrics]
         figure.draw(
             "scatter",
             x=[version for version, _ in known],

@@ -13,6 +13,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
+from fedmq.runs.gallery_size import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,
     EvaluationLine,
@@ -157,6 +158,7 @@ class FinishedRun:
         evaluations: in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
         own_metrics: entries of the user-defined metrics that it measured.
+        gallery: in which its queries retrieved; None if unknown.
     """
 
     folder: RunFolder
@@ -164,6 +166,11 @@ class FinishedRun:
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
     own_metrics: tuple[Metric, ...] = ()
+    gallery: Gallery | None = None
+
+    def shows(self, metric: str) -> bool:
+        """Whether a metric says something about the model: no recall that every model reaches in so small a gallery."""
+        return self.gallery is None or not self.gallery.certain(metric)
 
     @cached_property
     def figures(self) -> Mapping[str, object]:
@@ -197,7 +204,7 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
-        return FinishedRun(self.folder, None, self.evaluations[:1], own_metrics=self.own_metrics)
+        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.own_metrics, self.gallery)
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -253,7 +260,8 @@ def read(folder: RunFolder) -> FinishedRun:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
     measured = tuple(personal[version] for version in sorted(personal))
-    return FinishedRun(folder, summary, ordered, measured, tuple(summary.own_metrics.values()))
+    own = tuple(summary.own_metrics.values())
+    return FinishedRun(folder, summary, ordered, measured, own, gallery_of(summary))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedmq.errors import RunError
+from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.text import printable
 
@@ -76,8 +77,9 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated.
+        metrics: of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
+        evaluated: items of the evaluated split; None if only the evaluator knows them.
         up: bytes of payload tensors received in the whole run.
         down: bytes of payload tensors sent in the whole run.
         now: the run's time [s].
@@ -95,6 +97,7 @@ class StatusFile(Stored):
     loss: float | None
     metrics: dict[str, float]
     metrics_round: _Count | None = None
+    evaluated: EvaluatedItems | None = None
     up: _Count
     down: _Count
     now: float
@@ -141,7 +144,7 @@ class Status:
         online: number of silos with a session.
         lost: number of silos that lost their session.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated.
+        metrics: of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         bytes: of payload tensors in both directions.
         now: the run's time [s].
         elapsed: real time since the loop started [s].

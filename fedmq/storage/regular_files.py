@@ -51,19 +51,21 @@ def _check(path: Path, about: os.stat_result, most: int | None, allowed: str) ->
         raise InputError(str(path), f"{about.st_size:,} bytes", f"{allowed}, of at most {most:,} bytes")
 
 
-def open_regular(path: Path, allowed: str, most: int | None = None) -> BinaryIO:
+def open_regular(path: Path, allowed: str, most: int | None = None, *, links: bool = True) -> BinaryIO:
     """Open a regular file for reading, without blocking on anything else.
 
     Args:
         path: the file.
         allowed: what it should be, for the error.
         most: its largest size [bytes]; None for a file that is read line by line.
+        links: follow a symbolic link.
 
     Raises:
         InputError: it cannot be opened, is no regular file, or is too large.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        file = os.fdopen(os.open(path, flags), "rb")
     except OSError as error:
         raise InputError(str(path), error.strerror or str(error), allowed) from None
     try:
@@ -74,9 +76,9 @@ def open_regular(path: Path, allowed: str, most: int | None = None) -> BinaryIO:
     return file
 
 
-def read_regular(path: Path, allowed: str, most: int = MAX_JSON) -> bytes:
-    """Read a regular file of at most ``most`` bytes; errors as in :func:`open_regular`."""
-    with open_regular(path, allowed, most) as file:
+def read_regular(path: Path, allowed: str, most: int = MAX_JSON, *, links: bool = True) -> bytes:
+    """Read a regular file of at most ``most`` bytes; arguments and errors as in :func:`open_regular`."""
+    with open_regular(path, allowed, most, links=links) as file:
         return file.read(most)
 
 
@@ -114,6 +116,6 @@ def check_run_files(root: Path) -> None:
 
 
 def _inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):  # not resolve, which fails on circles
         found = f"a link to {path.readlink()}" if path.is_symlink() else "a file outside of the run folder"
         raise InputError(str(path), found, "a file in the run folder itself")

@@ -17,6 +17,7 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
+from fedmq.wire.allowances import Allowance
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
@@ -97,7 +98,7 @@ class Channel:
     ) -> None:
         self._options, self._keys_since = options, 0.0
         self._rekeying: rekeying.Rekeying | None = None
-        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, 0.0)
+        self._rekeys = Allowance(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -395,7 +396,7 @@ class Channel:
             self._end_session(NoteKind.EXPELLED)
             return True
         if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
-            self._end_session(NoteKind.TOO_OFTEN)
+            self._end_session(NoteKind.TOO_MANY)
             return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
@@ -433,7 +434,6 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
-        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, now)
         if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 

@@ -72,7 +72,8 @@ class NoteKind(StrEnum):
     RECONNECTED = "the connection was made anew"
     QUEUE_FULL = "the queue to the coordinator is full"
     MESSAGE_LOST = "a message was lost on the way"
-    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"
+    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"  # in logs of earlier versions
+    TOO_MANY = "the coordinator ended the session: too many messages"
 
 
 class SignedAt(StrEnum):

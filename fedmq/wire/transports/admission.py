@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -74,7 +74,12 @@ def curve_secret(key: Ed25519PrivateKey) -> bytes:
 
 def curve_public(key: Ed25519PublicKey) -> bytes:
     """The CURVE public key, 32 bytes."""
-    y = int.from_bytes(key.public_bytes_raw(), "little") % _SIGN
+    return _montgomery(key.public_bytes_raw())
+
+
+@lru_cache(maxsize=1 << 14)  # asked for every accepted key, of every connection that anyone makes
+def _montgomery(public: bytes) -> bytes:
+    y = int.from_bytes(public, "little") % _SIGN
     return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")
 
 

@@ -1,0 +1,268 @@
+"""What the command and a process on another machine of a cluster tell each other: typed records, as JSON.
+
+Neither side trusts the other's bytes: :func:`decode` checks types, sizes and names, and :func:`store_files` the path of
+each file. No pickle of an engine is read for a value of fedmq.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedmq.config.resolve import ResolvedRun, Source
+from fedmq.config.run_id import name_of
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Name
+from fedmq.errors import InputError
+from fedmq.evaluation.program import EvaluatorArguments
+from fedmq.storage.logs import LogOptions
+from fedmq.storage.run_folder import RunFolder, write_atomically
+from fedmq.text import printable
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from silos.host import HostArguments
+from silos.program import SiloArguments
+
+#: Arguments of a silo, a host or the evaluator.
+PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
+
+#: Largest record [bytes]. The message log of a silo is the largest part of one.
+MOST_BYTES = 1 << 30
+#: Most files of a process: of a host of 1,024 silos, the log of each and a few tensors.
+_MOST_FILES = 1 << 14
+#: Longest error of a process [characters].
+_LONGEST_ERROR = 4000
+#: Longest value in an error message [characters].
+_MAX_SHOWN = 60
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"
+    )
+
+
+class PeerFile(_Record):
+    """A file of a process, by its path in the run folder or in the process's own folder."""
+
+    # No part begins with a dot, so that the path is relative and leads out of no folder.
+    path: Annotated[str, Field(pattern=rf"^{_PART}(/{_PART}){{0,7}}$")]
+    content: bytes
+
+
+class PeerFiles(_Record):
+    """Files that are sent to a process."""
+
+    files: Annotated[tuple[PeerFile, ...], Field(max_length=_MOST_FILES)] = ()
+
+
+class Ended(_Record):
+    """What a process returns at its end."""
+
+    code: Annotated[int, Field(ge=0, le=255, description="exit code")]
+    error: Annotated[str, Field(max_length=_LONGEST_ERROR, description="its error; empty without one")] = ""
+    files: Annotated[
+        tuple[PeerFile, ...],
+        Field(max_length=_MOST_FILES, description="what it wrote, unless it wrote into the run folder itself"),
+    ] = ()
+
+    @classmethod
+    def saying(cls, code: int, error: str, files: tuple[PeerFile, ...] = ()) -> Ended:
+        """The end of a process with an error of any length."""
+        return cls(code=code, error=error[:_LONGEST_ERROR], files=files)
+
+
+class PeerTask(_Record):
+    """What a process is to run: its arguments, except for its keys."""
+
+    program: Literal["silo", "host", "evaluator"]
+    names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024, description="silos, or the evaluator")]
+    file: Path
+    scenario: Scenario
+    run: _Text
+    pooled: bool
+    personal_only: bool
+    connect: _Text
+    out: Path
+    device: _Text
+    data: Path | None
+    logs: LogOptions | None
+    most: Annotated[int, Field(ge=1)] = 1
+    index: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _same_run(self) -> PeerTask:
+        if name_of(self.scenario.model_dump(mode="json")) != self.run:
+            raise ValueError("the scenario is not that of the run")
+        return self
+
+    @classmethod
+    def of(cls, arguments: PeerArguments, *, gpu: bool) -> PeerTask:
+        """The task of a process.
+
+        Args:
+            arguments: as for a process of the coordinator's machine.
+            gpu: whether the engine gives it a GPU. It shows the process only those that it was given.
+        """
+        first = _first(arguments)
+        # Sites with data of their own launch their silos themselves.
+        assert first.site is None  # noqa: S101
+        run, logs = first.run, first.logs
+        if logs is not None and logs.file is not None:
+            logs = replace(logs, file=logs.file.absolute())
+        host = {"most": arguments.most, "index": arguments.index} if isinstance(arguments, HostArguments) else {}
+        return cls(
+            program="host" if host else "evaluator" if isinstance(first, EvaluatorArguments) else "silo",
+            names=names_of(arguments),
+            file=run.source.file.absolute(),
+            scenario=run.scenario,
+            run=run.id,
+            pooled=run.pooled,
+            personal_only=run.personal_only,
+            connect=first.connect,
+            out=first.out.absolute(),
+            device="cuda:0" if gpu else "cpu",
+            data=None if first.data is None else first.data.absolute(),
+            logs=logs,
+            **host,
+        )
+
+    def arguments(self, keys: Path, out: Path) -> PeerArguments:
+        """The arguments on the machine that the process was placed on.
+
+        Args:
+            keys: folder of the keys.
+            out: the run folder there, or a folder in its place.
+        """
+        source = Source(self.file, self.scenario)
+        run = ResolvedRun(source, self.scenario, self.run, self.pooled, self.personal_only)
+        data = self.data if self.data is not None and self.data.is_dir() else None
+        if self.program == "evaluator":
+            return EvaluatorArguments(run, self.connect, keys, out, self.device, data, logs=self.logs)
+        silo = SiloArguments(run, self.names[0], self.connect, keys, out, self.device, data, logs=self.logs)
+        return silo if self.program == "silo" else HostArguments(self.names, silo, self.most, self.index)
+
+
+_SomeRecord = TypeVar("_SomeRecord", PeerFiles, PeerTask, Ended)
+
+
+def encode(record: PeerFiles | PeerTask | Ended) -> bytes:
+    """A record as JSON."""
+    return record.model_dump_json().encode()
+
+
+def decode(schema: type[_SomeRecord], text: bytes, place: str) -> _SomeRecord:
+    """Check a record.
+
+    Args:
+        schema: its type.
+        text: JSON of another machine.
+        place: what it is, for the error.
+
+    Raises:
+        InputError: it is too large or not JSON, or a field is not allowed.
+    """
+    allowed = f"a record of fedmq ({schema.__name__}), from the same version on all machines"
+    if len(text) > MOST_BYTES:
+        raise InputError(place, f"{len(text):,} bytes", f"at most {MOST_BYTES:,} bytes")
+    try:
+        return schema.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = _short(".".join(map(str, first["loc"])))
+        found = "nothing" if first["type"] == "missing" else _short(first["input"])
+        raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({first['msg'].lower()})") from None
+
+
+def _short(value: object) -> str:
+    shown = printable(repr(value[:_MAX_SHOWN]) if isinstance(value, bytes) else f"{value!s:.200}")
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+
+
+def _first(arguments: PeerArguments) -> SiloArguments | EvaluatorArguments:
+    return arguments.silo if isinstance(arguments, HostArguments) else arguments
+
+
+def names_of(arguments: PeerArguments) -> tuple[str, ...]:
+    """The silos of a process, or the evaluator."""
+    match arguments:
+        case HostArguments():
+            return arguments.names
+        case SiloArguments():
+            return (arguments.name,)
+        case EvaluatorArguments():
+            return (EVALUATOR,)
+
+
+def key_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:
+    """The key files of a process, below ``keys/``: its own, those of the silos it hosts, and accepted public keys."""
+    names, keys = names_of(arguments), _first(arguments).keys
+    paths = (*(f"accepted/{name}.pub" for name in (COORDINATOR, *names)), *(f"{name}.key" for name in names))
+    return tuple(PeerFile(path=f"keys/{path}", content=(keys / path).read_bytes()) for path in paths)
+
+
+def earlier_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:
+    """What a process wrote before the run was resumed, below ``run/``, for a machine without the run folder."""
+    files = written_files(_first(arguments).out, names_of(arguments))
+    return tuple(PeerFile(path=f"run/{file.path}", content=file.content) for file in files)
+
+
+def write_private(folder: Path, files: Iterable[PeerFile]) -> None:
+    """Write files that only this user can read, into folders that only this user can open."""
+    for file in files:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(file.content)
+
+
+def _own(names: Sequence[str]) -> re.Pattern[str]:
+    """Paths in a run folder that these silos, or the evaluator, write: their logs and their personal states."""
+    name = "|".join(map(re.escape, names))
+    return re.compile(rf"messages/({name})\.jsonl|checkpoints/silos/({name})/{_PART}")
+
+
+def written_files(out: Path, names: Sequence[str]) -> tuple[PeerFile, ...]:
+    """What these silos, or the evaluator, wrote into a run folder."""
+    folder = RunFolder(out)
+    paths = [folder.messages(name) for name in names]
+    paths += [path for name in names for path in sorted(folder.silo_state(name).glob("*"))]
+    found = [(str(path.relative_to(out)), path) for path in paths if path.is_file()]
+    allowed = _own(names)
+    return tuple(PeerFile(path=path, content=at.read_bytes()) for path, at in found if allowed.fullmatch(path))
+
+
+def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], place: str) -> None:
+    """Store what silos, or the evaluator, wrote elsewhere in the run folder; nothing if one of the files is refused.
+
+    Args:
+        out: the run folder.
+        names: of the silos, or of the evaluator.
+        files: what their machine returned.
+        place: what it is, for the error.
+
+    Raises:
+        InputError: a path is none that they may write, or leads out of the run folder through a link.
+        DiskError: the disk is full or broken.
+    """
+    allowed, root = _own(names), out.resolve()
+    for file in files:
+        if allowed.fullmatch(file.path) is None:
+            raise InputError(f"{place}: files", file.path, f"the log or the personal state of {', '.join(names[:3])}")
+        if not (out / file.path).parent.resolve().is_relative_to(root):
+            raise InputError(f"{place}: files", file.path, "a path without links out of the run folder")
+    for file in files:
+        write_atomically(out / file.path, partial(_write, file.content))
+
+
+def _write(content: bytes, path: Path) -> None:
+    path.write_bytes(content)

@@ -124,7 +124,6 @@ class EvaluationRequests:
         log: the coordinator's message log.
         clock: the run's clock.
         evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
-        clock: the run's clock.
 
     Attributes:
         pending: versions that the evaluator has not answered for.

@@ -28,6 +28,7 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
     WaitEnded,
@@ -130,7 +131,9 @@ class Loop:
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
         if continues:
-            self._take_over()
+            here = tuple(name for name in self._facts if self.roster.online(name))
+            self._seen.update(here)
+            self._start_on(StillConnected(here))  # their pending tasks are sent again
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -162,15 +165,6 @@ class Loop:
     def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
         self._check_peers()
-
-    def _take_over(self) -> None:
-        """Continue with the silos that are connected; their pending tasks are sent again."""
-        here = [name for name in self._facts if self.roster.online(name)]
-        self._seen.update(here)
-        self.rounds = replace(self.rounds, online=frozenset(here))
-        pending = [name for name in here if name in self.rounds.pending]
-        for name in pending or here[:1]:
-            self._join(name)
 
     def _step(self) -> None:
         idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
@@ -308,7 +302,8 @@ class Loop:
         self._limits.forget(name)
         self._start_on(Joined(name))
 
-    def _start_on(self, event: Joined | WaitEnded) -> None:
+    def _start_on(self, event: Joined | StillConnected | WaitEnded) -> None:
+        """Handle an event after which the rounds may start."""
         gathering = self.rounds.phase is Phase.GATHERING
         self._handle(event)
         if not gathering or self.rounds.phase is Phase.GATHERING:

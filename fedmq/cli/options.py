@@ -31,6 +31,12 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
 ]
+RunOut = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
+]
+SiloName = Annotated[
+    str | None, typer.Option("--name", help="silo-00, silo-01, ...; or [bold]name[/bold] in the site file.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
 OwnKeys = Annotated[

@@ -80,8 +80,10 @@ class Metric:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(re.sub(r"\{(n|way|_way)\}", "x", self.name)):
             raise ValueError(f"metric name {self.name!r}: small letters, digits and _ are allowed, a letter first")
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} must be finite, low below high")
+        finite = all(isinstance(each, int | float) and math.isfinite(each) for each in (self.low, self.high))
+        if not (finite and self.low < self.high):
+            allowed = "must be finite numbers, low below high"
+            raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} {allowed}")
 
     @property
     def is_family(self) -> bool:

@@ -70,7 +70,7 @@ def test_a_run_whose_updates_are_all_refused_ends_with_the_refusal_and_its_cause
     assert "lower training.learning_rate" in error
 
 
-def test_a_run_of_which_every_reply_is_lost_ends_with_the_number_of_each_loss(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_that_loses_every_reply_ends_with_the_counts_by_reason(tiny: Path, tmp_path: Path) -> None:
     error = refused(tiny, tmp_path, "faults=[{kind: drop, probability: 1}]")
     assert error == "no silo trained: no reply was merged in any of the 2 rounds (dropped 8)"
 

@@ -49,7 +49,7 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """``silo-02, silo-03 and the evaluator``; of many names the first few and the number of the others."""
+    """``silo-02, silo-03 and the evaluator``; for many names, the first few and the number of others."""
     shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
     if len(shown_names) > _MANY:
         return f"{', '.join(shown_names[:_MANY])} and {len(shown_names) - _MANY} more"
@@ -65,7 +65,7 @@ def _refused(status: Status) -> str:
 
 
 def waited_for(status: Status) -> str:
-    """What the run waits for, with the names of silos; empty if all goes as expected."""
+    """What the run waits for, with the names of silos; empty if the run is not delayed."""
     if status.phase == "gathering" and status.missing:
         enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
         return f"{name_some(status.missing)}{enough}"
@@ -137,7 +137,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
 
 
 def _metrics(measured: Sequence[str], of_round: str) -> str:
-    """Metrics in lines of the middle column, no name apart from its value."""
+    """Metrics in lines of the middle column; each name stays on the line of its value."""
     if not measured:
         return "not evaluated yet"
     lines = [measured[0]]
@@ -205,7 +205,7 @@ def display(
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line; a terminal breaks it between words, a file has it whole."""
+    """Print a line, wrapped between words on a terminal and unwrapped in a file."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 

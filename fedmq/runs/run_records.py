@@ -50,8 +50,8 @@ class SiloSummary(Stored):
     Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
 
     Args:
-        modalities: of its items; empty of a silo that never stated its data, as a run with ``participation.minimum``
-            does without it.
+        modalities: modalities of its items; empty of a silo that never stated its data, as a run with
+            ``participation.minimum`` does without it.
         samples: number of training items.
         participations: number of its replies that were merged.
         tasks: number of tasks that it was given; None in runs before December 2026.
@@ -59,10 +59,10 @@ class SiloSummary(Stored):
         items: numbers of its items by split and modalities, as it stated them.
         heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
             December 2026, whose silos retrieved from their own part of the gallery.
-        image_only: of these items, those with an image only, in a silo with both modalities.
+        image_only: among these items, those with an image only, in a silo with both modalities.
         text_only: likewise with captions only.
-        ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
-            has no other to be contrasted with.
+        ignored: among the training items, those that the method does not train on: without a pair, or a single pair
+            that has no other to be contrasted with.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -131,7 +131,7 @@ class EvaluatedItems(Stored):
     """The items on which the evaluator evaluates the shared model.
 
     Args:
-        split: of the data.
+        split: split of the data.
         images: number of items, each with an image; the gallery of text-to-image retrieval.
         captions: number of their captions, the gallery of image-to-text retrieval; None if only the evaluator knows it.
     """
@@ -239,11 +239,11 @@ class RunSummary(Stored):
     Args:
         protocol: the method.
         scenario: its name.
-        seed: of the run.
+        seed: seed of the run.
         rounds: requested by the scenario.
         versions: number of merges.
         model_digest: SHA-256 (hex) of the released model.
-        data_digest: of the prepared data's content.
+        data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
         change: L2 norm of the difference of the shared model from the initial one, as a part of the initial one's norm;
             None for a method that shares no model, and in runs before December 2026.
@@ -347,10 +347,10 @@ class MergeLine(Stored):
 
     Args:
         kind: ``merge``.
-        version: of the merged model.
+        version: version of the merged model.
         now: the run's time of the merge [s].
         replies: names of the silos whose replies were merged, one for each reply.
-        staleness: of each reply, the number of merges since the model it was trained from.
+        staleness: for each reply, the number of merges since the model it was trained from.
         loss: mean training loss of the silos; None if no silo reported one.
         losses: training loss by silo.
         wall: real date and time, ISO 8601; None in runs before December 2026.
@@ -377,7 +377,7 @@ class EvaluationLine(Stored):
 
     Args:
         kind: ``evaluation``.
-        version: of the model.
+        version: version of the model.
         metrics: on the whole split.
         per_silo: on each silo's part of the split.
         wall: as of a merge.
@@ -395,7 +395,7 @@ class OwnHeldOutLine(OwnHeldOut):
 
     Args:
         kind: ``own_heldout``.
-        version: of the model.
+        version: version of the model.
         wall: as of a merge.
     """
 
@@ -409,7 +409,7 @@ class PersonalLine(Stored):
 
     Args:
         kind: ``personal``.
-        version: of the shared model at that time.
+        version: version of the shared model at that time.
         personal: means over silos on the whole split.
         personal_whole_split: by silo, on the whole split.
         personal_per_silo: by silo, on the silo's part of the split.
@@ -454,16 +454,16 @@ class ReleaseConfig(Stored):
     introduced lack them.
 
     Args:
-        backbone: of the scenario.
-        objective: of the scenario.
+        backbone: the scenario's backbone section.
+        objective: the scenario's objective section.
         protocol: the method.
-        dim: of the embeddings.
+        dim: dimension of the embeddings.
         layout_digest: SHA-256 (hex) of the parameters' layout.
         layout: names of its entries, in the order that ``model.safetensors`` does not keep.
-        model_digest: of the parameters.
-        data_digest: of the prepared data's content.
+        model_digest: digest of the parameters.
+        data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        seed: of the run, from which random frozen weights are drawn.
+        seed: seed of the run, from which random frozen weights are drawn.
         inputs: shapes and dtypes of the model's inputs.
         label_names: names of the data's labels, in the order of a classifier's outputs.
         texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.

@@ -151,9 +151,8 @@ def _asked(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> 
 def _same_versions(there: Mapping[str, str]) -> Check:
     """Whether the coordinator has the versions of this process, on which the last bits of a model depend."""
     here = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    other = [
-        f"{name} {there[name]} there, {here[name]} here" for name in here if there.get(name, here[name]) != here[name]
-    ]
+    pairs = [(name, there.get(name, mine), mine) for name, mine in here.items()]
+    other = [f"{name} {theirs} there, {mine} here" for name, theirs, mine in pairs if theirs != mine]
     if other:
         detail = f"{', '.join(other)}: the silo can join; a model may differ in its last bits"
         return Check("coordinator's versions", Verdict.DIFFERS, detail)
@@ -164,9 +163,8 @@ def _fit(silo: str, site: SiteData, status: StatusFile | None) -> Check:
     """Whether the site's labels, words, widths and encoders fit those of the others; the data are not stated."""
     name, facts = "fit with other sites", None if status is None else status.coordinator
     if facts is None or facts.format is None:
-        return Check(
-            name, Verdict.SKIPPED, "nothing to compare with: no other site has stated its data, as far as is known"
-        )
+        detail = "nothing to compare with: no other site has stated its data, or the coordinator did not say"
+        return Check(name, Verdict.SKIPPED, detail)
     try:
         held, others = site.statement[1], facts.format.payload()
     except FieldError as error:

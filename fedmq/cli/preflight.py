@@ -44,8 +44,8 @@ def add_preflight(app: typer.Typer) -> None:
 
         Are the keys there, does the coordinator accept them, does it run this scenario with these versions, can the
         data be read and do they fit those of the other sites, are disk and memory large enough, how long does a
-        training step take? Nothing is trained or written, and the data are not described to the coordinator. Exit code 1 if a
-        check failed.
+        training step take? Nothing is trained or written, and nothing about the data is sent. Exit code 1 if a check
+        failed.
 
         Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
 

@@ -26,14 +26,14 @@ _SHORT_ERROR = 40
 
 
 class Inquiries:
-    """What the roster asks about inquiries.
+    """Answers inquiries for the roster.
 
     Args:
         run: the run's id.
         silos: names of all silos.
         rounds: total number of rounds.
         clock: for the time stamp.
-        log: the coordinator's message log, which notes everyone who asks, once.
+        log: the coordinator's message log, which notes each sender of an inquiry once.
         admission: knows what the silos stated about their data.
 
     Attributes:
@@ -58,7 +58,7 @@ class Inquiries:
         """The answer to an inquiry.
 
         Args:
-            name: whose key the asker has proven.
+            name: name of the key that the sender has proven to hold.
             peers: the run's peers, whose state is the status before the rounds begin.
         """
         if name not in self._asked:

@@ -143,7 +143,7 @@ def troubled(connection: Connection) -> Trouble | None:
     return found
 
 
-def test_a_refused_peer_is_told_and_named_with_its_key_at_the_coordinator() -> None:
+def test_a_refused_peer_learns_the_reason_and_the_coordinator_logs_its_name_and_key() -> None:
     accepted, stranger, key = (Ed25519PrivateKey.generate() for _ in range(3))
     listener = opened([accepted], key)
     connection = connect(listener.uri, keys=ConnectionKeys(stranger, key.public_key(), "silo-01"))

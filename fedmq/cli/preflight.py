@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, out, starting
-from fedmq.cli.options import AsJson, Device, File, OwnConnect, OwnKeys, Seed, Settings
+from fedmq.cli.options import AsJson, Device, File, OwnConnect, OwnKeys, Seed, Settings, SiloName
 from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.launch.interrupts import FAILED
@@ -26,9 +26,7 @@ def add_preflight(app: typer.Typer) -> None:
     @app.command("preflight")
     def preflight_command(
         file: File,
-        name: Annotated[
-            str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
-        ] = None,
+        name: SiloName = None,
         keys: OwnKeys = None,
         connect: OwnConnect = None,
         device: Device = None,

@@ -89,11 +89,11 @@ class StatusFile(Stored):
     Args:
         run: id of the run.
         written: date and time of this status, UTC.
-        phase: of the rounds' state machine.
+        phase: phase of the rounds' state machine.
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated, without recalls that every model reaches in so small a gallery.
+        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
         up: bytes of payload tensors received in the whole run.
@@ -153,7 +153,7 @@ class Status:
     """Status of a run.
 
     Args:
-        phase: of the rounds' state machine.
+        phase: phase of the rounds' state machine.
         round: number of merges so far.
         rounds: total number of merges.
         training: number of silos with a pending task.
@@ -162,8 +162,8 @@ class Status:
         online: number of silos with a session.
         lost: number of silos that lost their session.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated, without recalls that every model reaches in so small a gallery.
-        bytes: of payload tensors in both directions.
+        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
+        bytes: total size [bytes] of payload tensors in both directions.
         now: the run's time [s].
         elapsed: real time since the loop started [s].
         slow: silos whose task takes longer than expected, longest first, and before them the evaluator if it does not

@@ -22,7 +22,7 @@ class NoAnswerError(RunError):
 
 #: Time to wait for the coordinator, which does not answer during a merge [s].
 ANSWER_SECONDS = 10.0
-#: Interval between two looks at the connection [s].
+#: Interval between two checks of the connection [s].
 _STEP_SECONDS = 0.1
 
 

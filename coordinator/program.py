@@ -208,7 +208,8 @@ def _roster(
     roster = Roster(
         listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
     )
-    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
     return roster
 
 

@@ -30,6 +30,8 @@ from fedmq.wire.transports.registry import connect
 #: Of what a peer sends in one connection, at most [bytes].
 _MULTIPART_BYTES = 20 << 20
 _IDLE = 1500
+#: Name of a silo with an accepted key that is hostile, and is none of the run's.
+HOSTILE = "silo-99"
 #: Ports that Linux uses for outgoing connections.
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _HALF_SENT = 40
@@ -58,7 +60,7 @@ class Target:
     Args:
         port: of the coordinator, on 127.0.0.1.
         run: the run's name.
-        keys: a folder with the accepted keys and the private key of ``silo-00``.
+        keys: a folder with the accepted keys and the private keys of ``silo-00`` and :data:`HOSTILE`.
         over: set when the attack has to end.
     """
 
@@ -155,8 +157,8 @@ def flood_with_key(target: Target) -> None:
 
 
 def _session(target: Target, connection: Connection) -> Session | None:
-    """A session of silo-00, if the coordinator answers at once."""
-    identity, accepted = load_identity(target.keys, "silo-00"), load_accepted(target.keys)
+    """A session of the hostile silo, if the coordinator answers at once."""
+    identity, accepted = load_identity(target.keys, HOSTILE), load_accepted(target.keys)
     hello, initiated = initiate(identity, COORDINATOR, target.run, 0.0)
     connection.send(hello, 0.05)
     until = time.monotonic() + 0.2
@@ -171,7 +173,7 @@ def _session(target: Target, connection: Connection) -> Session | None:
 
 
 def _with_key(target: Target) -> Connection:
-    identity, coordinator = load_identity(target.keys, "silo-00"), load_accepted(target.keys)[COORDINATOR]
+    identity, coordinator = load_identity(target.keys, HOSTILE), load_accepted(target.keys)[COORDINATOR]
     return connect(target.uri, keys=ConnectionKeys(identity.key, coordinator, identity.name))
 
 
@@ -193,7 +195,7 @@ def messages_with_key(target: Target) -> None:
             header = Header(
                 run=target.run,
                 kind=Kind.HEARTBEAT if number % 2 else Kind.STATEMENT,
-                sender="silo-00",
+                sender=HOSTILE,
                 receiver=COORDINATOR,
                 sequence=0,
                 sent_at=0.0,

@@ -120,11 +120,12 @@ class Roster:
         clock: clock for liveness and time stamps.
         max_body: largest accepted message body [bytes].
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
-        admission: decides by the data that peers state which of them join; None lets all join that prove their key.
+        admission: decides from the data that peers state which of them join; None admits all peers that prove their
+            key.
         options: what the coordinator hides of its messages.
 
     Attributes:
-        inquiries: answers those who ask for the run's status; None refuses them.
+        inquiries: answers inquiries about the run's status; None refuses them.
     """
 
     def __init__(
@@ -341,14 +342,14 @@ class Roster:
         self._listener.send(address, seal_message(session, message).frames)
 
     def _admit(self, peer: Peer) -> Ready:
-        """Replace an older session of the peer's name by this one."""
+        """Replace an older session of the peer's name with this one."""
         self._joining.pop(peer.name, None)
         returned = self._by_name.get(peer.name) is not peer and self.drop(peer.name)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned)
 
     def _turn_away(self, peer: Peer, error: RemoteWireError) -> None:
-        """End the session of a peer that cannot join, after telling it why."""
+        """End the session of a peer that cannot join, after sending it the reason."""
         self._send(
             peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(str(Reason(error.reason)), error.detail),))
         )

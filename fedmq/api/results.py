@@ -29,7 +29,7 @@ class Run:
     """A run folder.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
 
     Raises:
         InputError: it is not a run folder.
@@ -126,7 +126,7 @@ class Run:
         return frame
 
     def report(self) -> Path:
-        """Write ``report.html`` anew and return its path."""
+        """Write ``report.html`` again and return its path."""
         html_report.write(self._files)
         return self._files.report
 

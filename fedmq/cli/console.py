@@ -22,7 +22,7 @@ err = SafeConsole(stderr=True)
 
 
 def print_anything() -> None:
-    """Print characters that standard output cannot encode as escapes, as standard error does."""
+    """Print characters that standard output cannot encode in escaped form, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not (writes_unicode() and sys.stdout.errors == "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -51,7 +51,7 @@ def continued_by_repeating() -> Iterator[None]:
 def bar() -> Callable[[str, int, int], None]:
     """A progress line on standard error; returns the function that updates it with (what, done, total).
 
-    A step that is done again in no time, as its result is in the cache, is shown once.
+    A step that is repeated instantly, because its result is cached, is shown once.
     """
     shown: tuple[str, float] = ("", 0.0)
     step, began = ("", 0), 0.0  # what and how far; when its first report came

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def data_list(
     names: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="FILE", help="Python files of your own, also listed.", show_default=False),
+        typer.Argument(metavar="FILE", help="Your own Python files, also listed.", show_default=False),
     ] = None,
 ) -> None:
-    """List the data sets that a scenario can name, and data sets in Python files of your own.
+    """List the data sets that a scenario can name, and those in your own Python files.
 
     Example: [bold]fedmq data list[/bold]
     """

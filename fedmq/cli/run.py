@@ -33,8 +33,10 @@ from fedmq.cli.options import (
     OwnKeys,
     Quiet,
     Resume,
+    RunOut,
     Seed,
     Settings,
+    SiloName,
     StopSilos,
 )
 from fedmq.cli.report import complete_report
@@ -67,9 +69,7 @@ def add_run(app: typer.Typer) -> None:
 # ------------------------------------------------------------------------------------------------------- scenario
 def scenario_command(
     file: NewFile = None,
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
-    ] = None,
+    out_dir: RunOut = None,
     settings: Settings = None,
     seed: Seed = None,
     resume: Resume = None,
@@ -167,7 +167,7 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
 
 
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print what they hold that is seldom meant, and return their folder.
+    """Prepare a run's data, print remarks on them, and return their folder.
 
     Args:
         run: the run.
@@ -335,9 +335,7 @@ def coordinator_command(
     bind: Annotated[
         str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
     ] = "tcp://127.0.0.1:5555",
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
-    ] = None,
+    out_dir: RunOut = None,
     settings: Settings = None,
     seed: Seed = None,
     resume: Resume = None,
@@ -411,9 +409,7 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
 
 def silo_command(
     file: File,
-    name: Annotated[
-        str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
-    ] = None,
+    name: SiloName = None,
     keys: OwnKeys = None,
     connect: OwnConnect = None,
     device: Device = None,
@@ -426,7 +422,7 @@ def silo_command(
     ] = None,
     policy: Annotated[
         Path | None,
-        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML); this silo does not send what it forbids."),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,

@@ -15,6 +15,22 @@ from fedmq.text import did_you_mean
 T = TypeVar("T")
 
 
+class OptionError(ValueError):
+    """The value of an option is not allowed; ``__post_init__`` of a schema raises it.
+
+    Args:
+        option: name of the option.
+        found: its value.
+        allowed: what is accepted.
+    """
+
+    def __init__(self, option: str, found: object, allowed: str) -> None:
+        self.option = option
+        self.found = found
+        self.allowed = allowed
+        super().__init__(f"{option}: {found!r}, {allowed}")
+
+
 def schema_problem(schema: object) -> str | None:
     """Why an object cannot be a schema of options; None if it can."""
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
@@ -51,10 +67,10 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
             raise InputError(f"{place}.{option}", raw_value, allowed) from None
     try:
         return schema(**values)
-    except ValueError as error:  # __post_init__ raises "option: found, allowed"
-        option, _, rest = str(error).partition(": ")
-        found, _, allowed = rest.partition(", ")
-        raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
+    except OptionError as error:
+        raise InputError(f"{place}.{error.option}", error.found, error.allowed) from None
+    except ValueError as error:  # of a user's own schema
+        raise InputError(place, str(error), f"values that {schema.__name__} accepts") from None
 
 
 def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:

@@ -21,8 +21,8 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     """Bars, curves over merges and over virtual time, and each column against the varied value if there is one.
 
     Args:
-        rows: of a comparison; at least one.
-        title: of the page.
+        rows: rows of a comparison; at least one.
+        title: title of the page.
         notes: shown below it.
     """
     runs = [outcome for row in rows for outcome in row.outcomes.values()]

@@ -20,7 +20,7 @@ class Row:
     """One row of the result.
 
     Args:
-        entry: of the plan.
+        entry: entry of the plan.
         chosen: settings selected on the validation split.
         outcomes: finished runs by seed, without failed ones.
         columns: statistics by column.
@@ -83,7 +83,7 @@ def rows(
     """Statistics of every row against its baseline.
 
     Args:
-        plan: of the comparison.
+        plan: plan of the comparison.
         chosen: selected settings, by row.
         finished: finished runs by row and seed.
 

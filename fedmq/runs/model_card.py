@@ -97,8 +97,8 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
     """The text of the card (Markdown, with the front matter that model hubs read).
 
     Args:
-        config: of the released model.
-        summary: of its run.
+        config: configuration of the released model.
+        summary: summary of its run.
         label: the method's name for display.
         split: the evaluated split.
     """

@@ -56,9 +56,9 @@ def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durabl
     """Append a line to ``metrics.jsonl``, with the real date and time.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         line: a merge or an evaluation.
-        clock: of the run.
+        clock: clock of the run.
         durable: also wait until the line is on disk.
 
     Raises:
@@ -121,7 +121,7 @@ class EvaluationResult:
     """One evaluation of a run.
 
     Args:
-        version: of the model, the number of merges before it.
+        version: version of the model, the number of merges before it.
         now: the run's time of that version [s].
         metrics: value by name, on the whole split; without an evaluator on the silos' own held-out items.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
@@ -141,7 +141,7 @@ class Personal:
 
     Args:
         now: the run's time of that version [s].
-        line: of ``metrics.jsonl``.
+        line: line of ``metrics.jsonl``.
     """
 
     now: float
@@ -153,7 +153,7 @@ class FinishedRun:
     """A finished run.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
@@ -326,7 +326,7 @@ def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = (
     """The rows that are best in a column; rows with fewer seeds than others are not considered.
 
     Args:
-        statistics: of the rows.
+        statistics: statistics of the rows.
         column: a metric, or a path in the summary.
         own: entries of user-defined metrics.
 

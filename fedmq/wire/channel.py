@@ -1,4 +1,4 @@
-"""The channel from a silo or the evaluator to the coordinator, on a thread of its own.
+"""The channel from a silo or the evaluator to the coordinator, on a separate thread.
 
 Independently of the training thread, this thread performs the handshake, opens and seals messages, sends heartbeats,
 and repeats the handshake when the coordinator goes silent. It makes the connection and is the only thread to use it.
@@ -280,14 +280,14 @@ class Channel:
         """Use the keys that the coordinator agreed to."""
         key = self._accepted.get(COORDINATOR)
         if self._rekeying is None or key is None:
-            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not asked for"))
+            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not requested"))
         rekeying.finish(self._rekeying, key, session, opened)
         self._log.message("received", Message(opened.header), opened.tag, size)
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
 
     def _say_hello(self, connection: Connection, now: float) -> None:
-        """Start a handshake; until the coordinator answers, it is repeated less and less often."""
+        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals."""
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
@@ -453,7 +453,7 @@ class Channel:
         )
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
-        """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""
+        """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
         name = self._identity.name

@@ -125,7 +125,7 @@ class _Record(Stored):
         process: name of the process that wrote it.
         wall: when it was written, UTC with milliseconds.
         previous: hash of the record before it; 64 zeros for the first one.
-        hash: of this record, by :func:`chain`.
+        hash: hash of this record, by :func:`chain`.
     """
 
     n: int
@@ -167,7 +167,7 @@ class NoteRecord(_Record):
         action: ``note``.
         text: the kind of note; plain text if another release of fedmq wrote it.
         version: number of merges, if the note has one.
-        cause: number of the event that caused it; 0 if that was no event of the run but a silo that joined or was
+        cause: number of the event that caused it; 0 if it was not an event of the run but a silo that joined or was
             lost, or the operator.
     """
 
@@ -194,7 +194,8 @@ class EventRecord(_Record):
         sequence: number of that task; 0 if there is none.
         now: the run's time [s].
         version: number of merges.
-        number: of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier releases.
+        number: number of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier
+            releases.
     """
 
     action: Literal["note"]
@@ -221,7 +222,7 @@ class RefusedRecord(_Record):
         peer: its sender, as far as known.
         reason: why it was refused.
         detail: one line for a reader.
-        bytes: of all its frames; 0 if it was refused after it had been received and logged.
+        bytes: total size of all its frames [bytes]; 0 if it was refused after it had been received and logged.
     """
 
     action: Literal["refused"]
@@ -292,7 +293,7 @@ class HandshakeRecord(_Record):
         action: its direction.
         kind: hello, welcome or ready.
         peer: the process at the other end.
-        bytes: of all its frames.
+        bytes: total size of all its frames [bytes].
     """
 
     action: _Direction
@@ -310,10 +311,10 @@ class MessageRecord(_Record):
 
     Args:
         action: its direction.
-        header: of the message.
+        header: header of the message.
         payloads: kind and tensor bytes of each payload.
-        digests: of each payload.
-        bytes: of all its frames.
+        digests: digests of each payload.
+        bytes: total size of all its frames [bytes].
         tag: hexadecimal authentication tag of the sealed frame.
         head: head of the sender's log when it sealed the message; missing in wire version 1.
     """
@@ -410,7 +411,7 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
 
 
 def last_head(path: Path) -> tuple[int, str] | None:
-    """Number of records and head of a log, by its last line; None if that is no record.
+    """Number of records and head of a log, by its last line; None if that is not a record.
 
     Raises:
         InputError: the file cannot be read.

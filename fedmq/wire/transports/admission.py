@@ -26,7 +26,7 @@ class ListenerKeys:
     Args:
         key: its private key.
         accepted: accepted public keys by name; may change.
-        names: of the run's processes, for :meth:`claimed`.
+        names: names of the run's processes, for :meth:`claimed`.
     """
 
     key: Ed25519PrivateKey
@@ -100,6 +100,6 @@ def claim_secret(name: str, sign: int) -> bytes:
 
     Args:
         name: the claimed name.
-        sign: of the peer's Ed25519 public key, its last bit.
+        sign: sign of the peer's Ed25519 public key, its last bit.
     """
     return hashlib.sha256(f"fedmq claim 1\n{name}\n{sign}\n".encode()).digest()

@@ -28,7 +28,7 @@ from fedmq.wire.payloads import (
     SecretShare,
 )
 
-#: Payload kinds that can be a silo's contribution to the model; the others are figures about it.
+#: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
 _CONTRIBUTIONS = frozenset(
     each.KIND
     for each in (
@@ -106,7 +106,7 @@ class TrafficChecks:
         if record.action == "sent" and header.kind is Kind.EVALUATE:
             self._evaluations.add((header.receiver, header.sequence, header.base_version))
         from_silo = record.action == "received" and header.kind is Kind.REPLY and header.sender != EVALUATOR
-        # The summary does not count the figures of a silo's personal model as traffic.
+        # The summary does not count the metrics of a silo's personal model as traffic.
         from_silo &= (header.sender, header.reply_to, header.base_version) not in self._evaluations
         if from_silo:
             kinds = frozenset(kind for kind, _ in record.payloads)

@@ -292,8 +292,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
 
 
 def _heldout(summary: RunSummary) -> str:
-    """How many items each silo's figures are from, in parentheses."""
-    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no figures
+    """Number of items on which each silo's metrics are computed, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no metrics
     if not counts:
         return ""
     few, most = min(counts), max(counts)
@@ -312,12 +312,12 @@ def print_warnings(summary: RunSummary, console: Console) -> None:
 
 
 def not_evaluated(summary: RunSummary) -> str:
-    """A line on versions that the evaluator did not evaluate, and what the figures are of; empty if there are none."""
+    """A line on versions that were not evaluated and on the version of the metrics; empty if there are none."""
     if not summary.unevaluated:
         return ""
     versions = ", ".join(map(str, summary.unevaluated[:_MANY])) + (", ..." if len(summary.unevaluated) > _MANY else "")
     last = summary.versions in summary.unevaluated
-    figures = ("; the figures above are of an earlier version" if summary.metrics else "; there are no figures") * last
+    figures = ("; the metrics above are of an earlier version" if summary.metrics else "; there are no metrics") * last
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
 
 

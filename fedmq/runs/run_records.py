@@ -43,7 +43,7 @@ def _metric(entry: object) -> Metric:
 class SiloSummary(Stored):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
-    Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
+    Without an evaluator there are none; ``own_heldout`` then has the metrics on the silos' own held-out items.
 
     Args:
         modalities: modalities of its items; empty of a silo that never stated its data, as a run with
@@ -110,7 +110,7 @@ class OwnHeldOut(Stored):
         per_silo: by silo.
         per_silo_mean: unweighted means over silos.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        missing: why a silo with held-out pairs has no figures, by silo.
+        missing: why a silo with held-out pairs has no metrics, by silo.
     """
 
     items: int
@@ -257,7 +257,8 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
-        evaluated: items of the evaluator's figures; None without an evaluator, and in runs before December 2026.
+        evaluated: items on which the evaluator's metrics are computed; None without an evaluator, and in runs before
+            December 2026.
         unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.

@@ -253,6 +253,15 @@ class OwnDataAdmission:
         self.agreed = self._agreed_format()
         self._remember()
 
+    @property
+    def likely(self) -> DataFormat | None:
+        """The agreed format, or that on which the silos would agree now; None if none has stated its data.
+
+        Raises:
+            FormatError: a modality is in no silo, or their data do not fit together.
+        """
+        return self.agreed or (self._agreed_format() if self._known else None)
+
     def _agreed_format(self) -> DataFormat:
         return agreed_format({name: held for name in self._known if (held := self.stated[name][1]) is not None})
 

@@ -208,7 +208,8 @@ def _roster(
     roster = Roster(
         listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
     )
-    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
     return roster
 
 
@@ -446,6 +447,9 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     if stated is not None:
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated)
+    if shared:
+        change = float((state.theta - initial).norm() / initial.norm().clamp(min=torch.finfo(initial.dtype).tiny))
+        summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

@@ -123,6 +123,7 @@ def _per_silo(
             "samples": data.training_items(silo).all,
             "heldout": pairs,
             "participations": loop.counters.participations[silo.name],
+            "tasks": loop.rounds.sequences.get(silo.name, 0),
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
             **_without_pair(loop, data, silo),
             **last.per_silo.get(silo.name, {}),

@@ -40,6 +40,10 @@ def _metric(entry: object) -> Metric:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
+#: Part of the initial model's norm, below which a run's change of the model is next to nothing.
+_HARDLY = 1e-5
+
+
 class SiloSummary(Stored):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
@@ -50,6 +54,7 @@ class SiloSummary(Stored):
             ``participation.minimum`` does without it.
         samples: number of training items.
         participations: number of its replies that were merged.
+        tasks: number of tasks that it was given; None in runs before December 2026.
         data_digest: salted digest of its data, as it stated it.
         items: numbers of its items by split and modalities, as it stated them.
         heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
@@ -65,6 +70,7 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
     participations: int
+    tasks: int | None = None
     data_digest: Digest | None = None
     items: dict[str, ItemCounts] = Field(default_factory=dict)
     heldout: int | None = None
@@ -239,6 +245,8 @@ class RunSummary(Stored):
         model_digest: SHA-256 (hex) of the released model.
         data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
+        change: L2 norm of the difference of the shared model from the initial one, as a part of the initial one's norm;
+            None for a method that shares no model, and in runs before December 2026.
         unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
         own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
@@ -278,6 +286,7 @@ class RunSummary(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest] = Field(default_factory=dict)
+    change: float | None = None
     unchanged: bool = False
     metrics: Figures
     own_heldout: OwnHeldOut | None = None
@@ -312,6 +321,20 @@ class RunSummary(Stored):
     def silo_gallery(self) -> Literal["whole", "own"] | None:
         """What silos' queries retrieved from in runs that did not record it; None where the scenario says so."""
         return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
+
+    @property
+    def hardly_changed(self) -> bool:
+        """Whether the run changed the shared model by so little that it trained next to nothing."""
+        return self.change is not None and self.change < _HARDLY
+
+    @property
+    def without_part(self) -> tuple[list[str], list[str]]:
+        """Silos of which no reply was merged: those given no task, and those whose replies were lost or too late."""
+        idle = {
+            name: silo for name, silo in self.per_silo.items() if not silo.participations and silo.tasks is not None
+        }
+        given = [name for name, silo in idle.items() if silo.tasks and name not in self.never_merged]
+        return [name for name, silo in idle.items() if not silo.tasks], given
 
     @property
     def never_merged(self) -> dict[str, UnusableReplies]:

@@ -26,13 +26,13 @@ from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _PLAIN_SECONDS = 10.0
-#: Time until the display names the processes that a run waits for, and until it names others [s].
+#: Time until the display names the processes that a run waits for, and until it updates the names [s].
 _GATHERING_SECONDS = 2.0
-#: Most names listed individually.
+#: Maximum number of names listed individually.
 _MANY = 5
-#: Slow silos shown.
+#: Maximum number of slow silos shown.
 _SLOW_SHOWN = 3
-#: Most characters shown of a refusal.
+#: Maximum length of a refusal as shown [characters].
 _SHOWN = 160
 #: Width of the middle column of the live display, which then fits 80 columns.
 _MIDDLE = 40
@@ -177,7 +177,7 @@ def display(
     if not is_live(console):
         show(title)
         printed_at, ended = [0.0], list[bool]()
-        waited: list[tuple[str, ...]] = [()]  # missing processes that were printed last
+        waited: list[tuple[str, ...]] = [()]  # the missing processes that were last printed
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":

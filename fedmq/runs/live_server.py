@@ -159,8 +159,7 @@ def _live_page(folder: RunFolder, events: str, token: str) -> str:
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:
-    """Server-sent events: the status every two seconds; the charts after new records, less often if drawing is slow.
-    """
+    """Server-sent events: the status every two seconds; the charts after new records, less often if drawing is slow."""
 
     async def updates() -> AsyncIterator[str]:
         run = GrowingRun(folder)

@@ -302,7 +302,7 @@ def _heldout(summary: RunSummary) -> str:
 
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
-    """Say that a run trained in part only, or next to nothing, or made the model worse."""
+    """Warn that a run trained only in part, hardly at all, or made the model worse."""
     for line in _trained_in_part(summary, folder):
         say(console, line, "yellow")
     for silo, found in summary.never_merged.items():
@@ -319,7 +319,7 @@ def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
     if without_task:
         yield (
             f"given no task in any round: {name_some(without_task)}; {summary.protocol} does not train them, or they "
-            "were not selected or not there"
+            "were not selected or were offline"
         )
     if not_merged:
         yield f"none of their replies was merged, as they were lost or too late: {name_some(not_merged)}"

@@ -40,7 +40,7 @@ def _metric(entry: object) -> Metric:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
-#: Part of the initial model's norm, below which a run's change of the model is next to nothing.
+#: Fraction of the initial model's norm below which a run has hardly changed the model.
 _HARDLY = 1e-5
 
 
@@ -245,8 +245,8 @@ class RunSummary(Stored):
         model_digest: SHA-256 (hex) of the released model.
         data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        change: L2 norm of the difference of the shared model from the initial one, as a part of the initial one's norm;
-            None for a method that shares no model, and in runs before December 2026.
+        change: L2 norm of the difference of the shared model from the initial one, as a fraction of the initial one's
+            norm; None for a method that shares no model, and in runs before December 2026.
         unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
         own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
@@ -324,12 +324,12 @@ class RunSummary(Stored):
 
     @property
     def hardly_changed(self) -> bool:
-        """Whether the run changed the shared model by so little that it trained next to nothing."""
+        """Whether the run hardly changed the shared model."""
         return self.change is not None and self.change < _HARDLY
 
     @property
     def without_part(self) -> tuple[list[str], list[str]]:
-        """Silos of which no reply was merged: those given no task, and those whose replies were lost or too late."""
+        """Silos without a merged reply: those without a task, and those whose replies were lost or too late."""
         idle = {
             name: silo for name, silo in self.per_silo.items() if not silo.participations and silo.tasks is not None
         }

@@ -156,8 +156,11 @@ class TrafficChecks:
         for way, logged, stated in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
             for kind in sorted(logged.keys() | stated.keys()):
                 if logged[kind] != stated.get(kind, 0):
-                    yield place, f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} by the log"
+                    yield (
+                        place,
+                        f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} according to the log",
+                    )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
             if name in summary.messages.model_fields_set and logged_count != stated_count:
-                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} by the log"
+                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"

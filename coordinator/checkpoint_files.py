@@ -68,7 +68,7 @@ def _existing(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
-    """Write a checkpoint, then delete all but the last two.
+    """Write a checkpoint, then delete all except the last two.
 
     Args:
         folder: ``checkpoints`` of the run folder.

@@ -184,7 +184,7 @@ def decode_bytes(content: bytes, place: str) -> Pixels:
         place: place of the picture in error messages.
 
     Raises:
-        InputError: as of :func:`decode`.
+        InputError: as in :func:`decode`.
     """
     return _decoded(io.BytesIO(content), place)
 

@@ -152,10 +152,10 @@ class TunedMethod:
     """A method with its search space.
 
     Args:
-        name: of the method.
+        name: name of the method.
         entry: scenario file and settings.
         space: scenario key to range or values.
-        rounds: of a trial.
+        rounds: number of rounds of a trial.
         evaluate_every: rounds between evaluations; 0 evaluates at the end only.
     """
 

@@ -112,7 +112,7 @@ class ModelFolder:
         return self.config.model_digest
 
     def alone(self, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
-        """The model's encoders, without its run or its training data; arguments and errors as of :meth:`build`.
+        """The model's encoders, without its run or its training data; arguments and errors as in :meth:`build`.
 
         Raises:
             InputError: also if :func:`described` cannot describe it.
@@ -271,7 +271,7 @@ class Release:
         return self.digest if self.own is None else self.own.digest
 
     def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
-        """The shared model, or the personal model if one is selected; arguments and errors as of :meth:`model`."""
+        """The shared model, or the personal model if one is selected; arguments and errors as in :meth:`model`."""
         if self.own is not None:
             return self.own.retriever
         model = self.model(prepared, modalities)

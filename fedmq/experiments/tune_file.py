@@ -245,7 +245,7 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
 
 
 def _no_path(metric: str, known: Collection[str]) -> str | None:
-    """What is allowed in place of a path that no summary has; None for a path that one may have."""
+    """What is allowed instead of a path that no summary has; None for a path that a summary may have."""
     head, _, name = metric.partition(".")
     if head not in RunSummary.model_fields:
         return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"

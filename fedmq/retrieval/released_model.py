@@ -171,7 +171,7 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on pictures and texts, which has encoders of them"
+            allowed = "a model trained on pictures and texts, which has encoders for them"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
             raise InputError(str(self.folder), "a model whose texts are bags of words", "pictures only")

@@ -25,7 +25,7 @@ def check_npz(path: Path) -> None:
     """
     check_regular(path, 1 << 62, "a .npz file")
     if not zipfile.is_zipfile(path):
-        return  # the caller says what it is instead
+        return  # the caller reports what it is instead
     with zipfile.ZipFile(path) as archive:
         size = sum(member.file_size for member in archive.infolist())
     free, packed = psutil.virtual_memory().available, path.stat().st_size

@@ -208,7 +208,8 @@ def _roster(
     roster = Roster(
         listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
     )
-    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
     return roster
 
 
@@ -375,7 +376,7 @@ class _Process:
         else:
             rounds, states, due = Rounds.from_record(plan, saved.rounds), dict(saved.states), dict(saved.due)
         evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
-        if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
+        if evaluation.ends_after(rounds.version):  # early stopping ended it after its last round
             rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
         loop = Loop(
             run_context,

@@ -216,11 +216,12 @@ def _stamped(options: _Options, audit: Audit) -> str | None:
 
     if options.stamp_ca is None or options.expect is None:
         return None
-    stamped = time_stamp.verified(Path(options.expect), options.stamp_ca)
-    if stamped is None:
-        what = f"not a time stamp of {options.expect} by the authority of {options.stamp_ca}"
+    try:
+        return time_stamp.verified(Path(options.expect), options.stamp_ca)
+    except time_stamp.StampError as error:
+        what = f"no valid time stamp of {options.expect} by the authority of {options.stamp_ca}: {error}"
         audit.findings.append(Finding(str(time_stamp.token_of(Path(options.expect))), what))
-    return stamped
+        return None
 
 
 def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> Path | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rich.control import Control
 from rich.segment import ControlType
 
+from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.safe_console import SafeConsole
 
 #: Exit code of an audit or replay with findings.
@@ -34,6 +36,16 @@ def starting(*, quiet: bool = False) -> None:
     """Print on a terminal that the command is starting, since loading torch takes seconds."""
     if err.is_terminal and not quiet:
         err.print("starting: reading the scenario, loading torch", highlight=False)
+
+
+@contextlib.contextmanager
+def continued_by_repeating() -> Iterator[None]:
+    """On Ctrl-C, say that the same command continues; for steps that keep what they have done in the cache."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_interrupted("; repeat the command to continue")
+        sys.exit(FAILED)
 
 
 def bar() -> Callable[[str, int, int], None]:

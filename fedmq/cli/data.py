@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedmq.cli.console import DIFFERENT, out, starting
+from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
 from fedmq.text import print_json, print_line, printable
@@ -111,7 +111,9 @@ def add_data(
 
         Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
-        _extract(_scenario(file, settings, seed), device, bar, as_json=as_json)
+        scenario = _scenario(file, settings, seed)
+        with continued_by_repeating():
+            _extract(scenario, device, bar, as_json=as_json)
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import bar, err, starting
+from fedmq.cli.console import bar, continued_by_repeating, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
@@ -180,7 +180,7 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
 
     prepare = processes.population_here if inline else supervisor.prepare_population
-    with _removed_if_refused(created):
+    with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
     for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)

@@ -232,6 +232,7 @@ def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | N
     """Export the shared model; the folder for the Hub first, so that the ONNX files may lie in it."""
     from fedmq.retrieval import model_export  # noqa: PLC0415
     from fedmq.retrieval.released_model import Release  # noqa: PLC0415
+    from fedmq.runs.model_card import onnx_contents  # noqa: PLC0415
 
     files = found.files if isinstance(found, Release) else found
     facts: dict[str, object] = {}
@@ -240,13 +241,16 @@ def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | N
         facts |= {"hub": str(hub), "files": list(names)}
     if onnx is not None:
         towers = model_export.export_onnx(files, onnx)
+        contents = onnx_contents(files.config).replace("`", "")
         facts |= {"onnx": {tower.path.name: tower.difference for tower in towers}, "onnx_folder": str(onnx)}
+        facts["onnx_contents"] = contents
     if as_json:
         print_json(facts, indent=None)
         return
     lines = [] if hub is None else [f"{hub}: {', '.join(names)}"]
     if onnx is not None:
         lines += [f"{tower.path}: differs from the model by at most {tower.difference:.1g}" for tower in towers]
+        lines.append(contents)
     out.print(printable_lines("\n".join(lines)), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -87,18 +87,41 @@ def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple
     Yields:
         The option, its value, and the switches with their values as written in a scenario.
     """
-    values = {**around, **vars(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    seen = set()
+    for name, off in _switched_off(options, around).items():
+        if (value := getattr(options, name)) != defaults[name]:
+            yield name, value, off
+
+
+def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, int, str]]:
+    """Options that say in which round a part of the method begins, as far as the part is switched on.
+
+    An options dataclass declares in ``BEGINS`` what begins then: a mapping from option to words.
+
+    Args:
+        options: instance of a frozen dataclass.
+        around: as in :func:`without_effect`.
+
+    Yields:
+        The option, the round, and what begins.
+    """
+    off = _switched_off(options, around)
+    for name, what in getattr(options, "BEGINS", {}).items():
+        if name not in off:
+            yield name, getattr(options, name), what
+
+
+def _switched_off(options: Any, around: Mapping[str, object]) -> dict[str, str]:
+    """Options without effect, with the values of their switches as written in a scenario."""
+    values, found = {**around, **vars(options)}, dict[str, str]()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
-        for name in (option for pattern in names for option in fnmatch.filter(defaults, pattern)):
-            if name not in seen and values[name] != defaults[name]:
-                seen.add(name)
-                yield name, values[name], off
+        for name in (option for pattern in names for option in fnmatch.filter(vars(options), pattern)):
+            found.setdefault(name, off)
+    return found
 
 
 def _on(value: object) -> bool:

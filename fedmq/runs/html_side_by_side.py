@@ -15,6 +15,8 @@ from fedmq.storage.run_folder import RunFolder, write_text
 
 #: Metrics that have a figure: those of the short display, and fairness.
 _CURVES = (*BRIEF, "map")
+#: Maximum number of silos whose names are drawn horizontally below a chart.
+_MOST_LEVEL = 10
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def page(folders: Sequence[RunFolder]) -> str:
             "R@1 of the silo served worst",
             *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
         ),
-        ("payload from the silos [MB]", *(f"{sum(run.summary.bytes.up.values()) / 1e6:.1f}" for run in runs)),
-        ("payload to the silos [MB]", *(f"{sum(run.summary.bytes.down.values()) / 1e6:.1f}" for run in runs)),
+        ("payload from the silos [MB]", *(f"{sum(run.summary.bytes.up.values()) / 1e6:,.1f}" for run in runs)),
+        ("payload to the silos [MB]", *(f"{sum(run.summary.bytes.down.values()) / 1e6:,.1f}" for run in runs)),
         ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),
     ]
     same_data = len({run.summary.data_digest for run in runs}) == 1
@@ -96,7 +98,8 @@ def _title(name: str) -> str:
 
 
 def _curve(runs: Sequence[_Read], metric: str) -> Figure:
-    figure = Figure(_title(metric), "round", metric, note="On the whole held-out split of each run.")
+    heading = metric_of(metric).heading if is_known(metric) else metric
+    figure = Figure(_title(metric), "round", heading, note="On the whole held-out split of each run.")
     for place, run in enumerate(runs):
         lines = run.evaluations if metric in run.metrics else ()
         known = [(line.version, line.metrics[metric]) for line in lines if metric in line.metrics]
@@ -128,4 +131,6 @@ def _silos(runs: Sequence[_Read]) -> Figure:
         y = [silo.figures.get("mean_r1") for silo in silos.values()]
         figure.draw("bar", x=list(silos), y=y, name=run.name, marker={"color": colour(place)})
     figure.layout["barmode"] = "group"
+    if len({name for run in runs for name in run.summary.per_silo}) > _MOST_LEVEL:
+        figure.x["tickangle"] = 90
     return figure

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedmq.errors import RunError
+from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.text import printable
@@ -67,6 +68,22 @@ class SiloStatus(Stored):
     down: _Count = 0
 
 
+class CoordinatorFacts(Stored):
+    """What a coordinator's answer to an inquiry says about itself and the run's data; not in ``status.json``.
+
+    Args:
+        versions: of fedmq, torch and Python.
+        format: the labels and model inputs on which the silos have agreed, or would agree now; None if the sender of
+            the inquiry is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit
+            together.
+        settled: whether they have agreed.
+    """
+
+    versions: dict[str, str]
+    format: StatedFormat | None = None
+    settled: bool = False
+
+
 class StatusFile(Stored):
     """``status.json`` of a run folder.
 
@@ -87,6 +104,7 @@ class StatusFile(Stored):
         refused: number of refused messages by reason, since the coordinator started.
         last_refused: one line about the last refused message.
         silos: status of each silo.
+        coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
 
     run: str
@@ -105,6 +123,7 @@ class StatusFile(Stored):
     refused: dict[str, _Count]
     last_refused: str
     silos: dict[str, SiloStatus]
+    coordinator: CoordinatorFacts | None = None
 
 
 def status_of(text: str) -> StatusFile:

@@ -7,27 +7,24 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test check bench hostile chaos clusters docs clean
+.PHONY: run static test check bench hostile chaos clusters docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
 
-test: .venv/installed
+# What needs no run: style, types, layers, circles, lengths.
+static: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
 	$(BIN)/python -m tools.size_limits
+
+test: static
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-check: .venv/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m tools.import_circles
-	$(BIN)/python -m tools.size_limits
+check: static
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 chaos: .venv/installed

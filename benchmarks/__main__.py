@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import blockwise, delta, hamming, rounds, silos, soak, startup, vit, whole
+from benchmarks import blockwise, delta, estimates, hamming, rounds, silos, soak, startup, vit, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
 
@@ -36,9 +36,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "blockwise": blockwise.run,
     "silos": silos.run,
     "soak": soak.run,
+    "estimates": estimates.run,
 }
 #: Run only if named by ``--only``: they take minutes each.
-LONG = ("silos", "soak", "vit", "blockwise")
+LONG = ("silos", "soak", "vit", "blockwise", "estimates")
 
 
 def _names(text: str) -> list[str]:

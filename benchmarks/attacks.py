@@ -1,7 +1,7 @@
 """Attacks on a coordinator's address, each bounded in time and bytes; for ``make hostile`` and the tests.
 
-Each attack takes the address of a coordinator on this machine and a folder with keys. All but ``flood_with_key`` need
-nothing but the address: they use no key, or one that is not accepted.
+Each attack takes the address of a coordinator on this machine and a folder with keys. All but those
+``with_key`` need nothing but the address: they use no key, or one that is not accepted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedmq.wire.handshake import initiate
+from fedmq.errors import RemoteWireError
+from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import Identity, load_accepted, load_identity
-from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
+from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
 #: Of what a peer sends in one connection, at most [bytes].
 _MULTIPART_BYTES = 20 << 20
 _IDLE = 1500
+#: Name of a silo with an accepted key that is hostile, and is none of the run's.
+HOSTILE = "silo-99"
 #: Ports that Linux uses for outgoing connections.
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _HALF_SENT = 40
 _HALF_BYTES = 1 << 20
+#: Handshakes on one connection, and messages in one session.
+_SESSIONS, _MESSAGES = 20, 2000
 
 
 def free_port() -> int:
@@ -53,7 +60,7 @@ class Target:
     Args:
         port: of the coordinator, on 127.0.0.1.
         run: the run's name.
-        keys: a folder with the accepted keys and the private key of ``silo-00``.
+        keys: a folder with the accepted keys and the private keys of ``silo-00`` and :data:`HOSTILE`.
         over: set when the attack has to end.
     """
 
@@ -149,6 +156,57 @@ def flood_with_key(target: Target) -> None:
     connection.close()
 
 
+def _session(target: Target, connection: Connection) -> Session | None:
+    """A session of the hostile silo, if the coordinator answers at once."""
+    identity, accepted = load_identity(target.keys, HOSTILE), load_accepted(target.keys)
+    hello, initiated = initiate(identity, COORDINATOR, target.run, 0.0)
+    connection.send(hello, 0.05)
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        frames = connection.receive(0.05)
+        with contextlib.suppress(RemoteWireError):
+            if frames is not None:
+                ready, session = complete(initiated, accepted, frames, 0.0)
+                connection.send(ready, 0.05)
+                return session
+    return None
+
+
+def _with_key(target: Target) -> Connection:
+    identity, coordinator = load_identity(target.keys, HOSTILE), load_accepted(target.keys)[COORDINATOR]
+    return connect(target.uri, keys=ConnectionKeys(identity.key, coordinator, identity.name))
+
+
+def new_sessions_with_key(target: Target) -> None:
+    """Complete handshakes with an accepted key as fast as the coordinator answers, and connect again and again."""
+    while not target.over.is_set():
+        connection = _with_key(target)
+        for _ in range(_SESSIONS):
+            _session(target, connection)
+        connection.close()
+
+
+def messages_with_key(target: Target) -> None:
+    """Send heartbeats and statements in valid sessions, as fast as the queue takes them."""
+    connection = _with_key(target)
+    while not target.over.is_set():
+        session = _session(target, connection)
+        for number in range(_MESSAGES if session is not None else 0):
+            header = Header(
+                run=target.run,
+                kind=Kind.HEARTBEAT if number % 2 else Kind.STATEMENT,
+                sender=HOSTILE,
+                receiver=COORDINATOR,
+                sequence=0,
+                sent_at=0.0,
+            )
+            assert session is not None
+            connection.send(seal_message(session, Message(header)).frames, 0.05)
+        while connection.receive(0.0) is not None:
+            pass
+    connection.close()
+
+
 ATTACKS: Mapping[str, Callable[[Target], None]] = {
     "idle connections": idle_connections,
     "endless multipart": endless_multipart,
@@ -156,6 +214,8 @@ ATTACKS: Mapping[str, Callable[[Target], None]] = {
     "garbage": garbage,
     "unknown keys": unknown_keys,
     "flood with a key": flood_with_key,
+    "new sessions with a key": new_sessions_with_key,
+    "messages with a key": messages_with_key,
 }
 
 

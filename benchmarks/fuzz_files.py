@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -204,7 +204,7 @@ def main() -> None:
             tally = Tally(**{**finished[kind], "outcomes": Counter(finished[kind]["outcomes"])})
         else:
             tally = fuzz(kind, each, options.seed, options.first)
-        finished[kind] = asdict(tally)
+        finished[kind] = vars(tally) | {"outcomes": dict(tally.outcomes)}
         if options.resume is not None:
             options.resume.write_text(json.dumps(finished))
         _row(table, kind, tally)

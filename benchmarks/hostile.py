@@ -22,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attacks import ATTACKS, Relay, Target, free_port
+from benchmarks.attacks import ATTACKS, HOSTILE, Relay, Target, free_port
 from fedmq.config.resolve import read, resolve
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
@@ -82,7 +82,7 @@ def _run(attack: str, run: str) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="fedmq-hostile-") as name:
         folder, over = Path(name), threading.Event()
         keys = folder / "keys"
-        init_keys(keys, (COORDINATOR, EVALUATOR, *(f"silo-0{index}" for index in range(4))))
+        init_keys(keys, (COORDINATOR, EVALUATOR, *(f"silo-0{index}" for index in range(4)), HOSTILE))
         port, began = free_port(), time.monotonic()
         out = folder / "run"
         processes = [_start(folder, "coordinator", "--bind", f"tcp://127.0.0.1:{port}", "--keys", keys, "--out", out)]

@@ -41,7 +41,8 @@ class Waiting:
     """The peer has stated its data and waits for other silos, or, after the agreement, for the next round.
 
     Args:
-        refused: peers that are refused because of it, with the line for their operators. The peer may be one of them.
+        refused: peers refused because of this statement, with the message for their operators. They may include this
+            peer.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Agree:
 
 
 class Admission(Protocol):
-    """What the roster asks about the messages ``statement`` and ``agreement`` of a peer."""
+    """Decides how the roster handles a peer's ``statement`` and ``agreement`` messages."""
 
     def decide(self, name: str, message: Message) -> Admitted | Waiting | Agree:
         """Handle a peer's message.
@@ -116,17 +117,17 @@ class SimulatedAdmission:
 
 
 class OwnDataAdmission:
-    """Has silos with data of their own agree on labels and inputs, and admits those that confirm the agreement.
+    """Lets silos with their own data agree on labels and inputs, and admits those that confirm the agreement.
 
-    With ``minimum`` silos agree without waiting for the others. A silo that states its data later joins if they fit
-    what is agreed on; the coordinator includes it between two rounds (:meth:`include`).
+    With ``minimum`` silos agree without waiting for the others. A silo that states its data later joins if they fit the
+    agreement; the coordinator includes it between two rounds (:meth:`include`).
 
     Args:
         silos: names of all silos.
         run: the run's id.
         evaluator: whether the run has an evaluator.
-        known: of an earlier process of this coordinator; None in a new run.
-        minimum: number of silos that may agree without the others; None for all.
+        known: the agreement that an earlier process of this coordinator recorded; None in a new run.
+        minimum: number of silos that can agree without the others; None for all.
 
     Attributes:
         stated: what each peer stated.
@@ -135,7 +136,7 @@ class OwnDataAdmission:
         disputes: the formats stated before the agreement.
 
     Raises:
-        InputError: ``known`` is of other silos or of another run.
+        InputError: ``known`` belongs to other silos or another run.
     """
 
     def __init__(
@@ -252,6 +253,15 @@ class OwnDataAdmission:
         self.agreed = self._agreed_format()
         self._remember()
 
+    @property
+    def likely(self) -> DataFormat | None:
+        """The agreed format, or that on which the silos would agree now; None if none has stated its data.
+
+        Raises:
+            FormatError: a modality is in no silo, or their data do not fit together.
+        """
+        return self.agreed or (self._agreed_format() if self._known else None)
+
     def _agreed_format(self) -> DataFormat:
         return agreed_format({name: held for name in self._known if (held := self.stated[name][1]) is not None})
 
@@ -312,7 +322,7 @@ class OwnDataAdmission:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Some names, for a line."""
+    """Join some of the names for a message."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -333,7 +343,7 @@ def _check_consistent(name: str, statement: DataStatement, held: DataFormat) -> 
 
 
 class Gathering(Protocol):
-    """The part of the roster that is needed while silos agree."""
+    """The functions of the roster that are needed while silos agree."""
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """The next message, see :class:`coordinator.peers.Peers`."""

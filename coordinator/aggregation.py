@@ -118,7 +118,7 @@ def merged_state(
 
 
 def check_robust(run_context: RunContext) -> None:
-    """Refuse a robust rule that would have too few replies to compare, as a rule and not as an exception.
+    """Refuse a robust rule if merges regularly, not just occasionally, have too few replies to compare.
 
     Raises:
         InputError: a merge has fewer than three replies, or fewer than three silos train a modality's module.
@@ -128,7 +128,7 @@ def check_robust(run_context: RunContext) -> None:
     judged = [silo for silo in judged if protocol.uploads(silo) & {Delta, PartialDelta}]
     if robust.rule == "none" or (robust.rule == "norm_bound" and robust.bound is not None) or not judged:
         return
-    allowed = f"at least {LEAST}: of fewer none can be told from a false one; or norm_bound with a bound"
+    allowed = f"at least {LEAST}, as with fewer no false one can be identified; or norm_bound with a bound"
     if (wanted := plan.wanted(1)) < LEAST:
         raise InputError(f"aggregation.robust.rule: {robust.rule}", f"merges of {wanted} replies", allowed)
     for modality in ("image", "text"):
@@ -157,6 +157,6 @@ def merge_line(
 def states_in_use(
     states: Mapping[int, State], needed: Set[int], pending: Mapping[str, PendingTask]
 ) -> dict[int, State]:
-    """The states that are still needed: of given versions, and those that a pending task is based on."""
+    """The states that are still needed: those of given versions, and those that pending tasks are based on."""
     kept = {*needed, *(task.base_version for task in pending.values())}
     return {version: state for version, state in states.items() if version in kept}

@@ -18,6 +18,7 @@ from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import FederatedProtocol
 from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
@@ -59,8 +60,10 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     path = scenario.participation.trace
     digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)
-    samples, pairs = _samples(scenario, data, method), data.pairs(scenario.evaluation.split)
-    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs)
+    split, counts = scenario.evaluation.split, data.evaluated
+    samples, pairs = _samples(scenario, data, method), data.pairs(split)
+    evaluated = None if counts is None else EvaluatedItems(split=split, images=counts[0], captions=counts[1])
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs, evaluated)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)
@@ -105,10 +108,12 @@ def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tu
             held = data.training_items(state).dataset
             if not held:
                 what = "both modalities" if state.paired else "an image" if state.image else "captions"
-                raise InputError("faults: modality_gained", f"{silo.name}: no item of it has {what}", "other silos")
+                raise InputError(
+                    "faults: modality_gained", f"{silo.name} without an item that has {what}", "other silos"
+                )
         # A silo that lost a modality from the first round on never trains as it is described.
         if silo.paired and contrasts and found.get(silo) == 1:
-            what = f"{silo.name} with one pair, which has no other to be contrasted with"
+            what = f"{silo.name} with a single pair, which has no negatives"
             raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
     return tuple(samples)
 
@@ -117,7 +122,7 @@ def _check_labels(scenario: Scenario, data: RunData) -> None:
     """Refuse an objective base that needs labels if no training item has one."""
     base = scenario.objective.base
     if data.label_names and not data.labelled and OBJECTIVES.find(base).needs_labels:
-        raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
+        raise InputError("data", "training items without any label", f"labels, for objective.base {base}")
 
 
 def sent_kinds(run_context: RunContext) -> list[frozenset[type[Payload]]]:

@@ -1,4 +1,4 @@
-"""Record types of ``checkpoint.json``; tensors are stored beside it in safetensors files."""
+"""Record types of ``checkpoint.json``; tensors are stored next to it in safetensors files."""
 
 from __future__ import annotations
 

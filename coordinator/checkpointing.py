@@ -17,7 +17,8 @@ from fedmq.federation.protocol import State
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 
-#: Attempts to write a checkpoint, as a disk may be full for a moment only; after the last the run ends, resumable.
+#: Attempts to write a checkpoint, because a disk may be full only briefly; after the last, the run ends and can be
+#: resumed.
 _TRIES = 3
 #: Real time between attempts [s].
 _PAUSE_SECONDS = 0.2

@@ -33,7 +33,7 @@ def admission_of(
     Args:
         run: the run.
         folder: its folder, which has the agreement of a run that is resumed.
-        population: the simulated partition; None where silos have data of their own.
+        population: the simulated partition; None where silos have their own data.
         saved: the checkpoint that the run resumes from.
 
     Raises:
@@ -97,7 +97,7 @@ def gathered(
 
 
 def _enough(admission: OwnDataAdmission, scenario: Scenario) -> bool:
-    """Whether the method can select a minimum of the silos that have stated their data, and they have what it needs."""
+    """Whether enough silos that the method can select have stated their data, and these have what the method needs."""
     minimum = scenario.participation.minimum
     try:
         data = admission.candidate(cache_folder())

@@ -23,7 +23,7 @@ class Disputes:
         self._against: dict[str, set[str]] = {}
 
     def state(self, name: str, held: DataFormat) -> None:
-        """A silo states its data, for the first time or anew."""
+        """A silo states its data, for the first time or again."""
         self.withdraw(name)
         others = {other for other, format_ in self.formats.items() if difference(name, held, other, format_)}
         self.formats[name], self._against[name] = held, others

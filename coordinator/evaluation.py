@@ -29,14 +29,14 @@ from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
-#: Shortest time without an answer of any silo after which connected silos are given up, by default [s].
+#: Shortest time without an answer from any silo after which connected silos are given up, by default [s].
 _LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
 
 
 class _Quiet:
-    """Time without an answer of any silo, after which those that are connected but do not answer are given up.
+    """Measures the time without an answer from any silo, after which connected silos that do not answer are given up.
 
     Args:
         limit: that time [s]; None for ten times the longest wait between two answers, at least ten minutes.
@@ -124,12 +124,11 @@ class EvaluationRequests:
         log: the coordinator's message log.
         clock: the run's clock.
         evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
-        clock: the run's clock.
 
     Attributes:
         pending: versions that the evaluator has not answered for.
-        limit: how long the evaluator has not answered, and may not answer.
-        given_up: versions that the run no longer waits for, as the evaluator did not answer within the limit.
+        limit: the time that the evaluator has not answered, and the time limit for its answers.
+        given_up: versions that the run no longer waits for, because the evaluator did not answer within the limit.
         unusable: pending versions whose answer was refused.
         metrics: metrics of the latest version evaluated.
         metrics_version: that version; None before the first evaluation.
@@ -244,7 +243,7 @@ class EvaluationRequests:
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending and version not in self.given_up:
             return
-        # An evaluator with a held-out set of its own does not know which of its items would belong to a silo.
+        # An evaluator with its own held-out set does not know which of its items would belong to a silo.
         shared = self._run_context.scenario.data is not None
         silos = [silo.name for silo in self._run_context.context.silos if shared]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Default limit: a multiple of the longest time until an answer, and the shortest default limit [s].
 _FACTOR, _LEAST = 10.0, 600.0
-#: Time after which the display names the evaluator: its longest time, times a factor; a fixed least time [s].
+#: Time after which the display names the evaluator: a factor times its longest time, and a fixed minimum [s].
 _NAMED_FACTOR, _NAMED_LEAST = 2.0, 30.0
 
 
@@ -15,7 +15,7 @@ class EvaluatorLimit:
     request, or from its last connection, whichever is latest.
 
     Args:
-        limit: of the scenario [s]; None for ten times its longest time until an answer, at least ten minutes.
+        limit: the scenario's limit [s]; None for ten times its longest time until an answer, at least ten minutes.
 
     Attributes:
         exceeded: the evaluator was given up, and has neither answered nor connected again since.
@@ -36,7 +36,7 @@ class EvaluatorLimit:
         self._since, self.exceeded = now if more else None, False
 
     def connected(self, now: float) -> None:
-        """The evaluator connected again; it starts anew with the pending requests."""
+        """The evaluator connected again; it starts over with the pending requests."""
         self._since, self.exceeded = None if self._since is None else now, False
 
     def disconnected(self, now: float) -> None:

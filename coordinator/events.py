@@ -26,6 +26,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class StillConnected:
+    """These silos kept their sessions while the coordinator went back to its checkpoint, to include late silos."""
+
+    silos: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Lost:
     """A silo's connection was lost; its task stays pending until the silo rejoins or the task is given up."""
 
@@ -48,7 +55,7 @@ class Failed:
     Args:
         silo: the silo.
         sequence: number of its task.
-        reason: of the failure; the wire's reason where the reply was refused.
+        reason: reason of the failure; the wire's reason where the reply was refused.
         gone: the silo is given up with its task.
     """
 
@@ -109,7 +116,18 @@ class EvaluationAborted:
 
 
 Event = (
-    Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | WaitEnded | EvaluationAborted
+    Joined
+    | StillConnected
+    | Lost
+    | Switched
+    | Arrived
+    | Failed
+    | Deadline
+    | Merged
+    | Stop
+    | Expelled
+    | WaitEnded
+    | EvaluationAborted
 )
 
 

@@ -52,7 +52,7 @@ class _Fired(Stored):
 
 @dataclass(frozen=True)
 class ProcessCommand:
-    """What the coordinator has the supervisor do to a process of the run.
+    """A command from the coordinator to the supervisor about a process of the run.
 
     Args:
         what: ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 
+import torch
+
+from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
 from coordinator.rounds import Phase
 from fedmq.clock import Clock
-from fedmq.runs.status import ERROR_CHARACTERS, SiloPhase, SiloStatus, StatusFile
+from fedmq.federation.agreement import FormatError
+from fedmq.runs.data_records import StatedFormat
+from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
+from fedmq.version import __version__
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import MAX_STATUS, RunStatus
 
 #: Characters kept of each silo's error in a status that is too large otherwise.
@@ -18,20 +26,30 @@ _SHORT_ERROR = 40
 
 
 class Inquiries:
-    """What the roster asks about inquiries.
+    """Answers inquiries for the roster.
 
     Args:
         run: the run's id.
         silos: names of all silos.
         rounds: total number of rounds.
         clock: for the time stamp.
-        log: the coordinator's message log, which notes everyone who asks, once.
+        log: the coordinator's message log, which notes each sender of an inquiry once.
+        admission: knows what the silos stated about their data.
 
     Attributes:
         latest: the last status of the rounds; None before the first.
     """
 
-    def __init__(self, run: str, silos: Sequence[str], rounds: int, clock: Clock, log: MessageLog) -> None:
+    def __init__(
+        self,
+        run: str,
+        silos: Sequence[str],
+        rounds: int,
+        clock: Clock,
+        log: MessageLog,
+        admission: Admission | None = None,
+    ) -> None:
+        self._admission = admission
         self._run, self._silos, self._rounds, self._clock, self._log = run, tuple(silos), rounds, clock, log
         self._asked: set[str] = set()
         self.latest: Callable[[], StatusFile | None] = lambda: None
@@ -40,21 +58,35 @@ class Inquiries:
         """The answer to an inquiry.
 
         Args:
-            name: whose key the asker has proven.
+            name: name of the key that the sender has proven to hold.
             peers: the run's peers, whose state is the status before the rounds begin.
         """
         if name not in self._asked:
             self._asked.add(name)
             self._log.note(NoteKind.INQUIRED, peer=name)
-        status = self.latest() or self._before(peers)
+        facts = self._facts(name)
+        status = (self.latest() or self._before(peers)).model_copy(update={"coordinator": facts})
         text = status.model_dump_json()
         if len(text.encode()) > MAX_STATUS:
             short = {
                 silo: each.model_copy(update={"error": each.error[:_SHORT_ERROR]})
                 for silo, each in status.silos.items()
             }
-            text = status.model_copy(update={"silos": short}).model_dump_json()
+            facts = facts.model_copy(update={"format": None})
+            text = status.model_copy(update={"silos": short, "coordinator": facts}).model_dump_json()
         return RunStatus(text)
+
+    def _facts(self, name: str) -> CoordinatorFacts:
+        """About this process; only those who have a part in the run learn the format of its data."""
+        versions = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        if not isinstance(self._admission, OwnDataAdmission) or name not in (*self._silos, EVALUATOR):
+            return CoordinatorFacts(versions=versions)
+        try:
+            held = self._admission.likely
+        except FormatError:  # the data stated so far do not fit together, or one modality is in none of them
+            held = None
+        agreed = None if held is None else StatedFormat.of(held)
+        return CoordinatorFacts(versions=versions, format=agreed, settled=self._admission.agreed is not None)
 
     def _before(self, peers: Peers) -> StatusFile:
         phases = {name: SiloPhase.WAITING if peers.online(name) else SiloPhase.ABSENT for name in self._silos}

@@ -28,6 +28,7 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
     WaitEnded,
@@ -76,7 +77,7 @@ class Loop:
         status: reports the run's status, and has the limits of tasks.
         stop_wanted: called between events; true stops the run cleanly.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        late_silos: whether silos wait that stated data of their own after the others had agreed.
+        late_silos: whether silos that stated their own data after the agreement are waiting.
 
     Attributes:
         saving: writes the checkpoints.
@@ -119,7 +120,7 @@ class Loop:
         """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
 
         Args:
-            continues: go on with the silos that are connected, after an earlier loop of this process.
+            continues: continue with the connected silos after an earlier loop of this process.
 
         Returns:
             ``DONE`` or ``STOPPED``.
@@ -130,7 +131,9 @@ class Loop:
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
         if continues:
-            self._take_over()
+            here = tuple(name for name in self._facts if self.roster.online(name))
+            self._seen.update(here)
+            self._start_on(StillConnected(here))  # their pending tasks are sent again
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -162,15 +165,6 @@ class Loop:
     def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
         self._check_peers()
-
-    def _take_over(self) -> None:
-        """Continue with the silos that are connected; their pending tasks are sent again."""
-        here = [name for name in self._facts if self.roster.online(name)]
-        self._seen.update(here)
-        self.rounds = replace(self.rounds, online=frozenset(here))
-        pending = [name for name in here if name in self.rounds.pending]
-        for name in pending or here[:1]:
-            self._join(name)
 
     def _step(self) -> None:
         idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
@@ -308,7 +302,8 @@ class Loop:
         self._limits.forget(name)
         self._start_on(Joined(name))
 
-    def _start_on(self, event: Joined | WaitEnded) -> None:
+    def _start_on(self, event: Joined | StillConnected | WaitEnded) -> None:
+        """Handle an event after which the rounds may start."""
         gathering = self.rounds.phase is Phase.GATHERING
         self._handle(event)
         if not gathering or self.rounds.phase is Phase.GATHERING:
@@ -452,7 +447,7 @@ class Loop:
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     def _merge(self, action: Merge) -> None:
-        """Merge, write a checkpoint and notify the rounds machine; a crash leaves either all or nothing of it."""
+        """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
         replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)

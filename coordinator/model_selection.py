@@ -18,7 +18,7 @@ def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
     """Whether the last evaluations had no higher mean R@1 than one before them.
 
     Args:
-        lines: of ``metrics.jsonl``.
+        lines: lines of ``metrics.jsonl``.
         patience: number of evaluations; None is never over.
     """
     if patience is None:
@@ -52,7 +52,7 @@ class BestModel:
 
         Args:
             version: number of merges.
-            metrics: of the validation split.
+            metrics: metrics on the validation split.
             state: the method's state at that version.
         """
         value = metrics.values[HEADLINE]
@@ -64,7 +64,7 @@ class BestModel:
 
 
 def best_path(folder: RunFolder) -> Path:
-    """The record of the best version; its model is in ``model/`` beside it."""
+    """The record of the best version; its model is in ``model/`` next to it."""
     return folder.root / "best" / "best.json"
 
 

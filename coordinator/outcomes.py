@@ -93,7 +93,7 @@ class Outcomes:
         return self._stored.get((silo, sequence))
 
     def allow(self, entry: TimelineEntry) -> bool:
-        """Whether an entry of the timeline can be handled: it is due, and a task's outcome is here."""
+        """Whether an entry of the timeline can be handled: it is due and, for a task, the outcome has arrived."""
         if self._clock.virtual:
             return entry.kind is not EntryKind.ARRIVAL or self.get(entry.silo, entry.sequence) is not None
         return entry.at <= self._clock.now()

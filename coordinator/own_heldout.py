@@ -26,11 +26,11 @@ from fedmq.wire.payloads import Error, OwnMetrics, Payload
 def own_heldout_line(
     version: int, answers: Mapping[str, OwnMetrics], missing: Mapping[str, str] | None = None
 ) -> OwnHeldOutLine:
-    """The line of an evaluation of a version, from the answers of at least no silo.
+    """The line of an evaluation of a version, from the silos' answers, of which there may be none.
 
     Args:
-        version: of the shared model.
-        answers: of the silos, in their order.
+        version: version of the shared model.
+        answers: answers of the silos, in their order.
         missing: why a silo did not answer, by silo.
     """
     figures = {name: dict(answer.values) for name, answer in answers.items()}
@@ -97,7 +97,7 @@ class OwnHeldOutRequests:
         return frozenset().union(*self._owing.values())
 
     def request(self, version: int, state: State) -> None:
-        """Request the evaluation of a version of all silos with held-out pairs, unless it is done or under way."""
+        """Request the evaluation of a version from all silos with held-out pairs, unless it is done or pending."""
         if version in self._owing or version in self._evaluated:
             return
         self._owing[version] = set(self._items)

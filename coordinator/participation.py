@@ -30,7 +30,7 @@ def cohort_size(rate: float, eligible: int) -> int:
 def draw_order(seed: int, version: int, silos: Sequence[str], samples: Mapping[str, int]) -> list[str]:
     """Silos in the order in which they are sampled without replacement.
 
-    Each silo has a random key of its own, so that the absence of one silo does not change the order of the others.
+    Each silo has its own random key, so that the absence of one silo does not change the order of the others.
 
     Args:
         seed: the scenario's seed.

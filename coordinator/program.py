@@ -70,7 +70,7 @@ class CoordinatorArguments:
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
         silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
-        logs: of the log for operators; None for none.
+        logs: options of the log for operators; None for none.
         metrics_port: port on 127.0.0.1 for Prometheus; None for none.
     """
 
@@ -182,7 +182,7 @@ def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> Coordin
 
 
 def _population(arguments: CoordinatorArguments) -> Population | None:
-    """The simulated partition; None where silos have data of their own."""
+    """The simulated partition; None where silos have their own data."""
     scenario = arguments.scenario
     if scenario.data is None:
         return None
@@ -208,12 +208,13 @@ def _roster(
     roster = Roster(
         listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
     )
-    roster.inquiries = Inquiries(run, arguments.scenario.silo_names, arguments.scenario.rounds, clock, log)
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
     return roster
 
 
 def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
-    """Refuse a run of which the keys of all silos that the method can select were revoked."""
+    """Refuse a run if the keys of all silos that the method can select have been revoked."""
     eligible = run_context.plan.eligible
     if revoked.issuperset(eligible):
         found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
@@ -239,7 +240,7 @@ def _resumable(
     """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
     Raises:
-        InputError: as said there; no eligible silo is left; the data or the trace is not what the run began with.
+        InputError: as raised there; no eligible silo is left; the data or the trace is not what the run began with.
     """
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
@@ -255,7 +256,7 @@ def _resumable(
 
 
 def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints.Checkpoint | None) -> MessageLog:
-    """The run's log with a note of its start; the scenario is written beside it if it is not there."""
+    """The run's log with a note of its start; the scenario is written next to it if it is missing."""
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
@@ -291,7 +292,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
 
 @dataclass
 class _Process:
-    """What a coordinator's process keeps during its run, also when late silos are included.
+    """State that a coordinator process keeps for the whole run, also when late silos are included.
 
     Args:
         arguments: how the coordinator is started.
@@ -349,7 +350,8 @@ class _Process:
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
                 return _ended(self.log, phase, None)
-            # As a resumed coordinator, it goes on from its checkpoint; peers stay connected and counters go on.
+            # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
+            # continue.
             counters.subtract(roster.sent, roster.received, roster.refused)
             folder = run_context.folder
             data = included(roster, admission, self.arguments.scenario, folder, self.log)
@@ -445,6 +447,9 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     if stated is not None:
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated)
+    if shared:
+        change = float((state.theta - initial).norm() / initial.norm().clamp(min=torch.finfo(initial.dtype).tiny))
+        summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     html_report.write(folder)

@@ -75,7 +75,7 @@ def write_model(
 
 
 def best_model(run_context: RunContext, data: RunData) -> BestModel | None:
-    """Keeps the best version, if the scenario wants that."""
+    """Keeps the best version, if the scenario asks for it."""
     if run_context.scenario.evaluation.keep == "last":
         return None
 

@@ -35,7 +35,7 @@ LARGEST = 1e15
 LONGEST = 1e4
 #: Largest loss per sample of a silo: losses are means, but some terms are not divided by the batch size.
 LARGEST_LOSS = 1e6
-#: The usual cause of an implausibly large value, for the texts of refusals.
+#: The usual cause of an implausibly large value, for the messages of refusals.
 _CAUSE = "; if training diverged, lower training.learning_rate"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
@@ -15,13 +15,14 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
+from fedmq.wire.allowances import Allowance, Allowances
 from fedmq.wire.channel import EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Message, Reason, ShortHeader
+from fedmq.wire.messages import ANY_RUN, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
 from fedmq.wire.refusals import UNKNOWN, RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
@@ -33,6 +34,13 @@ _KEYS_SECONDS = 1.0
 _DEFAULTS = Wire()
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
+#: Handshakes that a peer gets at once; one more is allowed per second. Copies of a hello, and refused hellos of all
+#: senders, have allowances of their own, so that who sends them cannot use up that of a peer.
+_HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
+#: Messages that a peer may send at once beside one for each request; one more is allowed per second.
+_MESSAGES = 60
+#: The coordinator's messages that a peer answers, and cannot make it send.
+_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
 
 
 @dataclass
@@ -44,19 +52,12 @@ class Peer:
         address: the transport's identifier of its connection.
         session: keys and counters of the session.
         heard: stopwatch time of its last message [s].
-
-    Attributes:
-        rekeys: requests for new keys that the session may still make.
     """
 
     name: str
     address: bytes
     session: Session
     heard: float
-    rekeys: rekeying.Allowance = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rekeys = rekeying.Allowance(rekeying.MOST_ANSWERED, self.heard)
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,12 @@ class Roster:
         clock: clock for liveness and time stamps.
         max_body: largest accepted message body [bytes].
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
-        admission: decides by the data that peers state which of them join; None lets all join that prove their key.
+        admission: decides from the data that peers state which of them join; None admits all peers that prove their
+            key.
         options: what the coordinator hides of its messages.
 
     Attributes:
-        inquiries: answers those who ask for the run's status; None refuses them.
+        inquiries: answers inquiries about the run's status; None refuses them.
     """
 
     def __init__(
@@ -149,6 +151,10 @@ class Roster:
         self._log, self._clock = log, clock
         self._pending: dict[bytes, _Pending] = {}
         self._answered: dict[bytes, None] = {}
+        # By peer, and not by connection or session, which a peer could make anew.
+        self._hellos, self._copies = Allowances(_HELLOS), Allowances(_COPIES, 10.0)
+        self._rejections = Allowance(_REJECTIONS, clock.stopwatch(), 10.0)
+        self._rekeys, self._messages = Allowances(rekeying.MOST_ANSWERED), Allowances(_MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -265,12 +271,15 @@ class Roster:
         if pending is not None and pending.hello == digest:
             self._listener.send(address, pending.welcome)
             return
+        self._check_hellos(decode_header(frames[0]), copy=digest in self._answered)
         try:
             welcome, responded = respond(
                 self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
             )
         except RemoteWireError as error:
-            rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
+            rejection = None
+            if self._rejections.take(self._clock.stopwatch()):
+                rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
             if rejection is not None:
                 self._listener.send(address, rejection)
             if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
@@ -280,6 +289,7 @@ class Roster:
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock its sender out; it is logged once, since only its sender can complete the handshake.
         repeated = digest in self._answered
+        (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
         self._answered[digest] = None
         self._pending[address] = _Pending(digest, welcome, responded)
         for memory in (self._answered, self._pending):
@@ -290,6 +300,15 @@ class Roster:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
+
+    def _check_hellos(self, claim: Header, *, copy: bool) -> None:
+        """Refuse a hello of a peer that has sent too many, before it costs a signature or a key agreement.
+
+        Only hellos that were signed with the peer's key count, so nobody else can use up its allowance.
+        """
+        allowances, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
+        if claim.sender in self._accepted and not allowances.left(who, self._clock.stopwatch()):
+            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {_HELLOS} handshakes at once, then one per second")
 
     def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
         pending = self._pending.get(address)
@@ -323,14 +342,14 @@ class Roster:
         self._listener.send(address, seal_message(session, message).frames)
 
     def _admit(self, peer: Peer) -> Ready:
-        """Replace an older session of the peer's name by this one."""
+        """Replace an older session of the peer's name with this one."""
         self._joining.pop(peer.name, None)
         returned = self._by_name.get(peer.name) is not peer and self.drop(peer.name)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned)
 
     def _turn_away(self, peer: Peer, error: RemoteWireError) -> None:
-        """End the session of a peer that cannot join, after telling it why."""
+        """End the session of a peer that cannot join, after sending it the reason."""
         self._send(
             peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(str(Reason(error.reason)), error.detail),))
         )
@@ -383,6 +402,9 @@ class Roster:
         if opened.header.kind is Kind.REKEY:
             self._agree_on_keys(peer, opened, size)
             return None
+        if not self._messages.take(peer.name, self._clock.stopwatch()):
+            allowed = f"one message for each request, {_MESSAGES} more at once, then one per second"
+            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
         message = decode_opened(opened, max_body=self._max_body)
         peer.heard = self._clock.stopwatch()
         self.received += 1
@@ -396,7 +418,7 @@ class Roster:
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
-        if not peer.rekeys.take(self._clock.stopwatch()):
+        if not self._rekeys.take(peer.name, self._clock.stopwatch()):
             allowed = f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second"
             raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
         key = self._accepted.get(peer.name)
@@ -442,6 +464,8 @@ class Roster:
         sealed = seal_message(peer.session, message)
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
+        if message.header.kind in _REQUESTS:
+            self._messages.grant(peer.name, self._clock.stopwatch())
         if not self._listener.send(peer.address, sealed.frames):
             self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
             if self._by_name.get(peer.name) is peer:

@@ -31,6 +31,7 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
     WaitEnded,
@@ -52,6 +53,7 @@ class Phase(StrEnum):
 TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.GATHERING: {
         Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: resumed after the last merge
+        StillConnected: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
         Expelled: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the others have all joined
@@ -236,9 +238,9 @@ class Rounds:
         allowed = TABLE[self.phase].get(type(event))
         if allowed is None:
             raise IllegalEventError(f"{type(event).__name__} is not allowed while {self.phase}")
-        silo = getattr(event, "silo", None)
-        if silo is not None and silo not in self.plan.silos:
-            raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
+        for silo in _silos_of(event):
+            if silo not in self.plan.silos:
+                raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
         result, actions = self._dispatch(event)
         if result.phase not in allowed:
             raise IllegalEventError(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
@@ -248,6 +250,8 @@ class Rounds:
         match event:
             case Joined(silo):
                 return self._joined(silo)
+            case StillConnected(silos):
+                return self._still_connected(silos)
             case Lost(silo):
                 return replace(self, online=self.online - {silo}), ()
             case Switched(silo, on):
@@ -260,14 +264,13 @@ class Rounds:
                 return self._deadline(round_)
             case Merged(version, last):
                 return self._merged(version, last=last)
-            case Stop():
-                return self if self.phase is Phase.DONE else replace(self, phase=Phase.STOPPED), ()
+            case Stop() | EvaluationAborted():
+                finished = self.phase is Phase.DONE and isinstance(event, Stop)
+                return self if finished else replace(self, phase=Phase.STOPPED), ()
             case Expelled(silo):
                 return replace(self, online=self.online - {silo}, gone=self.gone | {silo})._start_if_enough()
             case WaitEnded():
                 return replace(self, awaited=frozenset())._start_if_enough()
-            case EvaluationAborted():
-                return replace(self, phase=Phase.STOPPED), ()
             case _:
                 assert_never(event)
 
@@ -275,15 +278,22 @@ class Rounds:
         joined = replace(self, online=self.online | {silo}, gone=self.gone - {silo})
         if joined.phase in (Phase.DONE, Phase.STOPPED):
             return joined, ()
-        # The same task with the same number: a silo that has done it already repeats its reply or the same training.
-        pending_task = joined.pending.get(silo)
-        resend = (
-            ()
-            if pending_task is None
-            else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
-        )
+        resend = joined._resend((silo,))
         after, actions = joined._select() if joined.phase is not Phase.GATHERING else joined._start_if_enough()
         return after, resend + actions
+
+    def _still_connected(self, silos: tuple[str, ...]) -> tuple[Rounds, tuple[Action, ...]]:
+        connected = replace(self, online=self.online.union(silos))
+        after, actions = connected._start_if_enough()
+        return after, connected._resend(silos) + actions
+
+    def _resend(self, silos: tuple[str, ...]) -> tuple[Action, ...]:
+        """The pending tasks of these silos again.
+
+        The same task has the same number: a silo that has done it already repeats its reply or the same training.
+        """
+        found = ((silo, self.pending[silo]) for silo in silos if silo in self.pending)
+        return tuple(Send(silo, task.sequence, task.base_version, task.round) for silo, task in found)
 
     def _start_if_enough(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Start the first round, or resume, if the run waits for silos and enough of them have joined."""
@@ -451,6 +461,19 @@ class Rounds:
             sequences=dict(record.sequences),
             losses=dict(record.losses),
         )
+
+
+def _silos_of(event: Event) -> tuple[str, ...]:
+    """The silos that an event names."""
+    match event:
+        case StillConnected(silos):
+            return silos
+        case Joined() | Lost() | Switched() | Arrived() | Failed() | Expelled():
+            return (event.silo,)
+        case Deadline() | Merged() | Stop() | WaitEnded() | EvaluationAborted():
+            return ()
+        case _:
+            assert_never(event)
 
 
 def diagram() -> str:

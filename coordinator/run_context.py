@@ -14,6 +14,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.federation.fault_effects import TaskOutcome
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Traits
+from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import TaskInfo
 
@@ -34,6 +35,7 @@ class RunContext:
         data: digest of the prepared data.
         trace_file: digest of the file of ``trace``; empty if there is none.
         pairs: items of the evaluated split with both modalities, of each silo.
+        evaluated: items of the evaluated split; None if only the evaluator knows them.
     """
 
     scenario: Scenario
@@ -46,6 +48,7 @@ class RunContext:
     data: str = ""
     trace_file: str = ""
     pairs: tuple[int, ...] = ()
+    evaluated: EvaluatedItems | None = None
 
     @cached_property
     def script(self) -> FaultSchedule:

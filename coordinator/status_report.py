@@ -17,6 +17,7 @@ from fedmq.clock import Clock
 from fedmq.errors import FedmqError
 from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
+from fedmq.runs.gallery_size import gallery_with, meaningful
 from fedmq.runs.run_records import MergeLine
 from fedmq.runs.status import ERROR_CHARACTERS, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.storage.logs import Logger
@@ -69,6 +70,8 @@ class StatusReport:
         self._loss: float | None = None
         self.latest: StatusFile | None = None
         self._metrics = evaluation.metrics
+        known = run_context.evaluated
+        self._gallery = None if known is None else gallery_with(known)
 
     def merged(self, line: MergeLine) -> None:
         """A merge is done."""
@@ -99,7 +102,8 @@ class StatusReport:
         now = self._clock.stopwatch()
         if self._evaluation.metrics is not self._metrics:
             self._metrics = self._evaluation.metrics
-            brief = {name: round(self._metrics[name], 4) for name in BRIEF if name in self._metrics}
+            found = self._meaningful()
+            brief = {name: round(found[name], 4) for name in BRIEF if name in found}
             self._logger.info("evaluated", round=self._evaluation.metrics_version, **brief)
         if force or now - self._shown >= _SHOW_SECONDS:
             self._shown = now
@@ -109,6 +113,10 @@ class StatusReport:
             # A run does not depend on this file: if the disk is full, the next checkpoint reports it.
             with contextlib.suppress(FedmqError):
                 write_json(self._run_context.folder.status, self.latest.model_dump(mode="json"))
+
+    def _meaningful(self) -> dict[str, float]:
+        """The latest metrics without recalls that every model reaches."""
+        return meaningful(self._evaluation.metrics, self._gallery)
 
     def _status(self, rounds: Rounds, seen: set[str], now: float) -> Status:
         roster, counters = self._roster, self._counters
@@ -122,7 +130,7 @@ class StatusReport:
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),
             loss=self._loss,
-            metrics=self._evaluation.metrics,
+            metrics=self._meaningful(),
             metrics_round=self._evaluation.metrics_version,
             bytes=counters.up.total() + counters.down.total(),
             now=self._clock.now(),
@@ -151,8 +159,9 @@ class StatusReport:
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
-            metrics=dict(self._evaluation.metrics),
+            metrics=self._meaningful(),
             metrics_round=self._evaluation.metrics_version,
+            evaluated=self._run_context.evaluated,
             up=counters.up.total(),
             down=counters.down.total(),
             now=self._clock.now(),

@@ -81,9 +81,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(
-        update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, data, last, stated)
-    )
+    return summary.model_copy(update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, last, stated))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -93,16 +91,13 @@ def _last_evaluation(loop: Loop) -> EvaluationLine:
     return max(reversed(lines), key=lambda line: line.version, default=nothing)
 
 
-def _evaluated(
-    loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
-) -> dict[str, EvaluatedItems]:
+def _evaluated(loop: Loop, last: EvaluationLine, stated: AgreementRecord | None) -> dict[str, EvaluatedItems]:
     """The items of the evaluator's figures: of a simulated partition, or as an evaluator with own data stated them."""
-    split = loop.run_context.scenario.evaluation.split
     if not last.metrics:
         return {}
-    if data.evaluated is not None:
-        images, captions = data.evaluated
-        return {"evaluated": EvaluatedItems(split=split, images=images, captions=captions)}
+    if loop.run_context.evaluated is not None:
+        return {"evaluated": loop.run_context.evaluated}
+    split = loop.run_context.scenario.evaluation.split
     said = None if stated is None else stated.stated.get(EVALUATOR)
     counts = None if said is None else said.items.get(split)
     return {} if counts is None else {"evaluated": EvaluatedItems(split=split, images=counts.paired)}
@@ -128,6 +123,7 @@ def _per_silo(
             "samples": data.training_items(silo).all,
             "heldout": pairs,
             "participations": loop.counters.participations[silo.name],
+            "tasks": loop.rounds.sequences.get(silo.name, 0),
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
             **_without_pair(loop, data, silo),
             **last.per_silo.get(silo.name, {}),

@@ -81,8 +81,8 @@ def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> str:
     """Why a run without a merged reply is an error.
 
     Args:
-        errors: of the run.
-        counters: of the run.
+        errors: errors of the run.
+        counters: counters of the run.
         rounds: number of its rounds.
     """
     if (error := errors.first) is not None:

@@ -47,7 +47,7 @@ class TaskLimits:
     later: silos that share a machine train one after the other, and a task that waits for its turn is not overdue.
 
     Args:
-        limit: of every task [s]; None derives limits from the times of earlier tasks.
+        limit: limit of every task [s]; None derives limits from the times of earlier tasks.
         samples: training samples by silo, for the pace of silos without an earlier task.
     """
 
@@ -87,7 +87,7 @@ class TaskLimits:
         return now - self._sent[silo].at if silo in self._sent else None
 
     def limit(self, silo: str) -> float | None:
-        """The limit of a silo's task [s]; None as long as no silo has replied."""
+        """The limit of a silo's task [s]; None until a silo has replied."""
         if self._limit is not None:
             return self._limit
         if silo in self._longest:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from types import TracebackType
 
 #: Smallest similarity (difflib ratio) at which a name is suggested.
-_NEAR = 0.8
+_NEAR = 0.75
 
 
 #: What only arranges text: line ends, tabs.
@@ -31,7 +31,7 @@ def printable(text: str, keep: str = "") -> str:
     that are not UTF-8. Spaces of any width become a space.
 
     Args:
-        text: of any origin.
+        text: text of any origin.
         keep: control characters to leave as they are.
     """
     return text if text.isprintable() else "".join(_shown(each, keep) for each in text)
@@ -52,7 +52,7 @@ def print_line(text: str, *, error: bool = False) -> None:
     """Print text of one or several lines, without characters that control a terminal.
 
     Args:
-        text: of any origin.
+        text: text of any origin.
         error: print it to standard error.
     """
     print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)
@@ -101,7 +101,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """``did you mean rcsr?`` if there are similar known names, otherwise an empty text."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=_NEAR)
+    near = difflib.get_close_matches(name, known, 3, _NEAR) or difflib.get_close_matches(name.lower(), known, 3, _NEAR)
     *others, last = near or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if near else ""
 

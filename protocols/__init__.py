@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from fedmq.config.options import as_plain, parsed, without_effect
+from fedmq.config.options import as_plain, beginnings, parsed, without_effect
 from fedmq.config.registry import Registry
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
@@ -136,12 +136,13 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
     """
     kind = load(choice.name)
     options = options_of(kind, choice.options)
-    traits = kind.traits_of(options)
+    traits, around = kind.traits_of(options), {"objective.base": objective.base}
     return MethodFacts(
         as_plain(options),
         pooled=traits.pooled,
         personal_only=traits.personal_only,
-        without_effect=tuple(without_effect(options, {"objective.base": objective.base})),
+        without_effect=tuple(without_effect(options, around)),
+        begins=tuple(beginnings(options, around)),
     )
 
 

@@ -111,7 +111,7 @@ def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Upd
 
     Args:
         reply: with a PartialDelta.
-        layout: of the whole model.
+        layout: layout of the whole model.
         names: the shared layers, in the layout's order.
 
     Raises:
@@ -213,7 +213,7 @@ def heard(
     Args:
         versions: before the merge; None in old checkpoints, whose rows count as reported at the current version.
         table: [N] before the merge, below 0 for silos that have not reported.
-        replies: of the merge.
+        replies: replies of the merge.
         version: current model version.
         max_age: see :func:`still_known`.
     """

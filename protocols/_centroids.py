@@ -41,7 +41,7 @@ def members_of(z: Tensor, count: int, support: int, generator: np.random.Generat
         z: [n, d] of unit length.
         count: maximum number of clusters.
         support: minimum samples per cluster.
-        generator: of K-means.
+        generator: generator of K-means.
 
     Returns:
         int64 [n], from 0 to ``count - 1``; -1 for samples of dropped clusters.
@@ -92,8 +92,8 @@ def _members(
 
     Args:
         local: the silo.
-        context: of the run.
-        modality: of the embeddings.
+        context: context of the run.
+        modality: modality of the embeddings.
         z: [n, d] of unit length, the silo's items.
         count: maximum number of clusters.
         support: minimum samples per cluster.
@@ -130,7 +130,7 @@ def report(
 
     Args:
         local: the silo; its model holds the trained parameters.
-        context: of the run.
+        context: context of the run.
         task: the task.
         count: maximum centroids per modality.
         support: minimum samples per centroid.
@@ -158,7 +158,7 @@ def received(payloads: Sequence[Payload], silo: SiloFacts) -> Tensor | None:
     """Centroids of a silo's missing modality in a task's payloads, float32 [J, d] of unit length; None if absent.
 
     Args:
-        payloads: of the task.
+        payloads: payloads of the task.
         silo: the silo, or a view of its items that lack a modality.
     """
     if silo.paired:
@@ -227,7 +227,7 @@ def updated(
 
     Args:
         tensors: from :func:`initial` or an earlier merge.
-        replies: of the merge.
+        replies: replies of the merge.
         round_: the merge's number.
         max_age: maximum age of entries, in versions; None sets no limit.
     """

@@ -97,7 +97,7 @@ def of_features(features: Sequence[Tensor | None], members: Tensor, dim: int) ->
     """Wire payload of a silo's prototypes of both modalities; rows of a missing modality are absent.
 
     Args:
-        features: of images and of texts, [n, d] each; None for a modality that the silo lacks.
+        features: features of images and of texts, [n, d] each; None for a modality that the silo lacks.
         members: 0/1 [n, C].
         dim: d.
     """
@@ -199,7 +199,7 @@ def updated(
     Args:
         tensors: from :func:`initial` or an earlier merge.
         replies: in the fixed silo order, each with its prototypes.
-        version: of the model before this merge.
+        version: version of the model before this merge.
         max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.
 

@@ -43,7 +43,7 @@ def logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tens
 
     Args:
         theta: [Q] parameters.
-        layout: of the discriminator.
+        layout: layout of the discriminator.
         codes: [B, r].
         labels: [B, C].
     """
@@ -74,8 +74,8 @@ def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq
     """Adversarial loss of the hashing network, from the discriminator's log-odds [B] and [C].
 
     Args:
-        local: of the batch's codes.
-        prototypes: of the prototypes.
+        local: log-odds of the batch's codes.
+        prototypes: log-odds of the prototypes.
         kind: ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, as algorithm 1 does,
             which trains the network to help the discriminator.
         eq8: the form of L_d.
@@ -94,11 +94,11 @@ class Discriminator:
 
     Args:
         theta: float32 [Q] initial parameters; not modified.
-        layout: of the discriminator.
+        layout: layout of the discriminator.
         prototypes: [V, r] valid global prototypes.
         prototype_labels: [V, C] their one-hot labels.
         training: kind of optimiser and weight decay.
-        learning_rate: of this round.
+        learning_rate: learning rate of this round.
     """
 
     def __init__(

@@ -39,9 +39,9 @@ def snapshot(
         identity: from :func:`identity_of`.
         epochs: number of epochs done.
         model: the silo's model.
-        optimisers: of the branches that it trains, by name.
-        generator: of the order of samples and the choice of captions.
-        dropout: of dropout masks.
+        optimisers: optimisers of the branches that it trains, by name.
+        generator: generator of the order of samples and the choice of captions.
+        dropout: generator of dropout masks.
         sums: float64 [2], sum of losses and number of samples so far.
     """
     found = {
@@ -92,9 +92,9 @@ class Snapshots:
         local: the silo; without ``local.epochs`` nothing is kept.
         task: its task.
         base: float32 [P] parameters before training.
-        optimisers: of the branches that it trains, by name.
-        generator: of the order of samples and the choice of captions.
-        dropout: of dropout masks.
+        optimisers: optimisers of the branches that it trains, by name.
+        generator: generator of the order of samples and the choice of captions.
+        dropout: generator of dropout masks.
     """
 
     def __init__(

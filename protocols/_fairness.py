@@ -19,7 +19,7 @@ LARGEST = 10.0
 #: The running mean is capped at this multiple of the group's median, so that one reply cannot distort it for the rest
 #: of the run. The factor is large because honest losses of anchored silos differ by orders of magnitude.
 FARTHEST = 1000.0
-#: Minimum number of losses for a median: of two losses, an outlier cannot be told from an honest one.
+#: Minimum number of losses for a median: with two losses, it is unclear which one is the outlier.
 FEWEST = 3
 #: Losses up to this are not observations: rounding of 1 - cos, or a silo with nothing but the proximal term.
 NOTHING = 1e-6

@@ -25,7 +25,7 @@ def blocks(layout: Layout, part: slice) -> dict[str, slice]:
     """Blocks of a branch as ranges of the model's flat buffer; a block is one layer's weight and bias.
 
     Args:
-        layout: of the model.
+        layout: layout of the model.
         part: the branch's range.
     """
     slices: dict[str, slice] = {}
@@ -44,7 +44,7 @@ def layout(names: Sequence[str], silos: int) -> Layout:
     """Names and shapes of one network's parameters.
 
     Args:
-        names: of the blocks.
+        names: names of the blocks.
         silos: K, number of silos.
     """
     shapes: dict[str, tuple[int, ...]] = {"embedding": (WIDTH,)}

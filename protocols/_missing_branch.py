@@ -21,7 +21,7 @@ def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
     """The layers that a method's updates cover.
 
     Args:
-        layout: of the whole model.
+        layout: layout of the whole model.
         layers: the method's shared layers; None if it shares all.
     """
     return tuple(layout.by_name) if layers is None else tuple(layers)
@@ -38,7 +38,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
 
     Args:
         payload: from the method; an update's buffer is float32.
-        layout: of the whole model.
+        layout: layout of the whole model.
         silo: the sender.
     """
     if not isinstance(payload, Delta | PartialDelta):
@@ -56,7 +56,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
 
     Args:
         payload: as received, checked by ``coordinator.reply_validation``.
-        layout: of the whole model.
+        layout: layout of the whole model.
         layers: that the method's updates cover; None for the whole model.
         silo: the sender.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fedmq.config.options import OptionError
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context
 
@@ -12,13 +13,13 @@ def check(option: str, value: float, low: float, high: float = math.inf, *, open
     """Check that a number lies in [low, high], or above ``low`` where ``open_low``.
 
     Raises:
-        ValueError: it does not; the message is ``option: found, allowed``.
+        OptionError: it does not.
     """
     inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
     if not inside:
         least = f"above {low:g}" if open_low else f"at least {low:g}"
         most = "" if math.isinf(high) else f" and at most {high:g}"
-        raise ValueError(f"{option}: {value!r}, {least}{most}")
+        raise OptionError(option, value, f"{least}{most}")
 
 
 def refuse_other_bases(protocol: str, context: Context) -> None:

@@ -38,7 +38,7 @@ class PartialFedAvg:
 
     Args:
         options: FedAvg's, or a superset.
-        context: of the run.
+        context: context of the run.
         names: the shared layers, at least one, in the layout's order.
         modules: average each module like a branch, over the silos that train it.
     """

@@ -62,8 +62,8 @@ def unsharpened(local: Local, image: Out | None, text: Out | None) -> _training.
 
     Args:
         local: the silo.
-        image: of its image tower; None if the tower was not run.
-        text: of its text tower; None if the tower was not run.
+        image: output of its image tower; None if the tower was not run.
+        text: output of its text tower; None if the tower was not run.
     """
     return _plain(image, local.model.visual), _plain(text, local.model.text)
 

@@ -91,6 +91,10 @@ class RcsrOptions:
         "personal": ("lambda_p", "personal_*"),
         "personal=router": ("s_norm",),
     }
+    BEGINS: ClassVar[Mapping[str, str]] = {
+        "warmup": "what begins after the warm-up, the router or the clusters,",
+        "personal_onset": "the fine-tuning of personal adapters",
+    }
 
     router: bool | Literal["uniform"] = True
     minimax: bool = True

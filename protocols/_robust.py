@@ -8,9 +8,9 @@ A silo counts for a module of the network only if it trained it, so that silos t
 others nor appear as outliers. An idle silo's reply, whose update is zero throughout, passes unchanged and is not
 counted, neither in the median norm nor in Krum's M. Arithmetic is in float64, in the fixed silo order.
 
-Of fewer than :data:`LEAST` updates none can be told from a false one, so no rule that compares them is applied to so
-few: ``median`` and ``trimmed_mean`` leave a module as it is that fewer silos trained, ``krum`` and ``norm_bound``
-without a bound leave the whole model.
+With fewer than :data:`LEAST` updates a false one cannot be identified, so rules that compare updates are not applied:
+``median`` and ``trimmed_mean`` leave a module unchanged that fewer silos trained, ``krum`` and ``norm_bound`` without a
+bound leave the whole model unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocols._aggregation import module_slices, ordered, owns
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: Updates that a comparison needs: the majority of two is both.
+#: Minimum number of updates to compare: two have no majority that excludes one.
 LEAST = 3
 #: Elements per block of each update.
 _BLOCK = 1 << 16
@@ -57,7 +57,7 @@ def coordinate_median(updates: F64) -> F64:
 def trimmed_mean(updates: F64, trim: float) -> F64:
     """Coordinate-wise mean of updates [M, n] without the ⌊trim M⌋ smallest and largest (Yin et al. 2018, def. 2).
 
-    At least one is cut at either end, since of few updates the paper's number cuts none.
+    At least one is cut at either end, because with few updates the paper's formula cuts none.
 
     Args:
         updates: at least 3.
@@ -128,7 +128,7 @@ def robust_replies(
         replies: as received. Only their updates (Delta, PartialDelta) are read and changed, and only if all cover the
             same parameters; updates that are zero throughout stay unchanged.
         rule: from the scenario.
-        layout: of the shared parameters.
+        layout: layout of the shared parameters.
         left: called with each module that is left as it is because too few silos trained it.
 
     Returns:

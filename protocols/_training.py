@@ -74,7 +74,7 @@ def batches(size: int, batch_size: int, generator: np.random.Generator, least: i
     Args:
         size: number of items.
         batch_size: items per batch.
-        generator: of the permutation.
+        generator: generator of the permutation.
         least: a smaller last batch is joined to the batch before it. If there is none, the items are left out.
     """
     order = generator.permutation(size)
@@ -152,7 +152,7 @@ class Step:
     Args:
         rows: int64 [B], the silo's items in the batch.
         caption: int64 [n], the caption index of every item; None if the silo has no text.
-        loss: of the batch.
+        loss: returns the loss of the batch.
         runs: towers to run on the batch; towers of modalities that the silo lacks are skipped.
         trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
         main: whether the method's extra terms are added; true for one step per batch.
@@ -196,8 +196,8 @@ class EveryBatch(Work):
 
     Args:
         local: the silo.
-        batch_size: of the scenario.
-        loss: of a batch's embeddings.
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's embeddings.
         least: number of items from which on a batch has a loss, see :func:`batches`; 2 for a contrast.
     """
 
@@ -315,7 +315,7 @@ def train_epochs(
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
         resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
-            and effective only for work without a state of its own.
+            and effective only for work without its own state.
 
     Raises:
         RunError: the loss or the update is not finite.
@@ -367,7 +367,7 @@ def _train_epoch(
 
     Args:
         local: the silo.
-        steps: of the epoch.
+        steps: steps of the epoch.
         optimisers: by branch.
         base: float32 [P] parameters before training.
         change: float32 [P], overwritten.

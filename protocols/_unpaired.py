@@ -42,7 +42,7 @@ def beside(
     Args:
         pairs: the work on the dataset; None if there is nothing to minimise.
         local: the silo.
-        context: of the run.
+        context: context of the run.
         task: seeds the order of the unpaired items.
         work_of: the work on one of :func:`views`; None if it has nothing to minimise yet.
 
@@ -67,7 +67,7 @@ class _Beside(Work):
         pairs: the work on the n pairs, or None.
         size: n.
         parts: the work on each kind of unpaired items, with the view it was made for.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         own: generators of the order of batches, and of each part's items, by modality.
     """
 

@@ -121,7 +121,7 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
     Args:
         shared: global embeddings [n, d] of the training items, by modality.
         last: embeddings by the silo's last model; a modality without them has no intra-modal contrast.
-        weights: of the terms, and the temperature.
+        weights: weights of the terms, and the temperature.
     """
     if not (weights.inter or weights.intra or weights.kd):
         return None

@@ -77,6 +77,7 @@ class FedBridgeOptions:
         "lambda_pseudo": ("tau_teacher",),
         "personal": ("lambda_p", "personal_*"),
     }
+    BEGINS: ClassVar[Mapping[str, str]] = {"personal_onset": "the fine-tuning of personal adapters"}
 
     tau: float = 0.07
     tau_teacher: float = 0.05

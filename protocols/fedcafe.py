@@ -189,7 +189,7 @@ class References:
 
     Args:
         image: [n, r]; None without images.
-        text: of all captions; None without texts.
+        text: features of all captions; None without texts.
     """
 
     image: Tensor | None

@@ -1,8 +1,8 @@
 """MFCPL (our reading): silos train towards class prototypes reported by the paired silos (Le et al., 2025).
 
-We found no official code, and the abstract leaves weights and details open, so results are of our reading. Paired silos
-report the mean embedding of each class and modality; the coordinator averages them for each class, equally over silos.
-Every silo adds three terms to FedAvg's loss, each with weight 1:
+We found no official code, and the abstract leaves weights and details open, so results are those of our reading. Paired
+silos report the mean embedding of each class and modality; the coordinator averages them for each class, equally over
+silos. Every silo adds three terms to FedAvg's loss, each with weight 1:
 
 - CMPR, the squared distance to the class's complete prototype, the mean over both modalities;
 - CMPC, a cosine contrast at temperature 0.5 with the *other* modality's prototypes, the sample's class as the target;

@@ -334,8 +334,8 @@ class Rcsr(FederatedProtocol):
             tensors: the coordinator's state before the merge.
             table: last statistics of all silos, including those of this merge.
             rows: int64 [M], silo index of each reporter.
-            replies: of this merge.
-            statistics: of the replies.
+            replies: replies of this merge.
+            statistics: statistics of the replies.
         """
         options = self.options
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)

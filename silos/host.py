@@ -1,6 +1,6 @@
-"""A host: one process that answers for many silos in turn, so that a thousand of them fit on one machine.
+"""A host: one process that runs many silos in turn, so that a thousand of them fit on one machine.
 
-Each silo keeps its own key, session, message log and personal state on disk, as if it were a process of its own. The
+Each silo keeps its own key, session, message log and personal state on disk, as if it were a separate process. The
 silos share the connection, the data and one model, into which each loads the parameters that it receives.
 """
 
@@ -36,7 +36,7 @@ from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
 from silos.slots import Slots, slots_folder
 
-#: Silos whose datasets a host keeps in memory: those that it answered for last.
+#: Silos whose datasets a host keeps in memory: those that ran last.
 _KEPT_SILOS = 8
 
 
@@ -142,7 +142,7 @@ class _Host:
 
 
 def run_host(arguments: HostArguments, *, joined: Callable[[], None] = lambda: None) -> None:
-    """Run a host until the coordinator has told its silos to stop.
+    """Run a host until the coordinator has stopped its silos.
 
     Args:
         arguments: how it was started.

@@ -50,7 +50,7 @@ def personal_model_of(release: Release, population: Population, message: Message
 
     Args:
         release: the run, whose folder must also be the silo's.
-        population: of its scenario.
+        population: population of its scenario.
         message: the coordinator's last evaluate message to the silo.
 
     Raises:

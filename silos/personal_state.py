@@ -20,7 +20,7 @@ from fedmq.text import print_line
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 
-#: Least time between two snapshots of a task, and from its start to the first one [s].
+#: Minimum time between two snapshots of a task, and from its start to the first one [s].
 SNAPSHOT_SECONDS = 10.0
 #: File of the snapshot.
 _EPOCHS = "epochs.safetensors"
@@ -30,7 +30,7 @@ class StateStore:
     """A silo's personal tensors by task number.
 
     Args:
-        folder: of this silo alone.
+        folder: folder of this silo alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class TaskEpochs:
     """Snapshots of a task between two epochs; only tasks that take long are interrupted often enough to need them.
 
     Args:
-        path: of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
+        path: path of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
         clock: for the interval between snapshots.
     """
 

@@ -1,11 +1,15 @@
-"""Checks before a silo joins a run: data, keys, coordinator, disk, memory, and one training step that is discarded."""
+"""Checks before a silo joins a run, of what is here and of what the coordinator says when it is asked.
+
+Keys, scenario, versions, data and whether they fit those of the other sites, disk, memory, and one training step,
+which is discarded.
+"""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -13,22 +17,29 @@ import psutil
 import torch
 
 import protocols
+from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import SiloDataset
-from fedmq.errors import FedmqError, RemoteWireError
+from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
+from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
+from fedmq.runs.status import StatusFile, status_of
 from fedmq.version import __version__
+from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
+from fedmq.wire.inquiry import NoAnswerError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity
-from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS
+from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from silos.program import Silo, SiloArguments
 
 #: Time to wait for the coordinator's answer [s].
 _ANSWER_SECONDS = 5.0
+#: What to do about another scenario.
+_SAME = "both sides need the same file and the same --set and --seed"
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
 #: Disk space for logs [bytes].
@@ -41,6 +52,7 @@ class Verdict(StrEnum):
     """Result of a check."""
 
     OK = "ok"
+    DIFFERS = "differs"  # the silo can join, but the reader should know
     SKIPPED = "skipped"  # it could not be made, e.g. because the coordinator does not run yet
     FAILED = "failed"
 
@@ -67,6 +79,7 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
         arguments: with which the silo is to be started.
         progress: called with (what, done, total) while features are extracted.
     """
+    status: StatusFile | None = None
     torch.set_num_threads(1)
     yield Check(
         "versions",
@@ -82,9 +95,15 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
         yield Check("keys", Verdict.FAILED, str(error))
     else:
         yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}")
-        yield _handshake(arguments, identity, accepted)
+        status, unanswered = _asked(arguments, identity, accepted)
+        yield unanswered or _handshake(arguments, identity, accepted, status)
+        if status is not None and status.coordinator is not None:
+            yield _same_versions(status.coordinator.versions)
     try:
-        silo = _silo(arguments, progress)
+        site = _site(arguments, progress)
+        if site is not None:
+            yield _fit(arguments.name, site, status)
+        silo = _silo(arguments, site, progress)
     except FedmqError as error:
         yield Check("data", Verdict.FAILED, str(error))
         return
@@ -95,16 +114,72 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
     yield from _step(silo)
 
 
-def _silo(arguments: SiloArguments, progress: Progress | None) -> Silo:
-    here = arguments.scenario.model_copy(update={"device": arguments.device or arguments.scenario.device})
-    if arguments.scenario.data is None:
-        site = SiteData.load(here, arguments.site, arguments.run.id, progress)
+def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | None:
+    """The data of a site of its own; None in a simulated partition."""
+    if arguments.scenario.data is not None:
+        return None
+    return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress)
+
+
+def _here(arguments: SiloArguments) -> Scenario:
+    return arguments.scenario.model_copy(update={"device": arguments.device or arguments.scenario.device})
+
+
+def _silo(arguments: SiloArguments, site: SiteData | None, progress: Progress | None) -> Silo:
+    if site is not None:
         return Silo(arguments, site.alone(arguments.name), noise=arguments.scenario.seed)
-    population = build_population(here, progress, folder=arguments.data, pooled=arguments.run.pooled)
+    population = build_population(_here(arguments), progress, folder=arguments.data, pooled=arguments.run.pooled)
     return Silo(arguments, population, noise=arguments.scenario.seed)
 
 
-def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> Check:
+def _asked(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> tuple[StatusFile | None, Check | None]:
+    """The coordinator's status, and what is to be reported if there is none.
+
+    Asking neither joins the run nor ends a session of the silo.
+    """
+    name = "coordinator"
+    try:
+        return status_of(ask_status(arguments.connect, identity, accepted, _ANSWER_SECONDS)), None
+    except NoAnswerError as error:
+        return None, Check(name, Verdict.SKIPPED, f"{error}; key, scenario and versions are not compared")
+    except InputError as error:
+        return None, Check(name, Verdict.FAILED, str(error))
+    except RunError:
+        return None, None  # a release that cannot be asked; the handshake says more
+
+
+def _same_versions(there: Mapping[str, str]) -> Check:
+    """Whether the coordinator has the versions of this process, on which the last bits of a model depend."""
+    here = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    pairs = [(name, there.get(name, mine), mine) for name, mine in here.items()]
+    other = [f"{name} {theirs} there, {mine} here" for name, theirs, mine in pairs if theirs != mine]
+    if other:
+        detail = f"{', '.join(other)}: the silo can join; a model may differ in its last bits"
+        return Check("coordinator's versions", Verdict.DIFFERS, detail)
+    return Check("coordinator's versions", Verdict.OK, ", ".join(f"{name} {here[name]}" for name in here))
+
+
+def _fit(silo: str, site: SiteData, status: StatusFile | None) -> Check:
+    """Whether the site's labels, words, widths and encoders fit those of the others; the data are not stated."""
+    name, facts = "fit with other sites", None if status is None else status.coordinator
+    if facts is None or facts.format is None:
+        detail = "nothing to compare with: no other site has stated its data, or the coordinator did not say"
+        return Check(name, Verdict.SKIPPED, detail)
+    try:
+        held, others = site.statement[1], facts.format.payload()
+    except FieldError as error:
+        return Check(name, Verdict.FAILED, f"the coordinator's answer cannot be used: {error}")
+    who = "the agreement" if facts.settled else "the other sites' data"
+    if (wrong := difference(silo, held, who, others)) is not None:
+        return Check(name, Verdict.FAILED, wrong)
+    if (new := unknown_name(silo, held, others)) is None:
+        return Check(name, Verdict.OK, f"labels and inputs fit {who}")
+    if facts.settled:
+        return Check(name, Verdict.FAILED, f"{new}, which {who} lacks; leave such items or columns out")
+    return Check(name, Verdict.OK, f"inputs fit {who}; {new}, which it lacks and the agreement will have")
+
+
+def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted, status: StatusFile | None) -> Check:
     """Whether the coordinator accepts the key, the run and a wire version; no session is opened."""
     name, uri = "coordinator", arguments.connect
     connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
@@ -117,12 +192,17 @@ def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted)
             return Check(name, Verdict.SKIPPED, detail)
         _, session = complete(initiated, accepted, frames, 0.0)
     except HelloRefusedError as error:
+        if error.reason == Reason.WRONG_RUN and status is not None:
+            detail = f"it runs another scenario: {status.run}, here {arguments.run.id}; {_SAME}"
+            return Check(name, Verdict.FAILED, detail)
         return Check(name, Verdict.FAILED, f"it refuses this silo: {error.reason}: {error.detail}")
     except RemoteWireError as error:
         return Check(name, Verdict.FAILED, f"its answer cannot be used: {error.reason}: {error.detail}")
     finally:
         connection.close()
-    return Check(name, Verdict.OK, f"accepts this key, run and wire version {session.wire_version}")
+    so_far = "" if status is None else f"; {status.phase}, round {status.round} of {status.rounds}"
+    detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {session.wire_version}{so_far}"
+    return Check(name, Verdict.OK, detail)
 
 
 def _disk(arguments: SiloArguments, silo: Silo) -> Check:

@@ -1,4 +1,4 @@
-"""The silo program: loads the silo's dataset, connects to the coordinator and answers its tasks until it says stop."""
+"""The silo program: loads the silo's dataset, connects to the coordinator and executes tasks until stopped."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class SiloArguments:
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
-        site: the silo's site, which has its data if the silos have data of their own; None without a site file.
-        logs: of the log for operators; None for none.
+        site: the silo's site, which has its data if the silos have their own data; None without a site file.
+        logs: options of the log for operators; None for none.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 
@@ -113,7 +113,7 @@ class Silo:
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise, self._clock = model, noise, WallClock()
         self._standing: tuple[FaultHit, ...] | None = None
-        # Before the method is made, which needs the model's layout; it may train on items beside the dataset or not.
+        # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
@@ -188,7 +188,7 @@ class Silo:
         again and does not have to store it.
 
         Args:
-            message: of kind task.
+            message: a message of kind task.
         """
         header, info = message.header, message.task
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
@@ -214,8 +214,8 @@ class Silo:
         """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
 
         Args:
-            message: of kind evaluate, with the number of the silo's last merged task and the payloads of a task at the
-                current version.
+            message: a message of kind evaluate, with the number of the silo's last merged task and the payloads of a
+                task at the current version.
 
         Raises:
             RemoteWireError: the method has no personal models.
@@ -224,14 +224,14 @@ class Silo:
         encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
         measured = heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
-        # Of data of its own the silo's part is all there is.
+        # With its own data, the silo's part is the whole split.
         return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
 
     def measure_shared(self, message: Message) -> OwnMetrics:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
 
         Args:
-            message: of kind evaluate_own, with the model and what else its inference needs.
+            message: a message of kind evaluate_own, with the model and what else its inference needs.
 
         Raises:
             RemoteWireError: no model, more than one, or one of another layout.
@@ -252,7 +252,7 @@ class Silo:
         """The encoders of the silo's personal model, and the towers that they use.
 
         Args:
-            message: of kind evaluate, see :meth:`measure`.
+            message: a message of kind evaluate, see :meth:`measure`.
             state: the silo's personal tensors.
 
         Raises:
@@ -284,7 +284,7 @@ def run_silo(
     *,
     joined: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a silo until the coordinator says stop.
+    """Run a silo until the coordinator sends stop.
 
     Args:
         arguments: how it was started.
@@ -384,7 +384,7 @@ class SiloStart:
         samples: number of its training items.
         content: digest of its data, which it declares in its log.
         silo: ready for tasks; None until the silos have agreed on labels and inputs.
-        data: of a silo with data of its own; None in a simulated partition.
+        data: data of a silo with its own data; None in a simulated partition.
     """
 
     arguments: SiloArguments
@@ -400,7 +400,7 @@ class SiloStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or a silo with data of its own has no site file.
+            InputError: the data cannot be read, or a silo with its own data has no site file.
         """
         scenario, name, run = arguments.scenario, arguments.name, arguments.run
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
@@ -419,7 +419,7 @@ class SiloStart:
         Raises:
             RemoteWireError: the agreement does not fit the silo.
         """
-        assert self.data is not None  # noqa: S101 - only silos with data of their own are sent an agreement
+        assert self.data is not None  # noqa: S101 - only silos with their own data are sent an agreement
         population = self.data.population(self.arguments.name, message.payloads)
         return _silo(self.arguments, self.identity, population)
 
@@ -457,7 +457,7 @@ def reply_to(
     logger: Logger = QUIET,
     fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
 ) -> None:
-    """Do a task, or measure the personal model, and send the reply, or the error unless it is a fatal one."""
+    """Execute a task or an evaluation, and send the reply, or the error unless it is a fatal one."""
     header, began = message.header, time.monotonic()
     what = {"task": header.sequence, "round": message.task.round} if message.task else {"version": header.base_version}
     try:

@@ -98,7 +98,7 @@ def test_noise_is_counted_but_only_some_of_each_connection_and_each_minute_is_lo
     assert coordinator.roster.refused.total() == 2001
 
 
-def test_noise_on_the_connection_of_a_session_is_not_booked_on_its_silo(coordinator: Coordinator) -> None:
+def test_noise_on_the_connection_of_a_session_is_not_attributed_to_its_silo(coordinator: Coordinator) -> None:
     hello, initiated = initiate(load_identity(coordinator.keys, SILO), COORDINATOR, RUN, 0.0)
     coordinator.take(b"a", hello)
     ready, _ = complete(initiated, coordinator.accepted, coordinator.wire.sent[-1][1], 0.0)
@@ -160,7 +160,7 @@ def test_a_silo_with_an_accepted_key_learns_that_its_run_is_another(coordinator:
 
 @pytest.mark.parametrize("run", [RUN, "another-run"])
 @pytest.mark.parametrize("name", [SILO, "silo-07"])
-def test_a_stranger_learns_only_that_its_key_is_not_accepted(
+def test_an_unknown_sender_learns_only_that_its_key_is_not_accepted(
     coordinator: Coordinator, tmp_path: Path, run: str, name: str
 ) -> None:
     init_keys(tmp_path / "stranger", (name,))

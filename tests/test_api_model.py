@@ -173,7 +173,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         fedmq.load(tmp_path)
 
 
-def test_the_card_tells_what_the_model_is(alone: Path) -> None:
+def test_the_card_describes_the_model(alone: Path) -> None:
     card = fedmq.load(alone).card
     config = json.loads((alone / "config.json").read_text())
     wanted = "walls", "fedavg", config["model_digest"], config["data_digest"], "recall@1", "## Limits", "## Licence"
@@ -238,7 +238,7 @@ def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
     ("arguments", "words"),
     [
         (("a wall",), "--gallery: found 'nothing', allowed: a folder of images"),
-        (("a wall", "--gallery", "nowhere"), "nowhere, which is no folder"),
+        (("a wall", "--gallery", "nowhere"), "nowhere, which is not a folder"),
         (("a wall", "--gallery", ".", "--silo", "silo-00"), "--silo: found 'silo-00', allowed: no silo"),
         (("--image", "nowhere.png", "--gallery", "."), "nowhere.png: found 'no such file'"),
         (("--image", __file__, "--gallery", "."), "found 'no picture that Pillow can read', allowed: an image, e.g."),

@@ -408,7 +408,7 @@ def test_logs_without_any_signature_are_audited_as_unsigned_and_refused_with_the
     assert code == 3 and any("is not signed, though a public key" in each["what"] for each in found["findings"])
 
 
-def test_a_run_wound_back_to_an_earlier_signature_is_found_by_heads_noted_later(run: Path, tmp_path: Path) -> None:
+def test_a_run_truncated_at_an_earlier_signature_is_found_by_heads_noted_later(run: Path, tmp_path: Path) -> None:
     heads = tmp_path / "heads.json"
     assert audited(run, "--heads", str(heads))[0] == 0
     (run / "summary.json").unlink()

@@ -378,7 +378,10 @@ def test_a_message_between_silos_is_found(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         aside = message(1, receiver="silo-01")
         log.message("sent", replace(aside, header=replace(aside.header, session=b"t" * 16)), "a" * 32, 100)
-    assert ("silo-00.jsonl:4", "a message from silo-00 to silo-01: silos talk to the coordinator alone") in found(run)
+    assert (
+        "silo-00.jsonl:4",
+        "a message from silo-00 to silo-01: silos exchange messages only with the coordinator",
+    ) in found(run)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_report_can_be_written_elsewhere_and_again(run: Path, tmp_path: Path
     assert (tmp_path / "report" / "audit.html").exists() and not (run / "audit.html").exists()
 
 
-def test_what_a_log_holds_is_escaped_in_the_report(run: Path) -> None:
+def test_the_content_of_a_log_is_escaped_in_the_report(run: Path) -> None:
     def hostile(record: dict[str, object]) -> dict[str, object]:
         return record | {"payloads": [["=cmd<script>alert(1)</script>", 5]]} if record.get("payloads") else record
 

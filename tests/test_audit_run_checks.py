@@ -97,7 +97,7 @@ def test_logs_of_another_run_are_found(run: Path, tiny: Path) -> None:
     }
     assert "of the run tiny-" in found(run)[0][1]
     (run / "scenario.yaml").unlink()
-    assert found(run) == [("scenario.yaml", "no such file beside summary.json")]
+    assert found(run) == [("scenario.yaml", "no such file next to summary.json")]
 
 
 def test_logs_of_two_runs_are_found_without_a_scenario(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fuzz_files
-from benchmarks.fuzz_damage import Special, restructured
+from benchmarks.fuzz_damage import Folder, Special, restructured
 from benchmarks.fuzz_files import content_of, fuzz, write
 from benchmarks.fuzz_kinds import KINDS, Kind, valid
 from fedmq.errors import InputError
@@ -32,7 +33,12 @@ def test_the_same_seed_makes_the_same_files() -> None:
 
 
 def test_a_folder_with_links_pipes_and_folders_in_place_of_files_is_written(tmp_path: Path) -> None:
-    content = {"a/b.txt": b"1", "link": Special("link", ".."), "pipe": Special("pipe"), "folder": Special("folder")}
+    content: Folder = {
+        "a/b.txt": b"1",
+        "link": Special("link", ".."),
+        "pipe": Special("pipe"),
+        "folder": Special("folder"),
+    }
     write(tmp_path / "made", content)
     assert (tmp_path / "made" / "a" / "b.txt").read_bytes() == b"1"
     assert (tmp_path / "made" / "link").readlink() == Path("..")
@@ -83,3 +89,18 @@ def test_crashes_hangs_memory_and_dead_processes_are_failures(monkeypatch: pytes
     ):
         assert expected in problem
     assert tally.outcomes["read"] == 1
+
+
+def test_finished_kinds_are_not_fuzzed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["fuzz_files", "--smoke", "--resume", str(tmp_path / "done.json"), "--only"]
+    for kinds, counted in (("heads", 1), ("heads,site", 1), ("heads,site", 0)):
+        made: list[str] = []
+        monkeypatch.setattr(fuzz_files, "fuzz", lambda kind, *more, made=made: made.append(kind) or fuzz(kind, *more))
+        monkeypatch.setattr(sys, "argv", [*command, kinds])
+        with pytest.raises(SystemExit) as ended:
+            fuzz_files.main()
+        assert ended.value.code == 0
+        assert len(made) == counted
+        assert all(kind in capsys.readouterr().out for kind in made)

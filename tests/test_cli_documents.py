@@ -59,7 +59,7 @@ def anchors(page: Path) -> set[str]:
 DOCUMENTS = sorted(page.relative_to(ROOT).as_posix() for page in PAGES if comparisons(page))
 
 
-def test_the_readme_opens_with_the_two_commands() -> None:
+def test_the_readme_begins_with_the_two_commands() -> None:
     commands = re.findall(r"^    make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert commands[:2] == ["run", "test"]
 
@@ -122,7 +122,7 @@ def test_every_document_is_linked_from_the_index() -> None:
     assert not [page.name for page in pages if page.resolve() not in linked]
 
 
-def test_the_reference_pages_are_what_the_code_says() -> None:
+def test_the_reference_pages_match_the_code() -> None:
     for name, made in make_reference.pages().items():
         page = ROOT / "docs" / "reference" / name
         assert page.read_text(encoding="utf-8") == made, "python tools/make_reference.py writes it"
@@ -168,12 +168,12 @@ def test_every_key_and_option_has_a_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", protocols.losses())
-def test_a_networks_sizes_are_the_ones_that_are_told(name: str) -> None:
-    told = {key.name: int(key.default) for key in key_reference.loss(protocols.loss(name))[:2]}
+def test_the_sizes_in_the_reference_are_those_of_the_network(name: str) -> None:
+    stated = {key.name: int(key.default) for key in key_reference.loss(protocols.loss(name))[:2]}
     model = hash_networks.build(Objective(base=name), InputSpec((7,), (5,)), 3, 0, torch.device("cpu"))
-    assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, told["bits"])
+    assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, stated["bits"])
     rows = {entry.shape[0] for entry in model.layout.entries if entry.name.startswith("text.")}
-    assert told["hidden"] in rows
+    assert stated["hidden"] in rows
 
 
 def test_the_methods_have_a_line_for_the_listing() -> None:
@@ -181,9 +181,13 @@ def test_the_methods_have_a_line_for_the_listing() -> None:
 
 
 def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine() -> None:
-    for path in ROOT.rglob("*.toml"):
-        if ".venv" not in path.parts:
-            assert "index-url" not in path.read_text()
+    hosts = r"pypi\.org/simple|pythonhosted|download\.pytorch|registry\.npmjs|deb\.debian|/work/|/opt/pypi"
+    folders = [folder for folder in ROOT.glob("[a-z]*/") if folder.name not in ("runs", "build", "dist", "site")]
+    for folder in (*folders, ROOT / ".ci", ROOT):
+        for path in folder.glob("*") if folder == ROOT else folder.rglob("*"):
+            text = path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".env", ".service", ""} and path.is_file()
+            if text and path != Path(__file__) and "__pycache__" not in path.parts and path.name != ".git":
+                assert not re.search(hosts, path.read_text(encoding="utf-8", errors="replace")), path
 
 
 def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry, ...], compare.Options]:

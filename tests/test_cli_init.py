@@ -65,7 +65,7 @@ def test_four_answers_give_a_commented_scenario(
     assert not (own_cache / "features").exists()
 
 
-def test_a_wrong_answer_is_asked_again_and_the_others_are_kept(
+def test_a_question_with_a_wrong_answer_is_repeated_and_other_answers_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_cache: Path
 ) -> None:
     folder = photos(tmp_path / "photos", 12)
@@ -103,7 +103,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path
     assert starter.count(folder).remarks == (
         'for example 00.png: captions "a red wall, number 0"',
         "items left out (2): 03.png (no caption), 04.png (no caption)",
-        "text files without a picture beside them (1): 99.txt",
+        "text files without a picture next to them (1): 99.txt",
     )
     (folder / "07.png").write_text("no picture")
     with pytest.raises(InputError, match=r"1 of 7 pictures that cannot be read: 07\.png \(no picture that Pillow"):
@@ -161,7 +161,7 @@ def test_lists_and_features_are_recognised(tmp_path: Path, features: Path) -> No
         (("--method", "fedproto"), "a method that needs no labels"),
     ],
 )
-def test_what_cannot_run_is_refused_and_nothing_is_written(
+def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(
     options: tuple[object, ...],
     words: str,
     tmp_path: Path,

@@ -65,6 +65,17 @@ def test_a_perfect_score_on_five_items_is_shown_with_their_number_and_without_ce
     assert not re.search(r"recall@(5|10)", card)
 
 
+def test_the_card_says_what_an_export_to_onnx_holds() -> None:
+    found = of_photos(5000, 25000)
+    assert "trained part only. Their inputs are the vectors of the frozen encoder lite" in card_of(CONFIG, found)
+    inside = CONFIG.model_copy(update={"backbone": {"name": "clip", "adapter_site": "blocks"}})
+    assert "hold the whole model, the frozen encoder included" in card_of(inside, found)
+
+
+def card_of(config: ReleaseConfig, found: RunSummary) -> str:
+    return model_card(config, found, "FedAvg", "test")
+
+
 def test_a_gallery_hides_only_the_recalls_that_every_model_reaches() -> None:
     gallery = gallery_of(of_photos(8, 40))
     assert gallery is not None

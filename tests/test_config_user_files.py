@@ -196,6 +196,8 @@ def test_a_data_set_from_a_user_file_is_read(file: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["protocol=rcrs"], r"--set protocol: protocol\.name: found 'rcrs', allowed: did you mean rcsr\?"),
+        (["protocol=MOON"], r"--set protocol: protocol\.name: found 'MOON', allowed: did you mean moon\?"),
         (["protocol=fedagv"], r"--set protocol: protocol\.name: found 'fedagv', allowed: did you mean fedavg"),
         (["objective=dcmhh"], r"--set objective: objective\.base: found 'dcmhh', allowed: did you mean dcmh"),
         (["data.name=feature"], r"--set data\.name: found 'feature', allowed: did you mean features\?"),

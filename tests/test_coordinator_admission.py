@@ -67,7 +67,7 @@ def test_a_wrong_site_that_states_its_data_first_is_refused_once_two_others_agre
     assert found.agreeable
 
 
-def test_of_two_sites_that_nobody_can_judge_the_later_one_is_refused_and_told_what_to_do() -> None:
+def test_if_no_other_silo_shows_which_of_two_sites_is_wrong_the_later_one_is_refused_with_advice() -> None:
     found = admission(2)
     decide(found, "silo-01", NARROW)
     line = decide(found, "silo-00").refused["silo-00"]

@@ -84,7 +84,7 @@ def test_a_silo_and_an_operator_learn_the_status(
     assert not [each for each in log if isinstance(each, HandshakeRecord)]
 
 
-def test_a_stranger_learns_one_line(
+def test_an_unknown_sender_learns_one_line(
     uri: str, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     new_key(tmp_path / "keys", "silo-00")
@@ -97,7 +97,7 @@ def test_a_stranger_learns_one_line(
     assert "fedmq keys accept" in printed.err
 
 
-def test_a_key_that_was_removed_is_a_strangers(uri: str, keys: Path, tmp_path: Path) -> None:
+def test_a_removed_key_is_treated_as_unknown(uri: str, keys: Path, tmp_path: Path) -> None:
     guest = new_key(tmp_path / "guest", "guest")
     accept_key(keys, "guest", guest.key.public_key())
     accepted = load_accepted(keys.parent / "operator")
@@ -107,7 +107,7 @@ def test_a_key_that_was_removed_is_a_strangers(uri: str, keys: Path, tmp_path: P
 
 
 @pytest.mark.slow  # ZeroMQ keeps an unsent hello for two seconds
-def test_what_has_another_key_than_the_coordinators_is_not_asked(uri: str, keys: Path, tmp_path: Path) -> None:
+def test_a_listener_without_the_coordinators_key_is_not_queried(uri: str, keys: Path, tmp_path: Path) -> None:
     init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
     with pytest.raises(InputError, match="another process, or a coordinator with another key"):
         ask_status(uri, load_identity(tmp_path / "keys", "silo-00"), load_accepted(tmp_path / "keys"))
@@ -125,7 +125,7 @@ def test_an_absent_coordinator_is_reported(keys: Path) -> None:
         ask_status("tcp://127.0.0.1:1", silo, {})
 
 
-def test_which_key_is_asked_for_where_there_are_several(
+def test_if_there_are_several_keys_the_name_of_one_is_required(
     keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     connect = ("status", "--connect", "tcp://127.0.0.1:1", "--keys")
@@ -138,7 +138,7 @@ def test_which_key_is_asked_for_where_there_are_several(
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_whoever_names_no_run_can_only_ask(keys: Path, asks: bool) -> None:
+def test_a_peer_that_names_no_run_can_only_query_the_status(keys: Path, asks: bool) -> None:
     silo, coordinator, accepted = (
         load_identity(keys, "silo-00"),
         load_identity(keys, "coordinator"),

@@ -51,7 +51,7 @@ def test_a_run_ends_with_a_summary_and_a_report_without_a_silo_that_never_joined
     assert "silo-02" in run.folder.report.read_text()
 
 
-def test_a_wrong_site_that_comes_first_is_refused_by_name_and_the_run_goes_on_once_it_is_corrected(
+def test_a_wrong_site_that_joins_first_is_refused_by_name_and_the_run_continues_once_it_is_corrected(
     tmp_path: Path,
 ) -> None:
     run = OwnRun(tmp_path, {"rounds": 1})

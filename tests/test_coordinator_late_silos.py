@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send, WaitEnded
+from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send, StillConnected, WaitEnded
 from coordinator.rounds import Phase, Rounds, RoundsPlan
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
@@ -76,6 +76,23 @@ def test_a_resumed_run_waits_a_while_for_silos_that_took_part_then_starts_with_t
     assert set(resumed.pending) >= {"silo-02", "silo-03"}
     resumed, actions = resumed.handle(Joined("silo-02"))
     assert sends(actions) == ["silo-02"]
+
+
+def test_silos_that_stayed_connected_begin_together_and_get_their_pending_tasks_again() -> None:
+    plan = replace(PLAN, mode="buffered", buffer=2, minimum=None)
+    rounds, _ = joined(plan, *SILOS)
+    rounds, _ = rounds.handle(Arrived("silo-00", 1))
+    rounds, _ = rounds.handle(Arrived("silo-01", 1))
+    restored = Rounds.from_record(plan, rounds.after_merge().to_record())
+    waiting, actions = restored.handle(StillConnected(SILOS[:3]), 7)
+    assert waiting.phase is Phase.GATHERING, "the fourth is not there"
+    assert [(each.silo, each.sequence, each.cause) for each in actions if isinstance(each, Send)] == [("silo-02", 1, 7)]
+    begun, actions = restored.handle(StillConnected(SILOS))
+    assert begun.phase is Phase.COLLECTING
+    assert begun.online == frozenset(SILOS)
+    sent = {each.silo: each.sequence for each in actions if isinstance(each, Send)}
+    assert sent == {"silo-02": 1, "silo-03": 1, "silo-00": 2, "silo-01": 2}
+    assert len(actions) == len(sent), "every task is sent once"
 
 
 def test_a_resumed_run_waits_for_no_silo_that_had_not_joined_before() -> None:

@@ -41,7 +41,7 @@ def test_patience_counts_evaluations_without_a_higher_value() -> None:
 
 
 @pytest.mark.parametrize("setting", ["evaluation.keep=best", "evaluation.patience=2"])
-def test_the_test_split_must_not_decide(tiny: Path, setting: str) -> None:
+def test_the_test_split_must_not_choose_the_model(tiny: Path, setting: str) -> None:
     with pytest.raises(InputError, match=r"needs evaluation\.split val: test items must not choose the model"):
         resolved(tiny, setting)
     with pytest.raises(InputError, match=r"evaluation\.every above 0"):

@@ -47,7 +47,7 @@ def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_goes_on(
+def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_continues(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
     scenario = resolved(tiny, "rounds=40", "participation=1.0", "evaluation.every=0", f"aggregation.mode={mode}")

@@ -28,8 +28,10 @@ from coordinator.events import (
     Merged,
     Send,
     SetDeadline,
+    StillConnected,
     Stop,
     Switched,
+    WaitEnded,
 )
 from coordinator.participation import Sampling, draw_order
 from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds, RoundsPlan
@@ -97,6 +99,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
     before = repr(rounds)
     samples: list[Event] = [
         Joined("silo-00"),
+        StillConnected(("silo-00",)),
         Lost("silo-00"),
         Switched("silo-00", False),
         Arrived("silo-00", 1),
@@ -105,6 +108,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
         Merged(1),
         Stop(),
         Expelled("silo-00"),
+        WaitEnded(),
         EvaluationAborted(),
     ]
     for event in samples:

@@ -83,7 +83,7 @@ def test_a_run_ends_without_an_evaluator_that_never_answers_and_a_resumed_run_is
 
 
 @pytest.mark.slow
-def test_rounds_go_on_without_an_evaluator_that_stops_answering_and_it_is_asked_for_the_last_version(
+def test_rounds_continue_without_an_evaluator_that_stops_answering_and_it_is_sent_the_last_version(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = UNDER_WAY + 4

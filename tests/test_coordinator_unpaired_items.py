@@ -89,7 +89,7 @@ def test_dropping_a_modality_of_no_item_leaves_the_run_as_it_is(
 
 @pytest.mark.parametrize("modality", ["image", "text"])
 @pytest.mark.parametrize("name", ["rcsr", "fedbridge", "fedavg"])
-def test_a_silo_all_of_whose_items_lack_a_modality_is_one_without_it_to_the_bit(
+def test_a_silo_whose_items_all_lack_a_modality_is_bit_identical_to_one_without_it(
     name: str, modality: str, tiny: Path, tmp_path: Path, written: Callable[..., Path]
 ) -> None:
     lacking = (SITE == "site-1") & (SPLIT == "train")
@@ -189,7 +189,7 @@ def test_a_silo_with_a_single_pair_is_refused_because_it_could_never_train(
     lacking = np.zeros(N, bool)
     lacking[np.flatnonzero((SITE == "site-2") & (SPLIT == "train"))[1:]] = True
     if name == "fedavg":
-        with pytest.raises(InputError, match=r"silo-02 with one pair, which has no other to be contrasted with"):
+        with pytest.raises(InputError, match=r"silo-02 with a single pair, which has no negatives"):
             run(tiny, tmp_path, written(None, lacking), *BY_SITE, *of_method(name))
         return
     found = run(tiny, tmp_path, written(None, lacking), *BY_SITE, *of_method(name))  # it trains on the anchored ones
@@ -207,7 +207,7 @@ def test_a_silo_cannot_gain_a_modality_that_none_of_its_items_has(
 ) -> None:
     lacking = (SITE == "site-1") & (SPLIT == "train")
     fault = "faults=[{kind: modality_gained, silos: [silo-01], modality: text, rounds: '1-'}]"
-    with pytest.raises(InputError, match="silo-01: no item of it has both modalities"):
+    with pytest.raises(InputError, match="silo-01 without an item that has both modalities"):
         run(tiny, tmp_path, written(None, lacking), *BY_SITE, fault)
 
 

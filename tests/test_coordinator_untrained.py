@@ -70,7 +70,7 @@ def test_a_run_whose_updates_are_all_refused_ends_with_the_refusal_and_its_cause
     assert "lower training.learning_rate" in error
 
 
-def test_a_run_of_which_every_reply_is_lost_ends_with_the_number_of_each_loss(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_that_loses_every_reply_ends_with_the_counts_by_reason(tiny: Path, tmp_path: Path) -> None:
     error = refused(tiny, tmp_path, "faults=[{kind: drop, probability: 1}]")
     assert error == "no silo trained: no reply was merged in any of the 2 rounds (dropped 8)"
 
@@ -92,6 +92,38 @@ def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
     last = screen_of(written, tmp_path).splitlines()[-1]
     assert last.startswith("silo-01: none of its replies was merged: 2 refused, 0 errors")
     assert "unexpected: a reply with" in last
+
+
+def test_silos_without_a_part_in_any_merge_are_named_with_the_reason(tiny: Path, tmp_path: Path) -> None:
+    given = in_process_run.run(
+        resolved(tiny, *EVERYONE, "faults=[{kind: drop, probability: 1, silos: [silo-00, silo-01]}]"), tmp_path / "lost"
+    ).summary
+    assert (given.without_part, given.per_silo["silo-00"].tasks) == (([], ["silo-00", "silo-01"]), 2)
+    assert "were lost or too late: silo-00 and silo-01" in screen_of(given, tmp_path / "lost")
+    pairs = in_process_run.run(resolved(tiny, *EVERYONE, "protocol=paired_only"), tmp_path / "pairs").summary
+    assert pairs.without_part == (["silo-02", "silo-03"], [])
+    assert "given no task in any round: silo-02 and silo-03; paired_only does not" in screen_of(
+        pairs, tmp_path / "pairs"
+    )
+
+
+@pytest.mark.parametrize("way", ["training.learning_rate=1e-12", "privacy.clip_norm=1e-9"])
+def test_a_run_that_hardly_changed_the_model_says_so(tiny: Path, tmp_path: Path, way: str) -> None:
+    settings = (*EVERYONE, "protocol=fedavg", "training.warmup_rounds=0")
+    hardly = in_process_run.run(resolved(tiny, *settings, way), tmp_path / "hardly").summary
+    assert hardly.change is not None and 0 < hardly.change < 1e-6
+    assert "the run hardly changed the model: by " in screen_of(hardly, tmp_path / "hardly")
+    plain = in_process_run.run(resolved(tiny, *settings), tmp_path / "plain").summary
+    assert plain.change is not None and plain.change > 1e-3
+    shown = screen_of(plain, tmp_path / "plain")
+    for warning in ("hardly changed", "no task", "too late", "retrieves worse"):
+        assert warning not in shown
+
+
+def test_a_model_that_retrieves_worse_than_before_training_is_told(tiny: Path, tmp_path: Path) -> None:
+    noise = ("privacy.clip_norm=1", "privacy.noise_multiplier=20")
+    written = in_process_run.run(resolved(tiny, *EVERYONE, "protocol=fedavg", *noise), tmp_path).summary
+    assert "the model retrieves worse than before training: R@1" in screen_of(written, tmp_path)
 
 
 def test_refusals_of_scripted_attacks_are_counted_apart_and_do_not_end_the_run(tiny: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_value_without_an_evaluated_item_is_refused_by_name(tmp_path: Path) ->
 
 def test_a_missing_column_is_refused_with_the_keys_there_are(tmp_path: Path) -> None:
     other = {"partition": {"kind": "column", "column": "ward"}}
-    with pytest.raises(InputError, match=r"partition.column ward: found 'keys hospital besides the known ones'"):
+    with pytest.raises(InputError, match=r"partition.column ward: found 'keys hospital in addition to the known ones'"):
         build_population(scenario(features(tmp_path / "all.npz"), **other), cache=tmp_path)
 
 

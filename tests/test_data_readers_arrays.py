@@ -53,7 +53,7 @@ scipy_sparse = pytest.importorskip("scipy.sparse")
         ("__header__", None),
     ],
 )
-def test_an_array_name_tells_its_part_and_modality(key: str, expected: object) -> None:
+def test_an_array_name_identifies_its_part_and_modality(key: str, expected: object) -> None:
     assert meaning(key) == expected
 
 

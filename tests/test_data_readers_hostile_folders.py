@@ -11,6 +11,7 @@ import pytest
 from fedmq.data.readers import parquet
 from fedmq.encoders import images
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import check_run_files
 from tests import data_set_folders
 from tests.read_data_sets import read
 
@@ -103,3 +104,15 @@ def test_a_pipe_in_place_of_tags_or_of_a_video_is_refused_and_not_waited_for(tmp
     os.mkfifo(tmp_path / "clip.mp4")
     with pytest.raises(InputError, match="found 'a FIFO'"):
         images.video_frames(tmp_path / "clip.mp4", 2)
+
+
+def test_a_link_to_itself_is_an_error_of_one_line(tmp_path: Path) -> None:
+    folder = data_set_folders.coco(tmp_path / "coco")
+    instances = folder / "annotations" / "instances_val2014.json"
+    instances.unlink()
+    instances.symlink_to(instances.name)
+    with pytest.raises(InputError, match=r"instances_val2014\.json: found 'Too many levels"):
+        read("coco", folder)
+    (tmp_path / "summary.json").symlink_to("summary.json")
+    with pytest.raises(InputError, match=r"summary\.json: found 'Too many levels"):
+        check_run_files(tmp_path)

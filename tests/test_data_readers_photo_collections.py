@@ -175,7 +175,7 @@ HOSTILE: Mapping[str, tuple[str, bytes, dict[str, Any], str]] = {
     "deep json": ("0.json", b"[" * 100_000, {}, "0.json: found"),
     "text": ("0.txt", b"\xff\xfe\xff", {}, "0.txt: found 'bytes that are not UTF-8'"),
     "large text": ("0.txt", b"a" * ((1 << 20) + 1), {}, "0.txt: found '1,048,577 bytes'"),
-    "second picture": ("0.png", b"", {}, "0.png: found 'a second picture beside 0.jpg'"),
+    "second picture": ("0.png", b"", {}, "0.png: found 'a second picture next to 0.jpg'"),
     "no picture": ("9.txt", b"alone", {}, "9: found 'captions without a picture'"),
 }
 

@@ -108,7 +108,7 @@ def test_one_picture_for_all_items_cannot_be_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_a_photo_are_in_one_split_and_twins_across_a_given_split_are_told(tmp_path: Path) -> None:
+def test_copies_of_a_photo_are_in_one_split_and_duplicates_across_a_given_split_are_reported(tmp_path: Path) -> None:
     made = prepared(photos(tmp_path / "a", [row // 4 for row in range(40)], split=False), tmp_path / "cache")
     assert all(len(set(made.split[row : row + 4].tolist())) == 1 for row in range(0, 40, 4))
     path = photos(tmp_path / "b", [0, 1, 2, 3, 1, 5])

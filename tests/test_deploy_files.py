@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer.main
 import yaml
@@ -101,6 +102,11 @@ def test_the_compose_file_has_three_silos_that_share_the_network_of_the_coordina
         assert services[name]["image"] == "fedmq"
         assert all(len(volume.split(":")) in (2, 3) for volume in services[name]["volumes"])
     assert services["coordinator"]["ports"] == ["127.0.0.1:5555:5555"]
+
+
+def test_the_kubernetes_objects_are_valid_by_kubernetes_own_schemas() -> None:
+    for document in kubernetes():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_kubernetes_objects_refer_to_each_other_and_mount_what_they_declare() -> None:

@@ -216,6 +216,7 @@ def test_a_metrics_file_is_found_next_to_the_scenario_or_relative_to_where_it_is
         ("", "evaluation.metrics: mine.py: found 'neither METRIC nor METRICS'"),
         ("1 / 0", "mine.py: line 1: found 'ZeroDivisionError: division by zero'"),
         (MINE.replace('"shift", "', '"map", "'), "found 'metric map', allowed: a name that is not one of fedmq's own"),
+        (MINE.replace("high=2.0", "high=None"), "metric shift: low 0.0 and high None must be finite numbers"),
         (MINE.replace("high=2.0", "high=0.0"), "found 'ValueError: metric shift: low 0.0 and high 0.0 must be finite"),
         (MINE.replace('"shift", "', '"Shift", "'), "metric name 'Shift': small letters, digits and _ are allowed"),
     ],

@@ -23,6 +23,7 @@ from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
 from fedmq.experiments.grid import ComparisonPlan, Entry
 from fedmq.runs import results
+from fedmq.runs.gallery_size import Gallery
 from fedmq.runs.results import Target
 from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder
@@ -119,6 +120,25 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_simil
     assert not any("\n" in line for line in told)
     (told_of_labels,) = made_rows.empty_columns(*with_metric(entry, tmp_path, "personal.map_at50"))
     assert told_of_labels.endswith("no run has personal.map_at50, which needs labels, and the data has none")
+
+
+def test_recalls_that_every_model_reaches_are_dashes_in_each_table_and_named(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    read = results.read(RunFolder(tmp_path))
+    assert read.summary is not None
+    perfect = read.summary.model_copy(update={"metrics": {"mean_r1": 0.5, "mean_r10": 1.0}})
+    run = replace(read, summary=perfect, gallery=Gallery("8 test images", 8, 40))
+    assert run.shows("mean_r1") and run.shows("i2t_r10") and not run.shows("personal.mean_r10")
+    plan = ComparisonPlan((entry,), (0,), ("mean_r1", "mean_r10"), (Target("t2i_r10", 1.0),), zero_shot=True)
+    rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: run}})
+    for line in tables.grid(rows, plan).body:
+        assert [cell.text == "-" for cell in line[1:]] == [False, line[0].text != "zero-shot", True, True, True, True]
+    assert [row["mean_r10"] for row in tables.runs(rows, plan)] == [None, None]
+    small = "holds only dashes: in a gallery of 8 items every model reaches 1"
+    assert made_rows.empty_columns(plan, rows) == (
+        f"column 'mean_r10' {small}", f"column 'seconds to t2i_r10 1' {small}"
+    )  # fmt: skip
 
 
 def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,14 @@ def test_the_estimates_of_traffic_hold_for_the_run(tiny: Path, tmp_path: Path, m
     assert "tiny: rcsr, seed 0, 4 rounds" in done.stdout
     assert "silos with images only: 1," in done.stdout and "faults: none" in done.stdout
     assert not list(tmp_path.iterdir())
-    found = re.search(r"at most ([\d.,]+) MB down, ([\d.,]+) MB up", done.stdout)
-    assert found is not None
-    in_process_run.run(resolved(tiny, "participation=1"), tmp_path / "run")
-    traffic = read_summary(RunFolder(tmp_path / "run")).bytes
-    assert float(found[1]) == pytest.approx(sum(traffic.down.values()) / 1e6, abs=0.001)
-    assert float(found[2]) >= sum(traffic.up.values()) / 1e6 - 0.001
+    plain = CliRunner().invoke(cli.app, ["scenario", str(tiny), "--check", "--json", "--quiet"])
+    estimated = json.loads(plain.stdout)
+    in_process_run.run(resolved(tiny), tmp_path / "run")
+    summary = read_summary(RunFolder(tmp_path / "run"))
+    assert estimated["tasks"] == summary.tasks.merged
+    assert estimated["down"] == pytest.approx(sum(summary.bytes.down.values()), rel=0.05)
+    assert estimated["up"] == pytest.approx(sum(summary.bytes.up.values()), rel=0.05)
+    assert estimated["memory"] > 500e6 and estimated["startup"] > 0 and estimated["rounds"] > 0
 
 
 def test_a_bad_scenario_is_refused_by_the_check_too(tiny: Path) -> None:

@@ -26,7 +26,7 @@ def planned(tiny: Path, limits: Limits, *settings: str) -> tuple[tuple[tuple[str
     return hosting.hosts, hosting.reason
 
 
-def test_silos_are_processes_of_their_own_where_the_machine_allows_it(tiny: Path) -> None:
+def test_silos_are_separate_processes_if_the_machine_allows_it(tiny: Path) -> None:
     assert planned(tiny, ENOUGH, "silos.count=100") == ((), "")
 
 
@@ -53,7 +53,7 @@ def test_no_host_opens_more_logs_than_it_may_open_files(tiny: Path) -> None:
     assert sum(map(len, hosts)) == 1000
 
 
-def test_the_user_chooses_the_number_of_hosts_without_a_word(tiny: Path) -> None:
+def test_a_number_of_hosts_chosen_by_the_user_prints_no_message(tiny: Path) -> None:
     assert planned(tiny, ENOUGH, "silos.hosts=2") == ((("silo-00", "silo-02"), ("silo-01", "silo-03")), "")
     assert len(planned(tiny, ENOUGH, "silos.hosts=9")[0]) == 4
 
@@ -103,7 +103,7 @@ def digest(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2, 3])
-def test_hosted_silos_give_the_model_of_silos_with_processes_of_their_own(
+def test_hosted_silos_give_the_model_of_silos_in_separate_processes(
     tiny: Path, tmp_path: Path, digest: str, hosts: int
 ) -> None:
     summary, said = finished(tiny, tmp_path / "run", "--set", f"silos.hosts={hosts}")

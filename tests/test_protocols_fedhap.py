@@ -415,7 +415,7 @@ def test_the_discriminator_learns_to_distinguish_codes_from_prototypes() -> None
 
 
 @pytest.mark.parametrize("adv_g", ["nonsat", "minimax"])
-def test_the_network_learns_codes_that_the_discriminator_takes_for_prototypes(adv_g: adversary.Adversarial) -> None:
+def test_the_network_learns_codes_that_the_discriminator_mistakes_for_prototypes(adv_g: adversary.Adversarial) -> None:
     layout = adversary.layout_of(8, 4, 16)
     theta = adversary.initial(layout, seed=0)
     labels = torch.eye(4)
@@ -550,7 +550,7 @@ def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: P
     labels = np.eye(5, dtype=np.uint8)[arrays["labels"]]
     np.savez(tmp_path / "set.npz", **{**arrays, "labels": labels * (arrays["split"] != "train")[:, None]})
     for setting, told in (
-        (f"data.path={tmp_path / 'set.npz'}", "data: found 'training items of which none has a label'"),
+        (f"data.path={tmp_path / 'set.npz'}", "data: found 'training items without any label'"),
         (
             "objective.bits=1000000000",
             "objective: found 'bits 1000000000, hidden 16', allowed: a network that can be sent",

@@ -104,8 +104,9 @@ def test_an_option_whose_switch_is_off_has_no_effect_and_says_so(name: str, cond
 
 
 def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
-    assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, lambda_p: 0.4}")).warnings == ()
-    assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, s_norm: relative}")).warnings == (
+    personal = "personal: fixed, personal_onset: 2, warmup: 1"
+    assert run_of(resolved(tiny, f"protocol={{name: rcsr, {personal}, lambda_p: 0.4}}")).warnings == ()
+    assert run_of(resolved(tiny, f"protocol={{name: rcsr, {personal}, s_norm: relative}}")).warnings == (
         "protocol.s_norm: relative has no effect with personal: fixed",
     )
     assert run_of(resolved(tiny, "protocol={name: rcsr, router: uniform, warmup: 3}")).warnings == (
@@ -116,6 +117,20 @@ def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
         "protocol.tau: 0.05 has no effect with objective.base: csq",
         "protocol.buffer: 2 has no effect with mu: 0.0",
     )
+
+
+def test_a_part_of_a_method_that_begins_after_the_last_round_is_told(tiny: Path) -> None:
+    def told(protocol: str, rounds: int) -> tuple[str, ...]:
+        return run_of(resolved(tiny, f"protocol={protocol}", f"rounds={rounds}", "training.warmup_rounds=0")).warnings
+
+    (line,) = told("rcsr", 20)
+    assert line.startswith("protocol.warmup: 20 leaves out what begins after the warm-up") and "rounds: 20" in line
+    assert told("rcsr", 21) == told("{name: rcsr, router: uniform}", 4) == ()
+    assert [each.split(":")[0] for each in told("{name: rcsr, warmup: 1, personal: fixed}", 50)] == [
+        "protocol.personal_onset"
+    ]
+    assert told("{name: fedbridge, personal: true}", 51) == ()
+    assert len(told("{name: fedbridge, personal: true}", 50)) == 1
 
 
 @pytest.mark.slow

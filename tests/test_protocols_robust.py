@@ -227,7 +227,7 @@ def test_a_module_that_few_silos_trained_is_left_as_it_is_and_the_others_are_mer
     rule=st.sampled_from(["norm_bound", "median", "trimmed_mean", "krum"]),
     trim=st.floats(0.01, 0.32),
 )
-def test_one_liar_cannot_move_the_mean_of_any_number_of_replies_further_than_an_honest_silo(
+def test_one_byzantine_silo_cannot_move_the_mean_of_any_number_of_replies_further_than_an_honest_one(
     honest: np.ndarray, lie: float, place: int, rule: str, trim: float
 ) -> None:
     rows = np.insert(honest, min(place, len(honest)), np.full(SIZE, lie), axis=0)

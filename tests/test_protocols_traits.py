@@ -182,7 +182,7 @@ def made(kind: type[FederatedProtocol], options: Any) -> Any:
     return run
 
 
-def test_a_variant_of_fedavg_is_a_term_and_a_choice_of_silos() -> None:
+def test_a_variant_of_fedavg_defines_a_term_and_the_eligible_silos() -> None:
     kind = variant(SmallOptions, extra_loss=shrinking, eligible=lambda silo: silo.paired)
     assert kind.__name__ == "Small"
     assert class_problem(kind) is None

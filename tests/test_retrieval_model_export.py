@@ -97,7 +97,10 @@ def test_a_folder_for_the_hub_has_a_card_that_the_hub_reads_and_loads_again(
     facts = json.loads(capfd.readouterr().out)
     assert set(facts["files"]) == {"README.md", "config.json", "model.safetensors", "class_prototypes.safetensors"}
     assert sorted(path.name for path in (folder / "onnx").iterdir()) == ["image.onnx", "text.onnx"]
+    said = "hold the trained part only. Their inputs are feature vectors"
     card = hub.ModelCard.load(folder / "README.md")
+    assert said in facts["onnx_contents"]
+    assert said in card.text
     assert card.data.library_name == "fedmq"
     assert card.data.pipeline_tag == "feature-extraction"
     measured = {each.metric_type: each.metric_value for each in card.data.eval_results}

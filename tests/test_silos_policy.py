@@ -169,7 +169,7 @@ def test_a_policy_without_the_statement_is_refused_at_start_as_its_silo_could_no
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_the_replies_that_a_silo_withholds(
+def test_a_run_continues_without_the_replies_that_a_silo_withholds(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # silo-00 was tampered with: it adds a figure to each reply that its policy does not allow.

@@ -61,9 +61,11 @@ def by_name(checks: Iterator[Check]) -> dict[str, Check]:
 @pytest.mark.usefixtures("running")
 def test_all_is_well(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
     found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))
-    assert list(found) == ["versions", "keys", "coordinator", "data", "disk", "training step", "memory"]
+    wanted = ["versions", "keys", "coordinator", "coordinator's versions", "data", "disk", "training step", "memory"]
+    assert list(found) == wanted
     assert {check.verdict for check in found.values()} == {Verdict.OK}, found
-    assert "accepts this key" in found["coordinator"].detail
+    assert f"accepts this key, this scenario ({run_of(scenario).id})" in found["coordinator"].detail
+    assert "gathering, round 0 of 4" in found["coordinator"].detail
     assert "images and captions" in found["data"].detail
     assert " s per task of " in found["training step"].detail
     assert not (tmp_path / "silo").exists(), "nothing is written"
@@ -78,12 +80,24 @@ def test_the_coordinator_refuses_another_run_and_an_unknown_key(
     other = resolved(tiny, "missing_modality.silos={silo-01: text}", "seed=5")
     found = by_name(preflight(arguments(other, keys, tmp_path / "silo")))
     assert found["coordinator"].verdict is Verdict.FAILED
-    assert "wrong_run" in found["coordinator"].detail
+    assert f"it runs another scenario: {run_of(scenario).id}, here {run_of(other).id}" in found["coordinator"].detail
     own = tmp_path / "own"
     init_keys(own, ("silo-00",))
     (own / "accepted" / "coordinator.pub").write_bytes((keys / "accepted" / "coordinator.pub").read_bytes())
     stranger = by_name(preflight(arguments(scenario, own, tmp_path / "silo")))
-    assert stranger["coordinator"].verdict is not Verdict.OK
+    assert stranger["coordinator"].verdict is Verdict.FAILED
+    assert "does not accept this key of silo-00" in stranger["coordinator"].detail
+    assert "coordinator's versions" not in stranger
+
+
+@pytest.mark.usefixtures("running")
+def test_other_versions_than_the_coordinators_are_shown_and_do_not_fail(
+    scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "__version__", "9.9")
+    found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))["coordinator's versions"]
+    assert (found.verdict, found.detail.startswith("fedmq ")) == (Verdict.DIFFERS, True)
+    assert "there, 9.9 here" in found.detail
 
 
 def test_what_is_missing_is_named(

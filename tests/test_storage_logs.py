@@ -57,7 +57,7 @@ def test_control_characters_of_a_peer_are_escaped_and_long_texts_cut(tmp_path: P
     assert len(line) < 1000
 
 
-def test_a_full_or_missing_place_never_stops_a_run_but_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_log_on_a_full_or_missing_disk_never_stops_a_run_but_is_refused_at_the_start(tmp_path: Path) -> None:
     options = LogOptions(LogLevel.INFO, tmp_path / "file" / "log", console=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file"):

@@ -15,6 +15,7 @@ from fedmq.config.sections import Wire
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire import rekeying
+from fedmq.wire.allowances import Allowance
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import (
@@ -174,12 +175,12 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
         assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
-    assert records(tmp_path, "note") == [NoteKind.TOO_OFTEN]
+    assert records(tmp_path, "note") == [NoteKind.TOO_MANY]
     assert records(tmp_path, "sent").count("rekey") >= 3
 
 
 def test_requests_for_new_keys_are_allowed_again_with_time() -> None:
-    allowance = rekeying.Allowance(2, at=10.0)
+    allowance = Allowance(2, at=10.0)
     assert [allowance.take(now) for now in (10.0, 10.1, 10.2, 11.3, 11.4)] == [True, True, False, True, False]
     assert [allowance.take(1e6) for _ in range(3)] == [True, True, False]
 

@@ -139,10 +139,10 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
         "exactly one error or refusal": frozenset({"error", "refusal"}),
     }
     for kind in Kind:
-        said = described[kind.value][2]
-        assert CARRIES[kind] == words.get(said, frozenset())
-        if said not in words:
-            assert said.startswith("none")
+        expected = described[kind.value][2]
+        assert CARRIES[kind] == words.get(expected, frozenset())
+        if expected not in words:
+            assert expected.startswith("none")
 
 
 def test_exactly_the_existing_reasons_are_documented() -> None:
@@ -205,13 +205,13 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
     least = f"the largest of {body_limits.LEAST_BODY >> 20} MiB, four times the model's parameters"
-    told = " ".join(section("Transport").split())
-    assert f"Of silos and the evaluator that is 1 GiB, of the coordinator {least}" in told
+    text = " ".join(section("Transport").split())
+    assert f"The limit of silos and the evaluator is 1 GiB. The limit of the coordinator is {least}" in text
     beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS
-    told = " ".join(section("Messages").split())
-    assert f"sent every {beat:.0f} s by silos" in told
-    assert f"silent for {lost * beat:.0f} s counts as lost" in told
-    assert f"silent for {patience * beat:.0f} s its peers disconnect" in told
+    text = " ".join(section("Messages").split())
+    assert f"sent every {beat:.0f} s by silos" in text
+    assert f"silent for {lost * beat:.0f} s counts as lost" in text
+    assert f"silent for {patience * beat:.0f} s its peers disconnect" in text
     assert base.MAX_FRAME == codec.MAX_BODY + sealed_sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")
@@ -220,6 +220,6 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {handshake.MAX_HANDSHAKE_BODY} bytes" in section("welcome", 3)
     assert sealed_sessions.MAX_MESSAGES == 1 << 32
     limits = {name: f"2^{limit.bit_length() - 1}" for name, limit in fields.DIMENSIONS.items()}
-    said = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
-    assert said in " ".join(section("Payloads").split())
+    expected = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
+    assert expected in " ".join(section("Payloads").split())
     assert limits["d"] == limits["r"]

@@ -64,7 +64,7 @@ def rekeyed(silo: Session, coordinator: Session, in_transit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("options", [Wire(), HIDDEN, PADDED])
-def test_both_ends_go_on_with_new_keys_and_messages_in_transit_arrive(options: Wire) -> None:
+def test_both_ends_continue_with_new_keys_and_messages_in_transit_arrive(options: Wire) -> None:
     silo, coordinator = pair(options)
     identifiers = {silo.session}
     for in_transit in (0, 2, 5):
@@ -84,7 +84,7 @@ def test_both_ends_go_on_with_new_keys_and_messages_in_transit_arrive(options: W
     assert len(identifiers) == 4
 
 
-def test_keys_that_another_signed_are_refused_and_the_session_goes_on() -> None:
+def test_keys_that_another_signed_are_refused_and_the_session_continues() -> None:
     silo, coordinator = pair()
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     asked, _ = rekeying.begin(stranger, silo, header(silo, Kind.REKEY))

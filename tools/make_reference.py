@@ -27,12 +27,12 @@ WIDTH = 116
 
 _SCENARIO = """# Scenario keys
 
-A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key for one run, with a dot between a part
-and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
-run's folder has every default written out. Keys that are not listed here are refused.
+A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key for one run, with a dot between a
+section and its key, as in `--set training.learning_rate=1e-3`. A key that is not given has its default, and
+`scenario.yaml` in a run's folder has every default written out. Keys that are not listed here are refused.
 
-Values are read by YAML 1.2: `010` is 10, and `1:30`, `on` and `no` are texts. A file has at most 256 KiB and, after
-every alias is replaced by what it stands for, at most 100,000 values.
+Values are read as YAML 1.2: `010` is 10, and `1:30`, `on` and `no` are strings. A file may have at most 256 KiB and,
+after aliases have been expanded, at most 100,000 values.
 
 `protocol`, `objective` and `data.name` may also name a Python file of your own, `./mine.py`:
 [your own methods](../howto/own_methods.md) shows one of each, and says what is executed and when.
@@ -49,22 +49,22 @@ happens. All faults that strike silos take:
 """
 _METHODS = """# Methods and base losses
 
-What `protocol:` and `objective:` of a scenario may name, with all their options; `fedmq protocols NAME` and
-`fedmq losses NAME` print the same. [Baselines](../explanation/baselines.md) says how each paper was read,
+All methods (`protocol:` of a scenario) and base losses (`objective:`) with their options; `fedmq protocols NAME` and
+`fedmq losses NAME` print the same. [Baselines](../explanation/baselines.md) says how each paper was interpreted,
 [results](../results/README.md) what was measured. `tools/make_reference.py` writes this page from the code.
 
 ## Methods
 
 `protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator`
-warn of an option that is set though the switch it belongs to is off.
+warn about options that have no effect because their switch is off.
 """
 _UNPAIRED = """
 ## Items that lack a modality
 
-What a method does, with its default options, with the items of a silo with both modalities that have only one of them.
-Ignored items are counted in `summary.json` and at the end of a run. What each method does with a silo that lacks a
-modality altogether is another matter. [Your own data](../howto/own_data.md#items-that-lack-a-modality) has the
-details.
+A silo that holds both modalities may have items with only one of them. The table shows what each method does with these
+items, with its default options. Ignored items are counted in `summary.json` and at the end of a run. The table does not
+describe how a method treats silos that lack a modality altogether.
+[Your own data](../howto/own_data.md#items-that-lack-a-modality) has the details.
 
 | method | items that lack a modality |
 |---|---|

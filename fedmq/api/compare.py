@@ -1,4 +1,4 @@
-"""Compare scenarios or methods from Python: ``fedmq compare`` in a process of its own."""
+"""Compare scenarios or methods from Python: ``fedmq compare`` in a separate process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def compare(
 
     Args:
         scenarios: scenario files, or one comparison file.
-        seeds: of the runs; each row runs with all of them.
+        seeds: seeds of the runs; each row runs with all of them.
         vary: values by scenario key; all combinations become rows.
         metrics: columns of the table, e.g. ``["mean_r1", "bytes.up"]``.
         out: folder of the results; ``runs/compare-<time>`` by default.
@@ -104,11 +104,11 @@ def compare(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, text=True, start_new_session=True
     )
     try:
-        _, said = process.communicate()
+        _, output = process.communicate()
     except BaseException:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
     if process.returncode != 0:
-        raise RunError((said or "").strip() or f"fedmq compare ended with exit code {process.returncode}, see above")
+        raise RunError((output or "").strip() or f"fedmq compare ended with exit code {process.returncode}, see above")
     return Comparison(folder)

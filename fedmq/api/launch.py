@@ -1,4 +1,4 @@
-"""Run scenarios from Python: ``fedmq scenario`` in a process of its own, watched through the run folder.
+"""Run scenarios from Python: ``fedmq scenario`` in a separate process, watched through the run folder.
 
 A separate process works in scripts without ``if __name__ == "__main__"``, in notebooks and beside threads, and leaves
 the caller's signal handlers and torch settings alone.
@@ -32,8 +32,10 @@ from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
+from fedmq.runs.gallery_size import gallery_of_status, meaningful
 from fedmq.runs.resume_check import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
+from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
 from fedmq.storage.run_folder import RunFolder
 
@@ -74,7 +76,7 @@ def run(
         progress: show a progress bar.
         **keys: scenario keys that override the file's, e.g. ``rounds=20, protocol="rcsr", partition={"alpha": 0.5}`` or
             ``**{"partition.alpha": 0.5}``. ``protocol`` also accepts a class, and ``data`` or ``objective`` an object,
-            that a Python file of your own defines.
+            that your own Python file defines.
 
     Returns:
         The run. It is not finished if a callback raised :class:`StopRun`.
@@ -161,7 +163,7 @@ def _file_of(place: str, value: object) -> str:
         with contextlib.suppress(TypeError):
             path = inspect.getsourcefile(kind)
     if path is None or not Path(path).is_file():
-        allowed = "one defined in a file of its own; in a notebook, write the cell with %%writefile mine.py"
+        allowed = "one defined in a separate file; in a notebook, write the cell with %%writefile mine.py"
         raise InputError(place, f"{kind.__name__}, defined in the main program", allowed)
     return str(Path(path).resolve())
 
@@ -206,19 +208,19 @@ def _watch(
     metrics, old = folder / "metrics.jsonl", 0
     if metrics.is_file() and "--resume" in arguments:
         old = metrics.stat().st_size
-    # A session of its own, so that an interrupt of this process reaches it once, through this process.
+    # A separate session, so that an interrupt of this process reaches it once, through this process.
     process = subprocess.Popen(  # noqa: S603 - the program is this package
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    said: deque[str] = deque(maxlen=_KEPT_LINES)
+    output: deque[str] = deque(maxlen=_KEPT_LINES)
     assert process.stderr is not None  # noqa: S101 - a pipe was requested
-    reader = Thread(target=_collect, args=(process.stderr, said), daemon=True)
+    reader = Thread(target=_collect, args=(process.stderr, output), daemon=True)
     reader.start()
     stopped: BaseException | None = None
     with _bar(scenario, shown=progress) as show:
         try:
             for line in _lines(metrics, old, process):
-                show(line)
+                show(_shown(line, folder))
                 if on_merge is not None and isinstance(line, MergeLine):
                     on_merge(line)
                 if on_evaluation is not None and isinstance(line, EvaluationLine):
@@ -230,17 +232,17 @@ def _watch(
     if stopped is not None and not isinstance(stopped, StopRun):
         raise stopped
     if process.returncode != 0 and stopped is None:
-        text = "\n".join(said).strip() or f"fedmq scenario ended with exit code {process.returncode}"
+        text = "\n".join(output).strip() or f"fedmq scenario ended with exit code {process.returncode}"
         raise RunError(text)
 
 
-def _collect(pipe: IO[bytes], said: deque[str]) -> None:
+def _collect(pipe: IO[bytes], output: deque[str]) -> None:
     for line in pipe:
-        said.append(line.decode("utf-8", "replace").rstrip())
+        output.append(line.decode("utf-8", "replace").rstrip())
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the program cleanly; a second interrupt ends it at once."""
+    """Stop the program cleanly; a second interrupt ends it immediately."""
     try:
         process.send_signal(signal.SIGINT)
         process.wait()
@@ -301,6 +303,15 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
                 bar.update(task, metrics=brief(line))
 
         yield show
+
+
+def _shown(line: MetricsLine, folder: Path) -> MetricsLine:
+    """A line for display: without recalls that every model reaches in so small a gallery."""
+    if isinstance(line, EvaluationLine):
+        with contextlib.suppress(InputError):
+            gallery = gallery_of_status(read_status(RunFolder(folder).status))
+            return line.model_copy(update={"metrics": meaningful(line.metrics, gallery)})
+    return line
 
 
 def brief(line: EvaluationLine) -> str:

@@ -21,7 +21,7 @@ def notebook_bar(name: str, rounds: int, brief: Callable[[EvaluationLine], str])
     """Show a progress bar below the cell.
 
     Args:
-        name: of the scenario.
+        name: name of the scenario.
         rounds: number of rounds.
         brief: text of an evaluation.
 

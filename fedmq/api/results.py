@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs import html_report
+from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
@@ -28,7 +29,7 @@ class Run:
     """A run folder.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
 
     Raises:
         InputError: it is not a run folder.
@@ -125,7 +126,7 @@ class Run:
         return frame
 
     def report(self) -> Path:
-        """Write ``report.html`` anew and return its path."""
+        """Write ``report.html`` again and return its path."""
         html_report.write(self._files)
         return self._files.report
 
@@ -147,7 +148,7 @@ class Run:
     def _repr_html_(self) -> str:
         if not self.finished:
             return f"<pre>{escape(repr(self))}</pre>"
-        metrics = self.summary.metrics
+        metrics = meaningful(self.summary.metrics, gallery_of(self.summary))
         rows = "".join(
             f"<tr><td>{escape(metric.title)}</td><td>{metrics[metric.name]:.4f}</td></tr>" for metric in shown(metrics)
         )

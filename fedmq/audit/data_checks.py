@@ -58,7 +58,7 @@ def check_data(
     Args:
         folder: the run folder.
         logged: what the coordinator's log records.
-        lines: of ``metrics.jsonl``.
+        lines: lines of ``metrics.jsonl``.
         summary: None if the run is not finished.
     """
     try:

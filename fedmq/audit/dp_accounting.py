@@ -27,7 +27,7 @@ class Spent:
 
     Args:
         updates: number of distinct updates that the silo sent; resending one reveals nothing new.
-        epsilon: of all these updates together.
+        epsilon: epsilon of all these updates together.
         beside: kinds of the payloads that the silo sent without noise; epsilon does not cover them.
     """
 
@@ -41,7 +41,7 @@ class Accounts:
     """The privacy guarantees of a run.
 
     Args:
-        delta: of (epsilon, delta)-differential privacy.
+        delta: delta of (epsilon, delta)-differential privacy.
         privacy: the scenario's noise settings.
         silos: guarantee of each silo, by name.
     """
@@ -71,7 +71,7 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
     Args:
         run: the run folder; it must contain the scenario.
-        audit: of the run's logs.
+        audit: the audit of the run's logs.
         delta: in (0, 1).
 
     Raises:
@@ -106,7 +106,7 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
 def show(accounts: Accounts, console: Console) -> None:
     """Print the guarantees, and what they do not cover."""
-    table = Table("silo", "updates", "epsilon", "sent beside them without noise", title="what the noise guarantees")
+    table = Table("silo", "updates", "epsilon", "also sent, without noise", title="what the noise guarantees")
     for name, spent in accounts.silos.items():
         without = ", ".join(spent.beside)
         table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(without)))

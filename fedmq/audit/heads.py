@@ -80,12 +80,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def differences(expected: str, audit: Audit) -> Iterator[Finding]:
-    """Compare logs with heads that were noted before. Records that were added since are no difference.
+    """Compare logs with heads that were noted before. Records added since then do not count as a difference.
 
     Args:
         expected: a heads file; the digest of one, which only the same logs without further records have; or the head of
             one log, as programs print it at their end.
-        audit: of the logs.
+        audit: the audit of the logs.
 
     Raises:
         InputError: the file cannot be read.

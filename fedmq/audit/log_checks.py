@@ -74,7 +74,7 @@ class Audit:
         finished: the run has a summary, so that its release and its final evaluation are checked, too.
         written: processes that are writing their logs now; messages sent while the logs are read one by one may show
             as discrepancies.
-        signatures: of each log, by process.
+        signatures: signatures of each log, by process.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -156,7 +156,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = No
             keys that the logs declare.
 
     Raises:
-        InputError: the folder holds no message logs, or a file that is no regular file in it.
+        InputError: the folder holds no message logs, or a file in it is not a regular file.
     """
     check_run_files(folder)
     logs = sorted((folder / "messages").glob("*.jsonl"))
@@ -246,8 +246,8 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
         match record:
             case RefusedRecord():
-                # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that
-                # has a record of its own.
+                # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that has
+                # its own record.
                 lost = math.inf if record.reason is Reason.GAP else int(record.bytes > 0)
                 refusals[record.peer] = refusals.get(record.peer, 0) + lost
             case MessageRecord():
@@ -333,7 +333,7 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
         what = f"{len(record.digests)} digests of {len(record.payloads)} payloads"
         result.findings.append(Finding(place, what))
     if COORDINATOR not in (header.sender, header.receiver):
-        what = f"a message from {header.sender} to {header.receiver}: silos talk to the coordinator alone"
+        what = f"a message from {header.sender} to {header.receiver}: silos exchange messages only with the coordinator"
         result.findings.append(Finding(place, what))
     key = record.frame
     seen = found.sent if record.action == "sent" else found.received

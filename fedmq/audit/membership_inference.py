@@ -68,7 +68,7 @@ class ProbeResult:
     """How well the score separates training items (members) from held-out items.
 
     Args:
-        modalities: of the silo; for the test over all silos, of any silo.
+        modalities: modalities of the silo; for the test over all silos, of any silo.
         trained: whether replies of the silo were merged. If not, its items are not members, and the test is a control.
         members: number of training items.
         others: number of held-out items.
@@ -205,7 +205,7 @@ def compared(
     Args:
         released: scores of the members [m] and of the others [n] under the released model, neither empty.
         untrained: scores of the same items under the initial model.
-        modalities: of the silo.
+        modalities: modalities of the silo.
         trained: whether replies of the silo were merged.
     """
     auc, before = area(*released), area(*untrained)

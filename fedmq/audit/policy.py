@@ -122,7 +122,7 @@ def read_policy(path: Path) -> Policy:
         raise _input_error(error, path) from None
     strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
-        raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has a key of its own")
+        raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has its own key")
     every = [
         getattr(ways, way) for ways in (policy, policy.evaluator, *policy.silos.values()) for way in ("up", "down")
     ]
@@ -179,7 +179,7 @@ class PolicyResult:
     """Result of checking a run's messages against a policy.
 
     Args:
-        file: of the policy.
+        file: the policy file.
         checked: number of messages to which a rule applies; a message that both ends logged counts once.
         free: number of messages to which no rule applies.
         breaches: in the order of the logs.
@@ -220,9 +220,9 @@ def check_policy(audit: Audit, policy: Policy, file: Path) -> PolicyResult:
     that neither log can hide a breach.
 
     Args:
-        audit: of the run.
+        audit: the audit of the run.
         policy: the rules.
-        file: of the policy, for the report.
+        file: the policy file, for the report.
     """
     seen: dict[Frame, set[str]] = {}
     sums: Counter[tuple[str, Way]] = Counter()
@@ -292,9 +292,9 @@ def broken_limits(
 
     Args:
         payloads: kind and bytes of tensors of each.
-        size: of all its frames [bytes].
+        size: total size of all its frames [bytes].
         rule: the limits.
-        places: of the rule's keys in the policy file.
+        places: places of the rule's keys in the policy file.
 
     Yields:
         The broken limit, the kind of payload (None for the message as a whole), bytes, and what is allowed.

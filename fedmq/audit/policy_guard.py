@@ -1,4 +1,4 @@
-"""Apply a policy at a silo, before a message is sealed: what it forbids does not leave."""
+"""Apply a policy at a silo before a message is sealed; the silo does not send what the policy forbids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PolicyGuard:
 
         Args:
             message: to be sealed.
-            size: of all its frames [bytes].
+            size: total size of all its frames [bytes].
         """
         payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]
         if not counts_in_all(payloads):

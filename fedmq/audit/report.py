@@ -76,11 +76,11 @@ class Flow:
 
     Args:
         process: that sent them.
-        modalities: of the silo, by the summary; empty if it is no silo or unknown.
+        modalities: modalities of the silo according to the summary; empty if unknown or not a silo.
         direction: ``up`` to the coordinator, ``down`` from it.
-        kind: of payload.
+        kind: kind of payload.
         payloads: their number.
-        bytes: of their tensors.
+        bytes: total size of their tensors [bytes].
     """
 
     process: str
@@ -150,7 +150,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
 
 
 def table(folder: Path, audit: Audit) -> str:
-    """The flows as CSV: a row for each process and kind of payload."""
+    """The flows as CSV, with a row for each process and kind of payload."""
     summary, facts = _facts(folder, audit)
     text = io.StringIO()
     writer = csv.writer(text)
@@ -170,7 +170,7 @@ def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tupl
 
     Args:
         folder: the run folder.
-        audit: of it.
+        audit: the audit of the run.
         verdict: its last two sentences.
         to: folder of the files; may be the run folder, which others may have made.
 

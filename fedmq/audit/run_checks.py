@@ -134,7 +134,7 @@ class RunFiles:
     """Metrics and summary of a run, read before its logs: the logs of a run in progress then cover all of them.
 
     Args:
-        lines: of ``metrics.jsonl``; None if the file is invalid.
+        lines: lines of ``metrics.jsonl``; None if the file is invalid.
         summary: None if there is none, or it is invalid.
         finished: whether there is a summary file.
         found: discrepancies found while reading the two files.
@@ -225,7 +225,7 @@ def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
             return
     else:
         if folder.summary.exists():
-            yield str(folder.scenario), f"no such file beside {folder.summary.name}"
+            yield str(folder.scenario), f"no such file next to {folder.summary.name}"
         if not course.runs:
             return
         (_, expected), source = next(iter(course.runs)), "the first record"
@@ -372,7 +372,7 @@ def _of_the_last_evaluation(
         place: file of the summary.
         metrics: name of the file of the evaluations.
         evaluations: in the order of that file.
-        summary: of the run.
+        summary: summary of the run.
     """
     last = max(evaluations, key=lambda line: line.version, default=None)
     per_silo = {} if last is None else last.per_silo

@@ -26,7 +26,7 @@ from fedmq.wire.sealed_sessions import REKEY_KINDS
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]
-#: Partition in which every silo has data of its own.
+#: Partition in which every silo has its own data.
 _OWN_DATA = "own"
 
 
@@ -44,7 +44,7 @@ class SignedLog:
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
-        hashes: of all records so far, with their positions.
+        hashes: hashes of all records so far, with their positions.
     """
 
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The sites of a run with ``partition.kind own`` whose data are at hand, each found by the digest that it stated."""
+"""Sites with ``partition.kind own`` whose data are available, each identified by the digest that it stated."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ def token_of(heads: Path) -> Path:
 
 
 def stamp(heads: Path, url: str) -> str:
-    """Have a heads file time-stamped and write the response beside it.
+    """Have a heads file time-stamped and write the response next to it.
 
     Args:
         heads: the file.
-        url: of the authority, http or https. Only a digest of the file is sent.
+        url: URL of the authority, http or https. Only a digest of the file is sent.
 
     Returns:
         The time in the stamp, ISO 8601.
@@ -74,7 +74,7 @@ def _decoded(client: Any, raw: bytes, place: str) -> Any:
 
 
 def verified(heads: Path, authority: Path) -> str | None:
-    """Verify the time stamp beside a heads file.
+    """Verify the time stamp next to a heads file.
 
     Args:
         heads: the file.

@@ -148,16 +148,16 @@ class TrafficChecks:
 
         Args:
             place: file of the summary.
-            summary: of the run.
+            summary: summary of the run.
         """
         tally = self._tally
         if tally is None:
             return
-        for way, logged, said in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
-            for kind in sorted(logged.keys() | said.keys()):
-                if logged[kind] != said.get(kind, 0):
-                    yield place, f"{said.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} by the log"
+        for way, logged, stated in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
+            for kind in sorted(logged.keys() | stated.keys()):
+                if logged[kind] != stated.get(kind, 0):
+                    yield place, f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} by the log"
         for name in ("sent", "received", "refused"):
-            logged_count, said_count = getattr(tally, name), getattr(summary.messages, name)
-            if name in summary.messages.model_fields_set and logged_count != said_count:
-                yield place, f"{said_count:,} messages {name}, but {logged_count:,} by the log"
+            logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
+            if name in summary.messages.model_fields_set and logged_count != stated_count:
+                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} by the log"

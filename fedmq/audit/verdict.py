@@ -9,7 +9,7 @@ from fedmq.audit.log_checks import Audit
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an auditor has besides the run folder.
+    """Evidence that an auditor has in addition to the run folder.
 
     Args:
         keys: the processes' public keys.

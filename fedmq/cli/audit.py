@@ -49,7 +49,9 @@ _Stamp = Annotated[
 ]
 _StampCa = Annotated[
     Path | None,
-    typer.Option("--stamp-ca", metavar="FILE", help="Root certificate (PEM) for the stamp beside --expect."),
+    typer.Option(
+        "--stamp-ca", metavar="FILE", help=("Root certificate (PEM) for the time stamp next to the file of --expect.")
+    ),
 ]
 _Report = Annotated[
     Path | None,
@@ -111,16 +113,16 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
 
 @dataclass(frozen=True)
 class _Options:
-    """What an audit does besides checking the logs.
+    """What an audit does in addition to checking the logs.
 
     Args:
         policy_file: the policy to check; None checks none.
         delta: delta for which to compute epsilon; None computes none.
         probe: probes the released model; None does not probe it.
         keys: folder of public keys that must have signed; None takes those that the logs declare.
-        heads: file to write the heads to; None writes none.
+        heads: file to write the heads to; None for no file.
         expect: heads that were noted before; None compares none.
-        stamp: URL of an authority that stamps the heads; None asks none.
+        stamp: URL of an authority that time-stamps the heads; None for no stamp.
         stamp_ca: root certificate for the stamp of the expected heads; None does not verify it.
         report: folder for the report; None for the run folder, if it can be written.
         as_json: print JSON on standard output instead of text.

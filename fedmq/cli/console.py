@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rich.control import Control
 from rich.segment import ControlType
 
+from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.safe_console import SafeConsole
 
 #: Exit code of an audit or replay with findings.
@@ -20,7 +22,7 @@ err = SafeConsole(stderr=True)
 
 
 def print_anything() -> None:
-    """Print characters that standard output cannot encode as escapes, as standard error does."""
+    """Print characters that standard output cannot encode in escaped form, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not (writes_unicode() and sys.stdout.errors == "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -36,10 +38,20 @@ def starting(*, quiet: bool = False) -> None:
         err.print("starting: reading the scenario, loading torch", highlight=False)
 
 
+@contextlib.contextmanager
+def continued_by_repeating() -> Iterator[None]:
+    """On Ctrl-C, say that the same command continues; for steps that keep what they have done in the cache."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_interrupted("; repeat the command to continue")
+        sys.exit(FAILED)
+
+
 def bar() -> Callable[[str, int, int], None]:
     """A progress line on standard error; returns the function that updates it with (what, done, total).
 
-    A step that is done again in no time, as its result is in the cache, is shown once.
+    A step that is repeated instantly, because its result is cached, is shown once.
     """
     shown: tuple[str, float] = ("", 0.0)
     step, began = ("", 0), 0.0  # what and how far; when its first report came

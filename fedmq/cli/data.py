@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedmq.cli.console import DIFFERENT, out, starting
+from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
-from fedmq.cli.scenarios import resolved, resolved_file
-from fedmq.errors import InputError
+from fedmq.cli.scenarios import resolved_file
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 def data_list(
     names: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="FILE", help="Python files of your own, also listed.", show_default=False),
+        typer.Argument(metavar="FILE", help="Your own Python files, also listed.", show_default=False),
     ] = None,
 ) -> None:
-    """List the data sets that a scenario can name, and data sets in Python files of your own.
+    """List the data sets that a scenario can name, and those in your own Python files.
 
     Example: [bold]fedmq data list[/bold]
     """
@@ -112,19 +111,14 @@ def add_data(
 
         Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
-        _extract(_scenario(file, settings, seed), device, bar, as_json=as_json)
+        scenario = _scenario(file, settings, seed)
+        with continued_by_repeating():
+            _extract(scenario, device, bar, as_json=as_json)
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
-    """A scenario with its defaults; refuses a wrong file or path of data before torch is loaded."""
-    from fedmq.config.resolve import read  # noqa: PLC0415
-
-    source = read(file, settings or (), seed)
-    path = None if source.scenario.data is None else source.scenario.data.path
-    if path is not None and not path.expanduser().exists():
-        allowed = "an existing file or folder; docs/reference/data_sets.md shows the layouts"
-        raise InputError("data.path", str(path), allowed)
-    return resolved(source).scenario
+    """A scenario with its defaults."""
+    return resolved_file(file, settings, seed).scenario
 
 
 def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:

@@ -58,7 +58,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
 
         The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
         skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
-        with .txt files beside them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
+        with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
         features. The settings fit the number of items.
 
         Example: [bold]fedmq init mine.yaml[/bold]
@@ -71,7 +71,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
             raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
         counted = _until_right(data, lambda: _counted(data, quiet=quiet))
         if not quiet:
-            out.print(_told(counted), highlight=False, markup=False, soft_wrap=True)
+            out.print(_lines_about(counted), highlight=False, markup=False, soft_wrap=True)
         asked = None in (silos, missing, method)
         before = _Answers(min(4, _most(counted)), 0.0, None)
 
@@ -132,7 +132,7 @@ def _most(counted: OwnData) -> int:
     return max(1, starter.most_silos(counted))
 
 
-def _told(counted: OwnData) -> str:
+def _lines_about(counted: OwnData) -> str:
     """Lines that say what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
     return "\n".join(map(printable, (first, *counted.remarks)))

@@ -30,14 +30,16 @@ def keys_new(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="silo-03, coordinator, evaluator.")],
     keys: _Keys = Path("keys"),
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the present key, which signs the request.")
+        bool, typer.Option("--replace", help="Replace the current key, which signs the request.")
     ] = False,
     passphrase: Annotated[
         bool,
         typer.Option(
             "--passphrase",
-            help="Encrypt the private key with a passphrase: that of FEDMQ_KEY_PASSPHRASE or of the file that "
-            "FEDMQ_KEY_PASSPHRASE_FILE names, otherwise asked for.",
+            help=(
+                "Encrypt the private key with the passphrase in FEDMQ_KEY_PASSPHRASE or in the file that "
+                "FEDMQ_KEY_PASSPHRASE_FILE names; otherwise the command asks for one."
+            ),
         ),
     ] = False,
     passphrase_file: Annotated[
@@ -49,7 +51,7 @@ def keys_new(
 ) -> None:
     """Create a private key where it will be used, and a request to accept it.
 
-    Send the request, which is no secret, to the operator of the other end, and read out the words over the telephone.
+    The request is not secret: send it to the operator of the other end, and read out the words over the telephone.
 
     Example: [bold]fedmq keys new silo-03[/bold]
     """
@@ -60,9 +62,9 @@ def keys_new(
     if secret is None and passphrase:
         secret = given_passphrase() or typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode()
     path, request = new_request(keys, name, secret, replace=replace)
-    _print(f"private key {keys / name}.key: keep it here, and let no one read it")
+    _print(f"private key {keys / name}.key: keep it on this machine, readable by you only")
     if secret is None and (variable := passphrase_variable()) is not None:
-        print_line(f"the private key is not encrypted: --passphrase encrypts it with that of {variable}", error=True)
+        print_line(f"the private key is not encrypted: --passphrase encrypts it with the one in {variable}", error=True)
     _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
     _print_fingerprint(request.public_key)
 
@@ -77,7 +79,7 @@ def keys_accept(
 ) -> None:
     """Accept the keys of requests. Compare the words with those that the other end reads out.
 
-    A running coordinator takes the change within a second. On a terminal, each key is accepted after a confirmation.
+    A running coordinator applies the change within a second. On a terminal, each key is accepted after a confirmation.
 
     Example: [bold]fedmq keys accept keys silo-03.request[/bold]
     """
@@ -101,7 +103,7 @@ def keys_remove(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
     keys: _Keys = Path("keys"),
 ) -> None:
-    """Accept a key no longer. A running coordinator expels its silo within a second.
+    """Stop accepting a key. A running coordinator expels its silo within a second.
 
     Example: [bold]fedmq keys remove silo-03 --keys keys[/bold]
     """
@@ -113,7 +115,7 @@ def keys_remove(
 
 @keys_app.command("revoke", hidden=True)
 def keys_revoke(directory: _Directory, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """``fedmq keys remove`` by its earlier name."""
+    """Earlier name of ``fedmq keys remove``."""
     keys_remove(name, directory)
 
 
@@ -122,10 +124,10 @@ def keys_init(
     directory: _Directory,
     silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="Number of silos.")],
 ) -> None:
-    """Create keys for the coordinator, the evaluator and every silo at once, all of them accepted. For simulations.
+    """Create and accept the keys of the coordinator, the evaluator and all silos, for simulations.
 
-    The person who runs this command holds the private keys of all sites. Use `fedmq keys new` where sites do not trust
-    one machine.
+    The person who runs this command holds the private keys of all sites. Use `fedmq keys new` if the sites do not trust
+    a single machine.
 
     Example: [bold]fedmq keys init keys --silos 4[/bold]
     """

@@ -30,11 +30,11 @@ from fedmq.cli import (
     tune,
 )
 from fedmq.cli import data as data_commands
-from fedmq.cli.console import bar, err, print_anything
+from fedmq.cli.console import bar, print_anything
 from fedmq.cli.help_text import join_lines
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.launch.interrupts import FAILED
+from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.text import print_line, print_traceback
 from fedmq.version import __version__
 
@@ -84,7 +84,7 @@ def main() -> None:
     except FedmqError as error:
         _fail(error, FAILED)
     except KeyboardInterrupt:
-        err.print("fedmq: interrupted")
+        say_interrupted()
         sys.exit(FAILED)
     except OSError as error:
         if error.errno != errno.ENOSPC:

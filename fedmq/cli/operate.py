@@ -36,11 +36,12 @@ def add_status(app: typer.Typer) -> None:
     @app.command("status")
     def status_command(
         run: Annotated[
-            Path | None, typer.Argument(metavar="[RUN]", help="A run folder; none with --connect.", show_default=False)
+            Path | None,
+            typer.Argument(metavar="[RUN]", help="A run folder; not needed with --connect.", show_default=False),
         ] = None,
         connect: Annotated[
             str | None,
-            typer.Option("--connect", metavar="URI", help="Ask the coordinator at this address.", show_default=False),
+            typer.Option("--connect", metavar="URI", help="Query the coordinator at this address.", show_default=False),
         ] = None,
         keys: Annotated[
             Path,
@@ -53,9 +54,9 @@ def add_status(app: typer.Typer) -> None:
         as_json: AsJson = False,
         watch: Annotated[bool, typer.Option("--watch", help="Repeat every 2 s until the run has ended.")] = False,
     ) -> None:
-        """Show what a run is doing: its round, and of each silo its phase, last message, traffic and last error.
+        """Show what a run is doing: its round, and each silo's phase, last message, traffic and last error.
 
-        The coordinator writes the status into its run folder about every second. From another machine, ask it with
+        The coordinator writes the status into its run folder about every second. From another machine, query it with
         --connect and the key of a silo or of an operator; this does not disturb the silo.
 
         Example: [bold]fedmq status runs/manual --watch[/bold]
@@ -80,7 +81,7 @@ def add_status(app: typer.Typer) -> None:
 
 
 def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
-    """Reads the status of a run folder.
+    """Read the status of a run folder.
 
     Raises:
         InputError: there is no such run, or none is named.
@@ -88,7 +89,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
 
     if run is None:
-        raise InputError("status", "no run", "a run folder, or --connect URI to ask its coordinator")
+        raise InputError("status", "no run", "a run folder, or --connect URI to query its coordinator")
     path = open_run(run).status
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 
@@ -96,7 +97,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
 
 
 def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], StatusFile]:
-    """Asks a coordinator for the status of its run.
+    """Query a coordinator for the status of its run.
 
     Raises:
         InputError: the address or a key is not usable.
@@ -131,10 +132,10 @@ def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None
     def prune_command(
         run: Run, yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False
     ) -> None:
-        """Remove the checkpoints of a finished run, and personal states of its silos that nothing needs any more.
+        """Remove the checkpoints of a finished run, and the personal states of its silos that are no longer needed.
 
-        The run can then not be extended. Model, results, message logs and report stay. States that `fedmq search
-        --silo` needs stay, too.
+        The run can no longer be extended. Model, results, message logs and report stay. States that
+        `fedmq search --silo` needs stay, too.
 
         Example: [bold]fedmq prune runs/smoke --yes[/bold]
         """

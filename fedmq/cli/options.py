@@ -31,6 +31,12 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
 ]
+RunOut = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
+]
+SiloName = Annotated[
+    str | None, typer.Option("--name", help="silo-00, silo-01, ...; or [bold]name[/bold] in the site file.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
 OwnKeys = Annotated[
@@ -44,10 +50,12 @@ OwnConnect = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
 LogLevelOption = Annotated[
     LogLevel | None,
-    typer.Option("--log-level", help="Least level logged; info for manually launched programs.", show_default=False),
+    typer.Option(
+        "--log-level", help="Minimum level to log; by default info for manually launched programs.", show_default=False
+    ),
 ]
 LogFile = Annotated[Path | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file.")]
-LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Lines for a reader, or JSON.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Human-readable lines, or JSON.")]
 StopSilos = Annotated[
     bool,
     typer.Option(
@@ -61,7 +69,10 @@ MetricsPort = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 CheckOnly = Annotated[
     bool,
-    typer.Option("--check", help="Print what would run, with estimates of time and traffic, and exit."),
+    typer.Option(
+        "--check",
+        help="Print what would run, with estimates of time, memory and traffic (with --json only these), and exit.",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

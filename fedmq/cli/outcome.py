@@ -32,10 +32,10 @@ def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
 
 
 def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_json: bool = False) -> None:
-    """Print the result; exit if the evaluator did not answer, which ``command`` makes up for."""
+    """Print the result; exit if the evaluator did not answer; ``command`` then evaluates the last version."""
     if as_json:
         print_json({"folder": str(folder.root), **summary.plain()})
-        terminal.print_warnings(summary, err)
+        terminal.print_warnings(summary, folder, err)
     else:
         terminal.print_summary(summary, folder, out)
     _fail_if_not_evaluated(summary, command)

@@ -11,13 +11,13 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.console import bar, out, starting
-from fedmq.cli.options import AsJson, Device, File, OwnConnect, OwnKeys, Seed, Settings
+from fedmq.cli.options import AsJson, Device, File, OwnConnect, OwnKeys, Seed, Settings, SiloName
 from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_json, printable
 
-_STYLES = {"ok": "green", "skipped": "yellow", "failed": "red"}
+_STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "failed": "red"}
 
 
 def add_preflight(app: typer.Typer) -> None:
@@ -26,9 +26,7 @@ def add_preflight(app: typer.Typer) -> None:
     @app.command("preflight")
     def preflight_command(
         file: File,
-        name: Annotated[
-            str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
-        ] = None,
+        name: SiloName = None,
         keys: OwnKeys = None,
         connect: OwnConnect = None,
         device: Device = None,
@@ -42,8 +40,10 @@ def add_preflight(app: typer.Typer) -> None:
     ) -> None:
         """Check that a silo can join a run, with the options with which it is to be started.
 
-        Are the keys there, does the coordinator accept them, can the data be read, are disk and memory large enough,
-        how long does a training step take? Nothing is trained, sent or written. Exit code 1 if a check failed.
+        Are the keys there, does the coordinator accept them, does it run this scenario with these versions, can the
+        data be read and do they fit those of the other sites, are disk and memory large enough, how long does a
+        training step take? Nothing is trained or written, and nothing about the data is sent. Exit code 1 if a check
+        failed.
 
         Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME", help="Methods or losses whose options to explain.", show_default=False),
+    typer.Argument(metavar="NAME", help="Methods or losses to explain.", show_default=False),
 ]
 
 
@@ -30,7 +30,7 @@ def add_reference(app: typer.Typer) -> None:
 
     @app.command("protocols")
     def protocols_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the federated methods, or explain the options of those named, which may be Python files of your own.
+        """List the federated methods, or explain the options of the named ones, which may be your own Python files.
 
         Example: [bold]fedmq protocols rcsr[/bold]
 
@@ -47,7 +47,7 @@ def add_reference(app: typer.Typer) -> None:
 
     @app.command("losses")
     def losses_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the base losses, or explain the options of those named, which may be Python files of your own.
+        """List the base losses, or explain the options of the named ones, which may be your own Python files.
 
         Example: [bold]fedmq losses dcmh[/bold]
         """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import bar, err, starting
+from fedmq.cli.console import bar, continued_by_repeating, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
@@ -33,12 +33,14 @@ from fedmq.cli.options import (
     OwnKeys,
     Quiet,
     Resume,
+    RunOut,
     Seed,
     Settings,
+    SiloName,
     StopSilos,
 )
 from fedmq.cli.report import complete_report
-from fedmq.cli.scenarios import again, check_here, explain, resolved, resolved_file
+from fedmq.cli.scenarios import again, check_here, explain, read_here, resolved, resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import say_stopping
@@ -67,9 +69,7 @@ def add_run(app: typer.Typer) -> None:
 # ------------------------------------------------------------------------------------------------------- scenario
 def scenario_command(
     file: NewFile = None,
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
-    ] = None,
+    out_dir: RunOut = None,
     settings: Settings = None,
     seed: Seed = None,
     resume: Resume = None,
@@ -95,10 +95,10 @@ def scenario_command(
     starting(quiet=quiet)
     logs = _logs_of_a_scenario(log_level, log_file, log_format)
     file = _file_of(file, resume, extend, out_dir)
-    source = read(file, settings or (), seed)
+    source = read_here(file, settings, seed) if resume is None else read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
     if check:
-        explain(resolved(source), quiet=quiet)
+        explain(resolved(source), quiet=quiet, as_json=as_json)
         return
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.
@@ -167,7 +167,7 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
 
 
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print what they hold that is seldom meant, and return their folder.
+    """Prepare a run's data, print remarks on them, and return their folder.
 
     Args:
         run: the run.
@@ -180,7 +180,7 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
 
     prepare = processes.population_here if inline else supervisor.prepare_population
-    with _removed_if_refused(created):
+    with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
     for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
@@ -335,9 +335,7 @@ def coordinator_command(
     bind: Annotated[
         str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
     ] = "tcp://127.0.0.1:5555",
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
-    ] = None,
+    out_dir: RunOut = None,
     settings: Settings = None,
     seed: Seed = None,
     resume: Resume = None,
@@ -411,9 +409,7 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
 
 def silo_command(
     file: File,
-    name: Annotated[
-        str | None, typer.Option("--name", help="silo-00, silo-01, ...; or `name` in the site file.")
-    ] = None,
+    name: SiloName = None,
     keys: OwnKeys = None,
     connect: OwnConnect = None,
     device: Device = None,
@@ -426,7 +422,7 @@ def silo_command(
     ] = None,
     policy: Annotated[
         Path | None,
-        typer.Option("--policy", metavar="FILE", help="Policy (YAML): what it forbids does not leave this silo."),
+        typer.Option("--policy", metavar="FILE", help="Policy (YAML); this silo does not send what it forbids."),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err
-from fedmq.text import print_line, printable
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
@@ -39,7 +39,19 @@ def resolved_file(
     """Like :func:`resolved`, for a file with settings and a seed."""
     from fedmq.config.resolve import read  # noqa: PLC0415
 
-    return resolved(read(file, settings or (), seed), manual=manual, adopt=adopt)
+    elsewhere = manual or not adopt
+    source = read(file, settings or (), seed) if elsewhere else read_here(file, settings, seed)
+    return resolved(source, manual=manual, adopt=adopt)
+
+
+def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
+    """Read a scenario whose data are on this machine, and refuse in no time what needs no torch to be refused."""
+    from fedmq.config.resolve import read  # noqa: PLC0415
+    from fedmq.data.first_check import refuse_first  # noqa: PLC0415
+
+    source = read(file, settings or (), seed)
+    refuse_first(source)
+    return source
 
 
 def again(scenario: Scenario) -> ResolvedRun:
@@ -74,10 +86,14 @@ def check_here(run: ResolvedRun, *, device: bool) -> None:
     warn([run])
 
 
-def explain(run: ResolvedRun, *, quiet: bool) -> None:
-    """Print what a run would do and take."""
+def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
+    """Print what a run would do and take; as JSON only the estimates."""
     from fedmq.launch import dry_run  # noqa: PLC0415
 
     check_here(run, device=True)
-    for line in dry_run.explain(run, None if quiet else bar()):
+    progress = None if quiet else bar()
+    if as_json:
+        print_json(dry_run.estimates(run, progress))
+        return
+    for line in dry_run.explain(run, progress):
         print_line(printable(line))

@@ -98,11 +98,11 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
         ] = None,
         side: Annotated[
-            Side | None, typer.Option("--side", help="Side of --item that is the query; by default its image.")
+            Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
         ] = None,
         among: Annotated[
             Among | None,
-            typer.Option("--among", help="What to search; by default the other modality than the query's."),
+            typer.Option("--among", help="Modality to search; by default the one that the query is not."),
         ] = None,
         top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
         chosen: Chosen = None,
@@ -147,7 +147,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
 
 def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
-    """Refuse at once, without loading torch, what is no query, no picture or no run."""
+    """Refuse an invalid query, picture or run before torch is loaded."""
     given = sum(each is not None for each in (text, image, item))
     if given != 1:
         raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
@@ -179,11 +179,11 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         chosen: Chosen = None,
         onnx: Annotated[
             Path | None,
-            typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR in place of a gallery."),
+            typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery."),
         ] = None,
         hub: Annotated[
             Path | None,
-            typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub in place of a gallery."),
+            typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
         ] = None,
         silo: OwnModel = None,
         device: Device = None,
@@ -191,8 +191,8 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     ) -> None:
         """Encode a gallery with a released model, or export the model itself, to ONNX or for the Hugging Face Hub.
 
-        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery is embeddings
-        or packed hash codes (.npz), with faiss indexes from 10,000 items on.
+        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery holds
+        embeddings or packed hash codes (.npz), and faiss indexes if it has 10,000 items or more.
 
         Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
 
@@ -232,6 +232,7 @@ def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | N
     """Export the shared model; the folder for the Hub first, so that the ONNX files may lie in it."""
     from fedmq.retrieval import model_export  # noqa: PLC0415
     from fedmq.retrieval.released_model import Release  # noqa: PLC0415
+    from fedmq.runs.model_card import onnx_contents  # noqa: PLC0415
 
     files = found.files if isinstance(found, Release) else found
     facts: dict[str, object] = {}
@@ -240,13 +241,16 @@ def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | N
         facts |= {"hub": str(hub), "files": list(names)}
     if onnx is not None:
         towers = model_export.export_onnx(files, onnx)
+        contents = onnx_contents(files.config).replace("`", "")
         facts |= {"onnx": {tower.path.name: tower.difference for tower in towers}, "onnx_folder": str(onnx)}
+        facts["onnx_contents"] = contents
     if as_json:
         print_json(facts, indent=None)
         return
     lines = [] if hub is None else [f"{hub}: {', '.join(names)}"]
     if onnx is not None:
         lines += [f"{tower.path}: differs from the model by at most {tower.difference:.1g}" for tower in towers]
+        lines.append(contents)
     out.print(printable_lines("\n".join(lines)), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -347,8 +351,8 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     ) -> None:
         """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
 
-        Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. Rows of a
-        comparison are shown by their first run.
+        Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
+        of a comparison, the first run is shown.
 
         Example: [bold]fedmq tsne runs/fedhap-20260101-120000 runs/fedavg-20260101-120500 --classes 6[/bold]
         """

@@ -50,14 +50,14 @@ def verify_command(
     model: _Model,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", metavar="DIR", help="Folder of accepted keys, with the signer's."),
+        typer.Option("--keys", metavar="DIR", help="Folder of accepted keys that includes the signer's."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify the signature of a released model's folder: who signed it, and was a file changed since?
+    """Verify the signature of a released model's folder: show who signed it, and which files changed since.
 
     Without --keys the command prints the words of the key that signed; compare them with those of the signer. Exit code
-    3 if the folder is not as it was signed, or the key is not the accepted one.
+    3 if the folder has changed since it was signed, or the key is not the accepted one.
 
     Example: [bold]fedmq verify model --keys keys[/bold]
     """

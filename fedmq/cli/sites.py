@@ -1,4 +1,4 @@
-"""Where a silo or the evaluator runs: its site file, and the options that win over it."""
+"""How a silo or the evaluator is started: its site file, and the options that override it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def whereabouts(
 
 
 def _check_fit(run: ResolvedRun, site: Site) -> None:
-    """Refuse a site file whose data or modalities the scenario has no use for, or one without data where it needs them.
+    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs.
 
     Raises:
         InputError: names the key of the site file.

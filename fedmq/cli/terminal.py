@@ -14,10 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from fedmq.config.scenario import Scenario
-from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
+from fedmq.evaluation.metrics import BRIEF, HEADLINE, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
-from fedmq.runs.run_records import RunSummary
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable, size_text
@@ -48,7 +49,7 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """``silo-02, silo-03 and the evaluator``; of many names the first few and the number of the others."""
+    """``silo-02, silo-03 and the evaluator``; for many names, the first few and the number of others."""
     shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
     if len(shown_names) > _MANY:
         return f"{', '.join(shown_names[:_MANY])} and {len(shown_names) - _MANY} more"
@@ -64,7 +65,7 @@ def _refused(status: Status) -> str:
 
 
 def waited_for(status: Status) -> str:
-    """What the run waits for, with the names of silos; empty if all goes as expected."""
+    """What the run waits for, with the names of silos; empty if the run is not delayed."""
     if status.phase == "gathering" and status.missing:
         enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
         return f"{name_some(status.missing)}{enough}"
@@ -136,7 +137,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
 
 
 def _metrics(measured: Sequence[str], of_round: str) -> str:
-    """Metrics in lines of the middle column, no name apart from its value."""
+    """Metrics in lines of the middle column; each name stays on the line of its value."""
     if not measured:
         return "not evaluated yet"
     lines = [measured[0]]
@@ -204,7 +205,7 @@ def display(
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line; a terminal breaks it between words, a file has it whole."""
+    """Print a line, wrapped between words on a terminal and unwrapped in a file."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -288,7 +289,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     for silo, why in summary.personal_missing.items():
         what = "its personal model was not evaluated and is missing from means over silos"
         say(console, f"{silo}: {what}: {printable(why)}", "yellow")
-    print_warnings(summary, console)
+    print_warnings(summary, folder, console)
 
 
 def _heldout(summary: RunSummary) -> str:
@@ -300,8 +301,10 @@ def _heldout(summary: RunSummary) -> str:
     return f" ({few if few == most else f'{few} to {most}'} items each)"
 
 
-def print_warnings(summary: RunSummary, console: Console) -> None:
-    """Name the silos that took no part because each of their replies was refused or an error."""
+def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
+    """Say that a run trained in part only, or next to nothing, or made the model worse."""
+    for line in _trained_in_part(summary, folder):
+        say(console, line, "yellow")
     for silo, found in summary.never_merged.items():
         say(
             console,
@@ -309,6 +312,27 @@ def print_warnings(summary: RunSummary, console: Console) -> None:
             f"the last one: {printable(found.last)}",
             "yellow",
         )
+
+
+def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
+    without_task, not_merged = summary.without_part
+    if without_task:
+        yield (
+            f"given no task in any round: {name_some(without_task)}; {summary.protocol} does not train them, or they "
+            "were not selected or not there"
+        )
+    if not_merged:
+        yield f"none of their replies was merged, as they were lost or too late: {name_some(not_merged)}"
+    if summary.hardly_changed:
+        yield (
+            f"the run hardly changed the model: by {summary.change:.1g} of its norm; a larger training.learning_rate, "
+            "privacy.clip_norm, aggregation.robust.bound or aggregation.mixing changes it more"
+        )
+    untrained = next((line.metrics for line in read_metrics(folder) if isinstance(line, EvaluationLine)), {})
+    both = [name for name in (HEADLINE, "map") if name in untrained and name in summary.metrics]
+    if both and all(summary.metrics[name] < untrained[name] for name in both):
+        before, after = (f"{metric_of(both[0]).heading} {each[both[0]]:.4f}" for each in (untrained, summary.metrics))
+        yield f"the model retrieves worse than before training: {after}, untrained {before}"
 
 
 def not_evaluated(summary: RunSummary) -> str:

@@ -15,6 +15,22 @@ from fedmq.text import did_you_mean
 T = TypeVar("T")
 
 
+class OptionError(ValueError):
+    """The value of an option is not allowed; ``__post_init__`` of a schema raises it.
+
+    Args:
+        option: name of the option.
+        found: its value.
+        allowed: what is accepted.
+    """
+
+    def __init__(self, option: str, found: object, allowed: str) -> None:
+        self.option = option
+        self.found = found
+        self.allowed = allowed
+        super().__init__(f"{option}: {found!r}, {allowed}")
+
+
 def schema_problem(schema: object) -> str | None:
     """Why an object cannot be a schema of options; None if it can."""
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
@@ -51,10 +67,10 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
             raise InputError(f"{place}.{option}", raw_value, allowed) from None
     try:
         return schema(**values)
-    except ValueError as error:  # __post_init__ raises "option: found, allowed"
-        option, _, rest = str(error).partition(": ")
-        found, _, allowed = rest.partition(", ")
-        raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
+    except OptionError as error:
+        raise InputError(f"{place}.{error.option}", error.found, error.allowed) from None
+    except ValueError as error:  # of a user's own schema
+        raise InputError(place, str(error), f"values that {schema.__name__} accepts") from None
 
 
 def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:
@@ -71,18 +87,41 @@ def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple
     Yields:
         The option, its value, and the switches with their values as written in a scenario.
     """
-    values = {**around, **vars(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    seen = set()
+    for name, off in _switched_off(options, around).items():
+        if (value := getattr(options, name)) != defaults[name]:
+            yield name, value, off
+
+
+def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, int, str]]:
+    """Options that say in which round a part of the method begins, as far as the part is switched on.
+
+    An options dataclass declares in ``BEGINS`` what begins then: a mapping from option to words.
+
+    Args:
+        options: instance of a frozen dataclass.
+        around: as in :func:`without_effect`.
+
+    Yields:
+        The option, the round, and what begins.
+    """
+    off = _switched_off(options, around)
+    for name, what in getattr(options, "BEGINS", {}).items():
+        if name not in off:
+            yield name, getattr(options, name), what
+
+
+def _switched_off(options: Any, around: Mapping[str, object]) -> dict[str, str]:
+    """Options without effect, with the values of their switches as written in a scenario."""
+    values, found = {**around, **vars(options)}, dict[str, str]()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
-        for name in (option for pattern in names for option in fnmatch.filter(defaults, pattern)):
-            if name not in seen and values[name] != defaults[name]:
-                seen.add(name)
-                yield name, values[name], off
+        for name in (option for pattern in names for option in fnmatch.filter(vars(options), pattern)):
+            found.setdefault(name, off)
+    return found
 
 
 def _on(value: object) -> bool:

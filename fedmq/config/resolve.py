@@ -29,12 +29,14 @@ class MethodFacts:
         pooled: it trains centrally on all silos' data, as an upper bound.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
+        begins: options that say in which round a part of the method begins: name, round, and what begins.
     """
 
     options: Mapping[str, object]
     pooled: bool
     personal_only: bool
     without_effect: tuple[tuple[str, object, str], ...]
+    begins: tuple[tuple[str, int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,11 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         raise InputError(source.place(key), error.found, error.allowed) from None
     warnings = (
         *(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in method.without_effect),
+        *(
+            f"protocol.{name}: {round_} leaves out {what} with rounds: {scenario.rounds}"
+            for name, round_, what in method.begins
+            if round_ >= scenario.rounds
+        ),
         *_late_faults(scenario),
     )
     run_id = name_of(scenario.model_dump(mode="json"))

@@ -174,9 +174,11 @@ class Partition(Part):
 
     kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes", "column", "own"] = Field(
         "dir_clusters",
-        description="iid, Dirichlet over labels, Dirichlet over text clusters, a number of classes per silo, one silo "
-        "per value of a column of the data, or own: each silo has data of its own, which its site file names, and the "
-        "scenario has no `data`",
+        description=(
+            "iid: at random; dir_class: Dirichlet over labels; dir_clusters: Dirichlet over text clusters; "
+            "shards_classes: a number of classes per silo; column: one silo per value of a column of the data; "
+            "own: each silo has its own data, which its site file names, and the scenario has no `data`"
+        ),
     )
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None,
@@ -220,7 +222,7 @@ class MissingModality(Part):
     rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
     seed: int = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
     only: Literal["image", "text"] | None = Field(
-        None, description="modality that they keep; null: drawn, both equally likely"
+        None, description="modality that these silos or items keep; null: drawn, both equally likely"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
         default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
@@ -461,7 +463,7 @@ class Scenario(Part):
         """The data set that is partitioned among the silos.
 
         Raises:
-            InputError: there is none, as each silo has data of its own.
+            InputError: there is none, as each silo has its own data.
         """
         if self.data is None:
             raise InputError("data", "nothing", "a data set: with partition.kind own only the sites have data")
@@ -469,7 +471,7 @@ class Scenario(Part):
 
     @property
     def evaluator(self) -> bool:
-        """Whether the run has an evaluator with held-out items of its own."""
+        """Whether the run has an evaluator with its own held-out items."""
         return self.data is not None or self.evaluation.heldout in ("shared", "both")
 
     @property

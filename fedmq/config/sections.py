@@ -38,8 +38,12 @@ class Wire(Part):
         "between two powers of two",
     )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
-    rekey_messages: Count = Field(1 << 20, description="messages in both directions until a session gets new keys")
-    rekey_gigabytes: Positive = Field(64.0, description="10^9 bytes in both directions until a session gets new keys")
+    rekey_messages: Count = Field(
+        1 << 20, description="messages in both directions after which a session gets new keys"
+    )
+    rekey_gigabytes: Positive = Field(
+        64.0, description="traffic in both directions after which a session gets new keys [10^9 bytes]"
+    )
 
     @property
     def hides(self) -> bool:
@@ -51,7 +55,10 @@ class Staleness(Part):
     """Damping h(s) of a reply with a staleness of s versions; see :mod:`fedmq.federation.staleness`."""
 
     kind: Literal["constant", "polynomial", "hinge"] = Field(
-        "polynomial", description="1; (1 + s)^-exponent; or 1 up to s = grace and 1 / (slope (s - grace) + 1) beyond"
+        "polynomial",
+        description=(
+            "constant: 1; polynomial: (1 + s)^-exponent; hinge: 1 up to s = grace, then 1 / (slope (s - grace) + 1)"
+        ),
     )
     exponent: NonNegative = Field(0.5, description="polynomial: exponent")
     slope: NonNegative = Field(10.0, description="hinge: slope")
@@ -85,7 +92,11 @@ class Aggregation(Part):
     """When and how replies are merged. Keys of other modes have no effect."""
 
     mode: Literal["sync", "buffered", "async"] = Field(
-        "sync", description="merge a whole cohort, every `buffer` replies (FedBuff), or each reply (FedAsync)"
+        "sync",
+        description=(
+            "sync: merge a whole cohort; buffered: merge every `buffer` replies (FedBuff); async: merge each reply "
+            "(FedAsync)"
+        ),
     )
     quorum: Fraction = Field(1.0, gt=0.0, description="sync: fraction of the cohort that suffices after the deadline")
     deadline: Positive | None = Field(None, description="sync: time a round waits for stragglers [s]; null: no limit")
@@ -125,10 +136,12 @@ class Aggregation(Part):
     lost_after: Positive = Field(60.0, description="real time after which a lost silo's task is given up [s]")
     task_limit: Positive | None = Field(
         None,
-        description="real time after which a connected silo that has not replied to its task has failed it [s]; null: "
-        "10 times its longest task so far, at least 60 s, without a reply of any silo (its first task: by the pace of "
-        "the other silos, at least 600 s). An evaluator that does not answer in time is given up (null: 10 times "
-        "its longest evaluation, at least 600 s)",
+        description=(
+            "real time after which a connected silo that has not replied fails its task [s]; null: 10 times its "
+            "longest task so far, at least 60 s, counted from the last reply of any silo (its first task: derived "
+            "from the pace of the other silos, at least 600 s). The limit applies to the evaluator, too (null: 10 "
+            "times its longest evaluation, at least 600 s)"
+        ),
     )
 
     @property
@@ -158,8 +171,10 @@ class Participation(Part):
     rate: float = Field(1.0, gt=0.0, le=1.0, description="fraction of the eligible silos that are selected in a round")
     kind: Literal["uniform", "by_data", "availability", "power_of_choice"] = Field(
         "uniform",
-        description="with equal probability; in proportion to their samples; among those online by a trace or diurnal; "
-        "those with the highest last-known loss",
+        description=(
+            "uniform: with equal probability; by_data: in proportion to their samples; availability: with equal "
+            "probability among the silos that are online; power_of_choice: those with the highest last-known loss"
+        ),
     )
     minimum: Count | None = Field(
         None,
@@ -291,8 +306,10 @@ class Silos(Part):
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
     hosts: Count | None = Field(
         None,
-        description="launcher local: processes that host the silos, each several of them in turn; null: one process "
-        "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots",
+        description=(
+            "launcher local: number of host processes, each of which runs several silos in turn; null: one process "
+            "per silo if memory and file descriptors suffice, otherwise twice as many hosts as slots"
+        ),
     )
     needs: Needs = Needs()
 
@@ -302,8 +319,11 @@ class Evaluation(Part):
 
     heldout: Literal["shared", "own", "both"] | None = Field(
         None,
-        description="partition.kind own: held-out items that models are evaluated on: the evaluator's (shared), those "
-        "of each silo, by the silo (own), or both; null: own, and shared with any other partition",
+        description=(
+            "partition.kind own: held-out items on which models are evaluated: those of the evaluator (shared), "
+            "those of each silo, by the silo itself (own), or both; null: own with partition.kind own, otherwise "
+            "shared"
+        ),
     )
 
     every: int = Field(
@@ -322,8 +342,7 @@ class Evaluation(Part):
     )
     silo_gallery: Literal["whole", "own"] = Field(
         "whole",
-        description="what a silo's held-out items retrieve from: the whole gallery, or the silo's part of it, which is "
-        "easier the smaller the part is",
+        description="gallery for a silo's held-out items: the whole one, or its own part, which is easier",
     )
     fold_size: Count | None = Field(
         None, description="also report recall as the mean over consecutive folds of this number of items of the split"

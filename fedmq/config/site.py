@@ -1,4 +1,4 @@
-"""Schema of a site file, the YAML file with what is a site's own business: its data, device, keys and addresses."""
+"""Schema of a site file, the YAML file with a site's own settings: its data, device, keys and addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALLOWED = "a site file (YAML) with a key such as data; docs/howto/own_sites.md 
 
 
 class Site(Part):
-    """A site: a silo, or the evaluator. Options on the command line win over it."""
+    """A site: a silo, or the evaluator. Options on the command line override it."""
 
     name: Name | None = Field(None, description="the silo's name: silo-00, silo-01, ...")
     data: Data | None = Field(None, description="the site's data, as in a scenario; with partition.kind own")
@@ -32,7 +32,7 @@ class Site(Part):
         None, description="address of the coordinator"
     )
     out: Path | None = Field(None, description="folder for the message log and the personal state")
-    policy: Path | None = Field(None, description="policy file: what it forbids does not leave the silo")
+    policy: Path | None = Field(None, description="policy file; the silo does not send what it forbids")
     file: Path | None = Field(None, exclude=True, description="set by fedmq: the site file itself")
 
     @field_validator("modalities")

@@ -7,7 +7,7 @@ run can be replayed after the file was edited.
 
 Only :func:`load` executes such a file, by its reference and from the cache. The scenario in a run folder from another
 user may contain any reference, so files that were not adopted on this machine are refused. Anyone who can write to the
-cache folder can have code executed: do not share it with people you do not trust.
+cache folder can execute code: do not share it with people you do not trust.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class DataSet:
         return found if data.captions is None else found.first_captions(data.captions)
 
     def _checked(self, data: Data) -> RawSet:
-        """What a reader that is not this project's gives, if it is a set."""
+        """The result of a third-party reader, checked to be a data set."""
         from fedmq.data.raw_set import RawSet, checked  # noqa: PLC0415 - brings NumPy, which a scenario does without
 
         found = None if isinstance(self.reader, str) else self.reader(data)
@@ -138,7 +138,7 @@ SETS: Mapping[str, DataSet] = {
         labels=20,
     ),
     "folder": DataSet(
-        "pictures with .txt files beside them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
+        "pictures with .txt files next to them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
     ),
     "parquet": DataSet("Parquet or Arrow files of pictures and captions, as of Hugging Face", "parquet.read_parquet"),
     "webdataset": DataSet("tar files of webdataset or img2dataset, not unpacked", "webdataset.read_webdataset"),
@@ -191,7 +191,7 @@ def check(data: Data) -> None:
     name = data.name
     if name not in SETS and name not in OTHERS:
         if not user_files.is_reference(name) and name not in names():
-            allowed = f"{one_of(name, names())}, or the path of a file of your own, ./mine.py"
+            allowed = f"{one_of(name, names())}, or the path of your own Python file, ./mine.py"
             raise InputError("data.name", name, allowed)
         find(name)
         return  # whether it needs a path or takes other keys its own reader knows

@@ -23,7 +23,7 @@ def first_of_equals(values: Iterable[Hashable]) -> I64:
 
 
 def same_rows(array: npt.NDArray[Any]) -> I64:
-    """The first row of an array [n, ...] with the same values as each row: int64 [n]; rows of zeros are no pictures.
+    """The first row of an array [n, ...] with the same values as each row: int64 [n]; rows of zeros are not pictures.
 
     >>> same_rows(np.array([[1.0], [2.0], [1.0], [0.0], [0.0]])).tolist()
     [0, 1, 0, 3, 4]

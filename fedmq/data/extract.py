@@ -291,7 +291,7 @@ def prepare_raw(
         cache: cache folder.
         seed: seed of random weights.
         progress: receives progress while encoding.
-        device: of the frozen encoders; no part of the cache key, although it determines the last bits.
+        device: device of the frozen encoders; no part of the cache key, although it determines the last bits.
         before: called before features are extracted; not if the folder is cached.
 
     Raises:

@@ -3,8 +3,8 @@
 An item has three SHA-256 digests: of its key, split and label names (as JSON), of its image, and of its captions. An
 image's is over its stamp (``Pictures.stamps``: the content and how it is decoded), of a row of features over its
 float32 values; captions' is over their texts, or over the float32 values. None of them depends on the machine. The
-salted digest hashes them together with the run's id, so that it says nothing to somebody who does not have the data,
-and two runs cannot be linked by it.
+salted digest hashes them together with the run's id, so that it reveals nothing to anyone who does not have the data,
+and does not link two runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: boo
     """Digest (hex) of a data set for one run: SHA-256 over ``fedmq data``, the run's id and the items' digests.
 
     Args:
-        items: of all items, in the order of the data set.
+        items: digests of all items, in the order of the data set.
         run: the run's id.
         image: whether the images belong to the data.
         text: whether the captions belong to the data.

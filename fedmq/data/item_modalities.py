@@ -2,7 +2,7 @@
 
 A data set may hold items with only an image or only captions, and ``missing_modality.per: item`` removes a modality of
 some training items. A silo's dataset consists of the items that have all of the silo's modalities. Its other items are
-passed to methods beside the dataset, so that no method can mistake them for pairs.
+passed to methods separately, so that no method can mistake them for pairs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError
 from fedmq.progress import Progress, tell
 
-#: Most image files whose headers are read, and most pictures inside of other files that are decoded.
+#: Maximum number of image files whose headers are read, and of pictures inside other files that are decoded.
 MOST_FILES, MOST_STORED = 10_000, 500
 #: Names listed in one message.
 LISTED = 5
@@ -35,7 +35,7 @@ class Unreadable:
 
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
-    """Open the pictures of a data set, in order: of image files the headers; videos are not opened.
+    """Open the pictures of a data set in order, for image files only the headers; videos are not opened.
 
     Args:
         raw: the data set; its missing pictures are passed over.

@@ -50,7 +50,7 @@ class PreparedMeta(Stored):
         vocabulary: words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
-        remarks: counts of what is seldom meant.
+        remarks: counts of what is probably unintended.
     """
 
     format: Literal[3]
@@ -290,8 +290,7 @@ def save_arrays(folder: Path, **arrays: Array | None) -> None:
 def save_present(folder: Path, present: npt.NDArray[np.bool_] | None) -> dict[str, object]:
     """Save the modalities of each item, bool [n, 2], if some items lack one (not None).
 
-    Returns:
-        What ``meta.json`` has to say of it in ``source``.
+    Returns: The entry of ``source`` in ``meta.json`` about it.
     """
     if present is None:
         return {}

@@ -55,9 +55,9 @@ class RawSet:
         label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
         stamps: n fingerprints of the pictures; None if their files have not been read.
-        column: n values of ``data.column``, by which ``partition.kind column`` deals the items; None without it.
-        unpaired: items may lack their picture or their captions, because the set says so of each of them.
-        alone: files of captions without a picture, which are no items.
+        column: n values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
+        unpaired: items may lack their picture or their captions, because the set declares this for each item.
+        alone: files of captions without a picture, which are not items.
     """
 
     place: str
@@ -94,7 +94,7 @@ class RawSet:
 
     @cached_property
     def pictured(self) -> npt.NDArray[np.bool_]:
-        """Bool [n]: whether each item has a picture, be its file readable or not."""
+        """Bool [n]: whether each item has a picture, whether or not its file is readable."""
         if not isinstance(self.pictures, WithGaps):
             return np.ones(len(self), np.bool_)
         return np.array([at is not None for at in self.pictures.rows])
@@ -114,7 +114,7 @@ class RawSet:
         """The modalities of each item, bool [n, 2]: picture, captions; None if all items have both.
 
         Args:
-            kind: of text; an item always has a bag of words.
+            kind: kind of text; an item always has a bag of words.
         """
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
         return presence(self.pictured, captioned)
@@ -133,7 +133,7 @@ class RawSet:
 
     @cached_property
     def image_digest(self) -> str:
-        """SHA-256 (hex) of the pictures' contents, whatever their files are called."""
+        """SHA-256 (hex) of the pictures' contents, regardless of file names."""
         return _digest(self.pictures.stamps() if self.stamps is None else self.stamps)
 
     def same_pictures(self, progress: Progress | None = None) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What a data set holds that is allowed but seldom meant, counted while it is prepared, and told by the commands."""
+"""Remarks on a data set: counts of what is allowed but probably unintended, made while it is prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedmq.storage.json_files import Stored
 
 
 class Remarks(Stored):
-    """Counts of what is seldom meant.
+    """Counts of what is allowed but probably unintended.
 
     Args:
         padding: rows of zeros behind an item's captions, which were taken for padding.
@@ -35,7 +35,7 @@ class Remarks(Stored):
     first_cut: str = ""
 
 
-#: Of a data set without anything to tell.
+#: For a data set without remarks.
 NOTHING = Remarks()
 
 
@@ -69,10 +69,10 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
     """One line for each count that is not 0.
 
     Args:
-        remarks: of a data set.
-        equal: also tell of equal vectors, which many data sets have.
+        remarks: remarks on a data set.
+        equal: also report equal vectors, which many data sets have.
     """
-    told = (
+    notes = (
         (remarks.padding, "rows of zeros behind the captions were taken for padding"),
         (remarks.merged, "rows with the image of an earlier row were read as captions of one item"),
         (remarks.zero_images, "image vectors are zeros"),
@@ -81,4 +81,4 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
         (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
         (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
     )
-    return [f"{count:,} {what}" for count, what in told if count]
+    return [f"{count:,} {what}" for count, what in notes if count]

@@ -117,7 +117,7 @@ def draw_split(n: int, seed: int, same: I64 | None = None) -> npt.NDArray[np.uin
 
     Args:
         n: number of items.
-        seed: of the draw.
+        seed: seed of the draw.
         same: int64 [n], the first row with the same picture as each row: these go into one split. None if all differ.
 
     Returns:

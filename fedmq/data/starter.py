@@ -23,7 +23,7 @@ from fedmq.errors import InputError
 from fedmq.progress import Progress
 
 FEATURES = (".npz", ".safetensors")
-#: Fewest training items of a silo: methods that compare the pairs of a batch need two.
+#: Minimum number of training items of a silo: methods that compare the pairs of a batch need two.
 LEAST = 2
 #: Number of items below which a fifth of them is for the test instead of a tenth.
 FEW = 200
@@ -81,8 +81,8 @@ class OwnData:
         alone: files of captions without a picture.
         example: one item with its captions and labels, in a line; empty if captions are unknown as text.
         unopened: number of pictures that were not opened, because there are very many.
-        split: number of training and of test pairs, of data that say which is which or whose split is always drawn
-            in these parts; None if the scenario can say how many to draw.
+        split: number of training and of test pairs, of data that define the split or whose split is always drawn in
+            these proportions; None if the scenario can say how many to draw.
     """
 
     name: str
@@ -99,20 +99,20 @@ class OwnData:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know, a line each."""
-        told = (
+        notes = (
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
-            (self.alone, f"text files without a picture beside them ({len(self.alone)}): {few(self.alone)}"),
+            (self.alone, f"text files without a picture next to them ({len(self.alone)}): {few(self.alone)}"),
             (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
         )
-        return tuple(line for held, line in told if held)
+        return tuple(line for held, line in notes if held)
 
 
 def count(path: Path, progress: Progress | None = None) -> OwnData:
     """Read the annotations of a user's data and open the pictures, as :func:`unreadable` does.
 
     Args:
-        path: of the data.
+        path: path of the data.
         progress: called while pictures are opened.
 
     Raises:
@@ -204,7 +204,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     """The scenario as YAML with comments.
 
     Args:
-        name: of the scenario; characters that are not allowed become ``-``.
+        name: name of the scenario; characters that are not allowed become ``-``.
         data: the user's.
         plan: the settings.
 
@@ -221,10 +221,11 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     if clusters >= 2:
         dealt = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, least: {LEAST}}}"
         why = (
-            "# Silos get different topics: clusters of captions, dealt unevenly. A larger alpha makes silos more alike."
+            "# Silos get different topics: clusters of captions, distributed unevenly. A larger alpha makes silos "
+            "more alike."
         )
     else:
-        dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: dealt at random."
+        dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: distributed at random."
     backbone = "features" if data.name == "features" else "lite"
     kept = ", missing: skip" if data.left_out else ""
     lines = [

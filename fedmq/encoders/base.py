@@ -29,7 +29,7 @@ class Encoder:
         edge: edge length [pixels] of pictures that need no resizing; drawings are rendered at this size.
         later: digest of the weights that the model applies to the rows if these are pixels; else empty.
         width: length of a row if known before encoding; else 0.
-        cut: of a text encoder: whether it reads only the beginning of each text; None if it reads any length.
+        cut: for a text encoder, whether it reads only the beginning of each text; None if it reads any length.
     """
 
     digest: str

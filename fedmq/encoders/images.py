@@ -165,7 +165,7 @@ def decode(path: Path, hint: str = "") -> Pixels:
     """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
 
     Args:
-        path: of the file.
+        path: path of the file.
         hint: for the user, added to an error.
 
     Raises:
@@ -180,8 +180,8 @@ def decode_bytes(content: bytes, place: str) -> Pixels:
     """Decode the bytes of an image file, like :func:`decode`.
 
     Args:
-        content: of the file.
-        place: of the picture in error messages.
+        content: content of the file.
+        place: place of the picture in error messages.
 
     Raises:
         InputError: as of :func:`decode`.
@@ -445,7 +445,7 @@ def as_pixels(picture: object, place: str) -> Pixels:
     Args:
         picture: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
             torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
-        place: of the picture in error messages.
+        place: place of the picture in error messages.
 
     Returns:
         uint8 [height, width, 3].

@@ -12,11 +12,11 @@ from fedmq.errors import InputError
 
 @dataclass(frozen=True)
 class WithGaps:
-    """The pictures of n items of which some have none.
+    """The pictures of n items, some of which have none.
 
     Args:
-        held: the m pictures that there are.
-        rows: of each item, the row of its picture in ``held``; None for an item without one.
+        held: the m existing pictures.
+        rows: for each item, the row of its picture in ``held``; None for an item without one.
     """
 
     held: Pictures
@@ -27,7 +27,7 @@ class WithGaps:
 
     @property
     def clips(self) -> bool:
-        """As of the pictures that there are."""
+        """As for the existing pictures."""
         return self.held.clips
 
     def name(self, row: int) -> str:
@@ -36,11 +36,11 @@ class WithGaps:
         return "no picture" if at is None else self.held.name(at)
 
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """As of the pictures that there are; items without one have different stamps, as they share no picture."""
+        """As for the existing pictures; each item without one has its own stamp, as such items share no picture."""
         return self._filled(self.held.stamps(on_progress))
 
     def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """As of the pictures that there are; items without one have different contents."""
+        """As for the existing pictures; each item without one has distinct contents."""
         return self._filled(self.held.contents(on_progress))
 
     def _filled(self, texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ def embed(encoders: Encoders, items: SiloDataset, *, binary: bool) -> Embedded:
     """Embed every image and every caption.
 
     Args:
-        encoders: of the model.
+        encoders: encoders of the model.
         items: with both modalities.
         binary: the model computes hash codes.
 

@@ -60,7 +60,7 @@ def comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.n
 
     Args:
         items: embeddings or codes.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
 
     Returns:
         images [n, d], captions [m, d], and the image of each caption int64 [m].
@@ -108,7 +108,7 @@ def rank(
         queries: the evaluated items.
         gallery: the items to retrieve.
         evaluation: cut-offs of mAP and NDCG.
-        seed: of the gallery's order.
+        seed: seed of the gallery's order.
         ways: directions of retrieval.
         top_n: cut-offs N of precision@N and recall@N.
         curves: also compute precision and recall at every rank and Hamming radius.

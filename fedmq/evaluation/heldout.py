@@ -146,7 +146,7 @@ def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
 
 
 def forget_inference(model: TwoTower) -> None:
-    """Remove what :func:`load_inference` loaded beside the parameters."""
+    """Remove what :func:`load_inference` loaded in addition to the parameters."""
     model.bank = None
     for tower in (model.visual, model.text):
         if isinstance(tower, Tower):

@@ -179,7 +179,7 @@ class _Requested:
         at: R of each mAP@R.
         ndcg_at: N of each NDCG@N.
         top_n: N of each precision@N and recall@N.
-        denominator: of mAP@R.
+        denominator: denominator of mAP@R.
         radii: largest Hamming radius of the curve by radius; 0 for no such curve.
         rank_curve: whether to compute the curve by rank.
     """
@@ -264,7 +264,7 @@ class _Chunk:
     """Values of some queries, and sums over them for the curve by rank.
 
     Args:
-        values: of each query, in order.
+        values: values of each query, in order.
         hits: int64 [N], number of queries with a relevant item at each rank; empty unless requested.
         recall: float64 [N], sum over queries of the recall gained at each rank; likewise.
     """
@@ -417,8 +417,8 @@ def hamming_metrics(
         order_seed: seed that shuffles the gallery first; None keeps its order. Ties are broken by index, so a gallery
             sorted by class would leak its labels into the ranking.
         bits: length r of packed codes if it is not a multiple of 8; only ``pr_radius`` depends on it.
-        denominator: of mAP@R: the number of relevant items among the first R (``retrieved``, as in public hashing
-            code), of all relevant items (``total``), or the smaller of R and the latter (``min``).
+        denominator: denominator of mAP@R: the number of relevant items among the first R (``retrieved``, as in public
+            hashing code), of all relevant items (``total``), or the smaller of R and the latter (``min``).
         empty: whether a query without relevant items counts as 0 in mAP and mAP@R (``zero``), or is left out (``skip``,
             as in FedCMR). In either case, NDCG counts it as 0, and precision and recall leave it out.
 
@@ -472,7 +472,7 @@ def cosine_metrics(
         top_n: cut-offs N of precision@N and recall@N.
         curves: also compute precision and recall at every rank.
         order_seed: seed that shuffles the gallery first; see :func:`hamming_metrics`.
-        denominator: of mAP@R; see :func:`hamming_metrics`.
+        denominator: denominator of mAP@R; see :func:`hamming_metrics`.
         empty: how queries without relevant items count; see :func:`hamming_metrics`.
 
     Raises:

@@ -80,8 +80,10 @@ class Metric:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(re.sub(r"\{(n|way|_way)\}", "x", self.name)):
             raise ValueError(f"metric name {self.name!r}: small letters, digits and _ are allowed, a letter first")
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} must be finite, low below high")
+        finite = all(isinstance(each, int | float) and math.isfinite(each) for each in (self.low, self.high))
+        if not (finite and self.low < self.high):
+            allowed = "must be finite numbers, low below high"
+            raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} {allowed}")
 
     @property
     def is_family(self) -> bool:
@@ -130,7 +132,7 @@ class Measured:
         queries: the evaluated items.
         evaluation: the scenario's options of evaluation, such as cut-offs.
         gallery: the items that label metrics retrieve; None takes the queries' other modality.
-        seed: of the order of items and captions, which breaks ties.
+        seed: seed of the order of items and captions, which breaks ties.
         part: the whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its
             items that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
     """
@@ -294,7 +296,7 @@ def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
     Args:
         items: the evaluated items, at least ``size``.
         size: number of items in a fold.
-        seed: of the order within a fold, which breaks ties.
+        seed: seed of the order within a fold, which breaks ties.
 
     Returns:
         ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...

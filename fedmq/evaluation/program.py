@@ -42,8 +42,8 @@ class EvaluatorArguments:
         out: folder for its message log.
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
-        site: the evaluator's site, which has its held-out set if the silos have data of their own.
-        logs: of the log for operators; None for none.
+        site: the evaluator's site, which has its held-out set if the silos have their own data.
+        logs: options of the log for operators; None for none.
     """
 
     run: ResolvedRun
@@ -73,7 +73,7 @@ class Evaluator:
     def __init__(self, scenario: Scenario, population: Population, device: str) -> None:
         self.model = population.build_model(scenario, device, ("image", "text"))
         self.heldout = HeldOut.load(scenario, population)
-        # A held-out set of the evaluator's own has no parts that belong to silos.
+        # The evaluator's own held-out set has no parts that belong to silos.
         self.names = tuple(self.heldout.items) if population.agreed is None else ()
 
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
@@ -99,7 +99,7 @@ class EvaluatorStart:
         items: number of its held-out items.
         content: digest of its data, which it declares in its log.
         evaluator: ready for requests; None until the silos have agreed on labels and inputs.
-        data: of an evaluator with a held-out set of its own; None in a simulated partition.
+        data: data of an evaluator with its own held-out set; None in a simulated partition.
     """
 
     scenario: Scenario
@@ -114,13 +114,13 @@ class EvaluatorStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or an evaluator with a set of its own has no site file.
+            InputError: the data cannot be read, or an evaluator with its own set has no site file.
         """
         scenario, run = arguments.scenario, arguments.run.id
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
         if scenario.data is None:
             if not scenario.evaluator:
-                allowed = "shared or both, for an evaluator with a held-out set of its own"
+                allowed = "shared or both, for an evaluator with its own held-out set"
                 raise InputError("evaluation.heldout", scenario.evaluation.heldout or "own", allowed)
             data = SiteData.load(here, arguments.site, run)
             split = SPLITS.index(scenario.evaluation.split)
@@ -136,7 +136,7 @@ class EvaluatorStart:
         Raises:
             RemoteWireError: the agreement does not fit the evaluator's data.
         """
-        assert self.data is not None  # noqa: S101 - only evaluators with data of their own are sent an agreement
+        assert self.data is not None  # noqa: S101 - only evaluators with their own data are sent an agreement
         population = self.data.population(EVALUATOR, message.payloads)
         return Evaluator(self.scenario, population, device_of(self.scenario.device))
 
@@ -150,7 +150,7 @@ def run_evaluator(
     """Run the evaluator until the coordinator sends a stop.
 
     Args:
-        arguments: of the start.
+        arguments: how the evaluator is started.
         logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
 

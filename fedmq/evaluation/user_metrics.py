@@ -72,8 +72,8 @@ def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Me
     """Entries of user-defined metrics by name, for a run's summary: its readers may not have their code.
 
     Args:
-        measures: of the run.
-        names: of the metrics measured in the run.
+        measures: measures of the run.
+        names: names of the metrics measured in the run.
     """
     entries = own_metrics(measures)
     found = ((name, next((hit for each in entries if (hit := each.named(name))), None)) for name in names)

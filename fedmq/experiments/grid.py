@@ -45,7 +45,7 @@ class Variation:
     """A key and the values to try: ``--vary`` and ``--select``.
 
     Args:
-        key: of the scenario, e.g. ``training.learning_rate``.
+        key: key of the scenario, e.g. ``training.learning_rate``.
         values: parsed from YAML.
         who: scenario or method to which it applies; None for all.
     """
@@ -71,7 +71,7 @@ class Entry:
     """One row of a comparison, run with every seed.
 
     Args:
-        name: of the row.
+        name: name of the row.
         method: the method that is compared.
         point: the other varied keys and their values as shown.
         file: the scenario file.
@@ -294,7 +294,7 @@ def entries(
         made.append(Entry(name, method, draft.point, draft.file, row_settings, candidates))
     _refuse_idle("--select", select, known)
     if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
-        allowed = "scenarios (and --vary set=) with different names, so that their rows can be told apart"
+        allowed = "scenarios (and --vary set=) with different names, so that their rows can be distinguished"
         raise InputError("FILE or --vary", twice[0], allowed)
     return tuple(made)
 

@@ -21,11 +21,13 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     """Bars, curves over merges and over virtual time, and each column against the varied value if there is one.
 
     Args:
-        rows: of a comparison; at least one.
-        title: of the page.
+        rows: rows of a comparison; at least one.
+        title: title of the page.
         notes: shown below it.
     """
-    return document(title, notes, [figure for column in rows[0].columns for figure in _column(rows, column)])
+    runs = [outcome for row in rows for outcome in row.outcomes.values()]
+    columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
+    return document(title, notes, [figure for column in columns for figure in _column(rows, column)])
 
 
 def _column(rows: Sequence[Row], column: str) -> list[Figure]:

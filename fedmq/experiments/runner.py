@@ -74,7 +74,7 @@ class Run:
     Args:
         name: scenario, method, seed and a digest of the rest.
         title: for display: row and seed.
-        folder: of the run.
+        folder: the run folder.
         scenario: as resolved.
     """
 
@@ -161,7 +161,7 @@ def run_of(
     Args:
         entry: the row.
         chosen: the candidate.
-        seed: of the run.
+        seed: seed of the run.
         place: where and how runs are executed.
         trial: evaluate on the validation split, at the end.
         rounds: replaces the scenario's.
@@ -238,7 +238,7 @@ def carry_out(
     """Select candidates on the validation split, execute the missing runs, and collect the rows.
 
     Args:
-        plan: of the comparison.
+        plan: plan of the comparison.
         place: where and how runs are executed.
         report: called with the current step and its progress.
         until_stopped: called before the first run is started; returns a function that says whether to stop the runs.

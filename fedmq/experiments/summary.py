@@ -20,7 +20,7 @@ class Row:
     """One row of the result.
 
     Args:
-        entry: of the plan.
+        entry: entry of the plan.
         chosen: settings selected on the validation split.
         outcomes: finished runs by seed, without failed ones.
         columns: statistics by column.
@@ -83,7 +83,7 @@ def rows(
     """Statistics of every row against its baseline.
 
     Args:
-        plan: of the comparison.
+        plan: plan of the comparison.
         chosen: selected settings, by row.
         finished: finished runs by row and seed.
 
@@ -117,9 +117,15 @@ def rows(
 
 
 def _columns(results: Mapping[int, FinishedRun], plan: ComparisonPlan) -> dict[str, dict[int, float]]:
-    """Values by column and seed; a run without a value is left out."""
-    metrics = {metric: {seed: run.value(metric) for seed, run in results.items()} for metric in plan.metrics}
-    times = {target.title: {seed: run.time_to(target) for seed, run in results.items()} for target in plan.targets}
+    """Values by column and seed; a run without a value, or with one that every model reaches, is left out."""
+    metrics = {
+        metric: {seed: run.value(metric) for seed, run in results.items() if run.shows(metric)}
+        for metric in plan.metrics
+    }
+    times = {
+        target.title: {seed: run.time_to(target) for seed, run in results.items() if run.shows(target.metric)}
+        for target in plan.targets
+    }
     return {
         column: {seed: value for seed, value in values.items() if value is not None}
         for column, values in {**metrics, **times}.items()
@@ -141,12 +147,22 @@ def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
         return ()
     names = list(dict.fromkeys(name for run in done for name in _names(run)))
     measured = list(dict.fromkeys(name for run in done for each in run.evaluations for name in each.metrics))
+    columns = [(metric, metric) for metric in plan.metrics] + [(each.title, each.metric) for each in plan.targets]
+    hidden = [title for title, metric in columns if not any(run.shows(metric) for run in done)]
     lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
     never = [each for each in plan.targets if not any(run.course(each.metric) for run in done)]
     lacking += [(each.title, each.metric, measured) for each in never]
-    return tuple(
-        f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
-        for title, metric, known in lacking
+    items = min((run.gallery.smallest for run in done if run.gallery is not None), default=0)
+    return (
+        *(
+            f"column {title!r} holds only dashes: in a gallery of {items} items every model reaches 1"
+            for title in hidden
+        ),
+        *(
+            f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
+            for title, metric, known in lacking
+            if title not in hidden
+        ),
     )
 
 

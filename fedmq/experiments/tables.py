@@ -143,8 +143,8 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     """Explanations for the reader of a table.
 
     Args:
-        rows: of the table.
-        plan: of the comparison.
+        rows: rows of the table.
+        plan: plan of the comparison.
         selected: whether settings were selected among candidates.
         compared: whether there are differences to a baseline.
     """
@@ -213,7 +213,7 @@ def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
     Args:
         table: from :func:`grid`.
         title: above the first table; the notes are below the last. Both may be wider than a table.
-        width: of the terminal [characters].
+        width: width of the terminal [characters].
     """
     below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
     names, *places = (place for place in range(len(table.head)) if place not in below)
@@ -319,7 +319,7 @@ def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
         {
             "name": row.entry.name,
             "seed": seed,
-            **{metric: outcome.value(metric) for metric in plan.metrics},
+            **{metric: outcome.value(metric) if outcome.shows(metric) else None for metric in plan.metrics},
             **{target.title: outcome.time_to(target) for target in plan.targets},
             "model_digest": None if outcome.summary is None else outcome.summary.model_digest,
             "folder": str(outcome.folder.root),

@@ -1,4 +1,4 @@
-"""The agreement on the data of silos that share nothing but messages: what each states, and what all agree on.
+"""The agreement on data among silos that share only messages: what each silo states, and what all agree on.
 
 A silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and model
 inputs. Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are
@@ -68,12 +68,12 @@ def usable(counts: Counts, *, image: bool, text: bool) -> Counts:
 
 
 def held_by(prepared: Prepared, *, image: bool, text: bool) -> tuple[bool, bool]:
-    """The modalities that a silo trains on data of its own, out of those it may use: (image, text)."""
+    """The modalities that a silo with its own data trains, among those it may use: (image, text)."""
     return modalities_held(prepared.rows("train"), prepared.present, image=image, text=text)
 
 
 def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: bool, text: bool) -> DataStatement:
-    """What a process states about data of its own.
+    """The statement of a process about its own data.
 
     Args:
         prepared: its data set.
@@ -140,9 +140,9 @@ def difference(name: str, stated: DataFormat, other: str, reference: DataFormat)
     """What makes two silos' formats incompatible, in words for both operators; None if they fit together.
 
     Args:
-        name: of the silo in question.
+        name: name of the silo in question.
         stated: its format.
-        other: of the silo that it is compared with.
+        other: name of the silo that it is compared with.
         reference: that silo's format.
     """
     for modality, fields in _SAME.items():
@@ -175,7 +175,7 @@ def unknown_name(name: str, stated: DataFormat, agreed: DataFormat) -> str | Non
     """A label or word of a silo that is not among those agreed on, in words for its operator; None without any.
 
     Args:
-        name: of the silo.
+        name: name of the silo.
         stated: its format.
         agreed: what others agreed on before it stated its data.
     """
@@ -234,8 +234,8 @@ def silos_of(names: Sequence[str], modalities: SiloModalities, counts: Mapping[s
     """The silos of a run, with the numbers of their unpaired items as far as this process knows them.
 
     Args:
-        names: of all silos of the scenario. Those that have stated no data yet have neither modality.
-        modalities: of the silos that have.
+        names: names of all silos of the scenario. Those that have stated no data yet have neither modality.
+        modalities: modalities of the silos that have.
         counts: numbers of items, of the silos that this process knows them of.
     """
     masks, silos = dict(zip(modalities.silos, modalities.masks.tolist(), strict=True)), list[SiloFacts]()
@@ -258,7 +258,7 @@ def run_data_of(
     """The facts about the run's data that an agreement contains.
 
     Args:
-        names: of all silos of the scenario.
+        names: names of all silos of the scenario.
         agreed: the agreed format.
         modalities: the silos.
         cache: cache folder of this process.

@@ -93,7 +93,7 @@ class SiloData:
         samples: number of training items.
         labels: number of training items of each label.
         heldout: number of held-out items.
-        image_only: of the training items of a silo with both modalities, those with an image only.
+        image_only: among the training items of a silo with both modalities, those with an image only.
         text_only: likewise with captions only.
     """
 
@@ -127,8 +127,8 @@ class DataFacts:
         twins_of_training_items: keys of evaluated items that duplicate a training item.
         twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
-        remarks: counts of what is seldom meant; only of a data set whose features are known.
-        captions_alone: files of captions without a picture, which are no items.
+        remarks: counts of what is probably unintended; only for a data set whose features are known.
+        captions_alone: files of captions without a picture, which are not items.
         example: one item with its captions and labels, in a line.
     """
 
@@ -163,7 +163,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     """Check a data set on disk.
 
     Args:
-        data: of the scenario.
+        data: the scenario's data section.
         progress: called while images are read.
 
     Raises:
@@ -403,7 +403,7 @@ def show(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
-        ("text files without a picture beside them", facts.captions_alone),
+        ("text files without a picture next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
         ("twins of training items", facts.twins_of_training_items),

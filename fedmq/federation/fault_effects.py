@@ -96,8 +96,8 @@ def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutco
     """A task's outcome under a fault; None if the fault does not affect it.
 
     Args:
-        fault: of the task's link or process.
-        outcome: of the task without this fault.
+        fault: a fault of the task's link or process.
+        outcome: outcome of the task without this fault.
         phase: the silo's phase in the period of a recurring fault, in [0, 1).
     """
     match fault:
@@ -156,8 +156,8 @@ def attacked(fault: Poison, payload: Payload, generator: np.random.Generator) ->
 
     Args:
         fault: the attack.
-        payload: of an honest silo.
-        generator: of the task and the fault; only ``noise`` draws from it.
+        payload: payload of an honest silo.
+        generator: generator of the task and the fault; only ``noise`` draws from it.
     """
     match fault:
         case SignFlip(scale=scale):
@@ -213,7 +213,7 @@ def drifted_rows(fault: Drift, rows: I64, pool: I64, generator: np.random.Genera
         fault: has the fraction of rows that change.
         rows: [n] the silo's rows before the drift.
         pool: [N] rows of all silos, from which the new ones are drawn.
-        generator: of this silo and fault.
+        generator: generator of this silo and fault.
     """
     drifted = rows.copy()
     places = generator.permutation(len(rows))[: max(1, round(fault.amount * len(rows)))]
@@ -227,7 +227,7 @@ def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.ran
     Args:
         fault: has the fraction.
         dataset: unchanged if it has one modality and no labels.
-        generator: of this silo and fault.
+        generator: generator of this silo and fault.
     """
     n_samples = len(dataset)
     chosen = generator.permutation(n_samples)[: round(fault.amount * n_samples)]

@@ -126,7 +126,7 @@ class FaultSchedule:
     def phases(self, silo: SiloFacts, rounds: int) -> frozenset[SiloFacts]:
         """All facts that the silo has at some time during a run of ``rounds`` rounds.
 
-        A silo that has stated no data of its own yet has no modality, and faults change nothing about it.
+        A silo that has not stated its own data yet has no modality, and faults change nothing about it.
 
         Raises:
             InputError: the silo would lose its last modality.

@@ -175,7 +175,7 @@ def device_of(name: str, index: int = 0) -> str:
 
     Args:
         name: ``auto``, ``cpu`` or ``cuda:N``.
-        index: of the silo or process; ``auto`` assigns the machine's GPUs round-robin.
+        index: index of the silo or process; ``auto`` assigns the machine's GPUs round-robin.
 
     Raises:
         InputError: the name is invalid, or the device does not exist.
@@ -220,7 +220,8 @@ def build_population(
         scenario: as resolved.
         progress: called with (what, done, total) during long steps.
         cache: the cache folder; None takes the default.
-        folder: of the prepared data, if known. It saves half a second of hashing and 20 MB of memory per process.
+        folder: folder of the prepared data, if known. It saves half a second of hashing and 20 MB of memory per
+            process.
         pooled: assign the training data of all silos to the first one, in both modalities, as for central training.
             Held-out items stay with their silos.
         fits: checks the scenario with placeholders of the data before their features are extracted.
@@ -274,11 +275,11 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
 
 
 def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: RunData) -> Population:
-    """The population as a process with data of its own sees it: only its own rows.
+    """The population as a process with its own data sees it: only its own rows.
 
     Args:
         scenario: as resolved.
-        name: of the silo, or of the evaluator, which trains on nothing.
+        name: name of the silo, or of the evaluator, which trains on nothing.
         prepared: its data set.
         agreed: what the silos have agreed on.
     """

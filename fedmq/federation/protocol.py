@@ -51,7 +51,7 @@ class SiloFacts:
 
     @property
     def unpaired(self) -> int:
-        """Number of training items beside the pairs of a silo with both modalities; 0 for other silos."""
+        """Number of training items in addition to the pairs of a silo with both modalities; 0 for other silos."""
         return self.image_only + self.text_only if self.paired else 0
 
 
@@ -122,7 +122,7 @@ class Task:
         sequence: the task's number, unique per silo.
         base_version: version (number of merges) of the model it starts from.
         round: the round in which the task was sent, from 0.
-        learning_rate: of this round.
+        learning_rate: learning rate of this round.
         payloads: the model and the method's further payloads.
     """
 
@@ -153,7 +153,7 @@ class Local:
         dataset: the items that have all of the silo's modalities; of a silo with both, its pairs.
         model: the two towers; :meth:`TwoTower.load` sets the downloaded parameters.
         state: personal tensors from the silo's previous task, empty at the first one; never sent.
-        unpaired: of a silo with both modalities, the items with an image only and those with captions only, as far as
+        unpaired: in a silo with both modalities, the items with an image only and those with captions only, as far as
             there are any; empty unless the method's traits say that it trains on them.
         epochs: keeps snapshots of a long task; None keeps none.
     """
@@ -176,7 +176,7 @@ class Trained:
     """The result of local training.
 
     Args:
-        payloads: of the reply.
+        payloads: payloads of the reply.
         state: personal tensors to keep for the next task.
         loss: mean training loss.
     """
@@ -209,7 +209,7 @@ class Reply:
         base_version: version that the silo started from.
         staleness: version at the merge minus ``base_version``.
         damping: h(staleness), 1 for a fresh reply.
-        payloads: of kinds already checked against :meth:`FederatedProtocol.uploads`.
+        payloads: payloads of kinds already checked against :meth:`FederatedProtocol.uploads`.
         rarity: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
         base: the state that its task was created from, to interpret a stale update; None if it is the state that the
             reply is merged into.
@@ -271,7 +271,7 @@ class Traits:
         public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
-        our_reading: the method was reconstructed from an incomplete description, which runs and tables report.
+        our_reading: the method was reconstructed from an incomplete description; runs and tables report this.
         unpaired: what a silo with both modalities does with items that lack one: they are ``ignored`` and counted, or
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
     """
@@ -408,10 +408,10 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
     """Check that a method is consistent with its traits.
 
     Args:
-        name: of the method, for the error.
+        name: name of the method, for the error.
         method: created with ``options`` and ``context``.
-        options: of the run.
-        context: of the run.
+        options: options of the run.
+        context: context of the run.
 
     Raises:
         InputError: a trait contradicts the method's functions or another trait.

@@ -1,4 +1,4 @@
-"""Data of a site's own, with ``partition.kind own``: loaded, described for the others, and joined to the agreement."""
+"""Load a site's own data (``partition.kind own``), state them, and adapt them to the agreement."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SiteData:
         A modality that the site lacks has the shape of the encoder's inputs; of a features file the other one's shape.
 
         Args:
-            name: of the silo.
+            name: name of the silo.
         """
         (stated, held), inputs = self.statement, self.prepared.inputs
         alike = self.scenario.backbone.name == "features"
@@ -102,11 +102,11 @@ class SiteData:
         """The population as this site sees it.
 
         Args:
-            name: of the silo, or of the evaluator.
+            name: name of the silo, or of the evaluator.
             agreement: the payloads of the coordinator's message.
 
         Raises:
-            RemoteWireError: they are no agreement, or not of this site.
+            RemoteWireError: they are not an agreement, or not that of this site.
         """
         match agreement:
             case [DataFormat() as agreed, SiloModalities() as modalities]:

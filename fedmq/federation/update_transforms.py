@@ -31,8 +31,8 @@ def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[st
     Args:
         update: float32 [P].
         privacy: the scenario's options; without clipping the same array is returned.
-        source: of the noise: a secret of 32 bytes, or the scenario's seed, which gives no privacy against a party that
-            knows the seed.
+        source: source of the noise: a secret of 32 bytes, or the scenario's seed, which gives no privacy against a
+            party that knows the seed.
         path: silo, base version and sequence, which name the draw.
     """
     if privacy.clip_norm is None or not update.any():

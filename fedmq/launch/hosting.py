@@ -1,4 +1,4 @@
-"""Decides whether the silos of a run are processes of their own or share a few host processes."""
+"""Decides whether the silos of a run are separate processes or share a few host processes."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def allow_descriptors() -> None:
 
 @dataclass(frozen=True)
 class Hosting:
-    """Which silos share a process.
+    """Assignment of silos to processes.
 
     Args:
-        hosts: the silos of each host; empty if each silo is a process of its own.
+        hosts: the silos of each host; empty if each silo is a separate process.
         reason: why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
     """
 
@@ -100,6 +100,6 @@ def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
 
 
 def _dealt(names: tuple[str, ...], count: int, room: int) -> tuple[tuple[str, ...], ...]:
-    """Deal the silos to hosts in turn: at least ``count`` hosts, of at most ``room`` silos each."""
+    """Distribute the silos over hosts in turn: at least ``count`` hosts, of at most ``room`` silos each."""
     hosts = max(count, -(-len(names) // room))
     return tuple(names[index::hosts] for index in range(hosts))

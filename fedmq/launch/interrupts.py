@@ -23,11 +23,22 @@ def answer_interrupts() -> None:
 def _answer(_number: int, frame: FrameType | None) -> NoReturn:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
-                os.write(2, b"fedmq: interrupted\n")
+            say_interrupted()
             os._exit(FAILED)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def say_interrupted(more: str = "") -> None:
+    """Print that the command was interrupted.
+
+    Args:
+        more: how it continues, e.g. ``; repeat the command to continue``.
+    """
+    with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
+        # A terminal has just echoed ^C.
+        start = b"\n" if os.isatty(2) else b""
+        os.write(2, start + f"fedmq: interrupted{more}\n".encode())
 
 
 def say_stopping(resume: str = "--resume RUN") -> None:

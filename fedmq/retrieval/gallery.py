@@ -53,7 +53,7 @@ class GalleryMeta(Stored):
     """``gallery.json``: model and source of a gallery.
 
     Args:
-        format: of the folder.
+        format: format of the folder.
         model_digest: SHA-256 (hex) of the model.
         silo: whose personal model it is; None for the shared model.
         made_of: description of the source.
@@ -89,7 +89,7 @@ class Items:
 
     Args:
         keys: names of the n items.
-        captions: of each item, as text; empty if the data set has vectors only.
+        captions: captions of each item, as text; empty if the data set has vectors only.
     """
 
     keys: tuple[str, ...]
@@ -106,7 +106,7 @@ class Source:
     """The items from which a gallery is created.
 
     Args:
-        name: of the gallery's folder.
+        name: name of the gallery's folder.
         described: description for ``gallery.json``.
         items: reads names and captions, which may take a while.
         image: inputs of the image tower, batch by batch.
@@ -243,7 +243,7 @@ class Gallery:
     """An exported gallery.
 
     Args:
-        folder: of its files.
+        folder: folder of its files.
         meta: ``gallery.json``.
     """
 
@@ -292,7 +292,7 @@ class Gallery:
                 found: Array = stored[name]
         except BROKEN_NPZ as error:
             raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
-        # NumPy returns a member of the archive that is no array as bytes.
+        # NumPy returns a member of the archive that is not an array as bytes.
         about = (found.dtype.kind, *found.shape) if isinstance(found, np.ndarray) else ("bytes",)
         if about != (expected := self._described(name)) or not self._sound(name, found):
             shown = f"{about[0]} {list(about[1:])}, or other values"
@@ -401,7 +401,7 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
 def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress | None) -> Gallery:
     """The gallery of the images below a folder, made with a model without its run and kept in the model's folder."""
     if folder is None or not folder.is_dir():
-        found = "nothing" if folder is None else f"{folder}, which is no folder"
+        found = "nothing" if folder is None else f"{folder}, which is not a folder"
         raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
     source, root = of_folder(model, folder), model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
@@ -423,7 +423,7 @@ def _filled(
 
     Args:
         root: folder of the model's galleries.
-        source: of the items.
+        source: source of the items.
         used: digest of the model.
         retriever: opens the model's towers.
         about: further fields of ``gallery.json``.
@@ -470,7 +470,7 @@ def open_gallery(folder: Path, used: str) -> Gallery:
     """Open an exported gallery.
 
     Args:
-        folder: of the gallery.
+        folder: folder of the gallery.
         used: digest of the model that it must have been encoded with.
 
     Raises:

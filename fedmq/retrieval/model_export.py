@@ -54,7 +54,7 @@ class OnnxFile:
     """An exported tower.
 
     Args:
-        path: of the file.
+        path: path of the file.
         difference: largest difference of its outputs from the model's own, over random inputs.
     """
 

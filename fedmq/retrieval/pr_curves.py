@@ -37,7 +37,7 @@ class Measured:
     """The curves of one run, or the means over several that differ in their seed.
 
     Args:
-        name: of the runs, followed by the silo if its personal models are used.
+        name: name of the runs, followed by the silo if its personal models are used.
         ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
     """
 
@@ -102,7 +102,7 @@ def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
     """Average the curves of several runs.
 
     Args:
-        name: of the runs.
+        name: name of the runs.
         runs: result of :func:`measured` for each run; at least one.
 
     Raises:

@@ -54,7 +54,7 @@ class Retriever:
     """A model's encoders for retrieval.
 
     Args:
-        encoders: of images and texts, with outputs [B, dim].
+        encoders: encoders of images and texts, with outputs [B, dim].
         binary: whether the signs of the outputs are hash codes.
         dim: width of an embedding, or number of bits of a code.
     """
@@ -127,8 +127,8 @@ class ModelFolder:
 
         Args:
             inputs: shapes and dtypes of the data it was trained on.
-            label_names: of these data.
-            modalities: of the towers that will be used.
+            label_names: label names of these data.
+            modalities: modalities of the towers that will be used.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
@@ -282,7 +282,7 @@ class Release:
 
         Args:
             prepared: a data set with the shapes and labels of the one it was trained on.
-            modalities: of the towers that will be used.
+            modalities: modalities of the towers that will be used.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.

@@ -103,8 +103,8 @@ def find(
         release: a run, or the folder of a model without its run.
         query: the query.
         chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`; without the run a folder of images.
-        among: whether to search images or captions; None takes the other modality than the query's, or images if there
-            are no captions.
+        among: whether to search images or captions; None searches the modality that the query is not, or images if
+            there are no captions.
         top: number of items to return.
         progress: called while the gallery is encoded.
 

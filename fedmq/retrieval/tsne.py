@@ -36,7 +36,7 @@ class Plane:
     """One model's items in the plane.
 
     Args:
-        name: of the model.
+        name: name of the model.
         places: coordinates, float32 [n, 2].
         sides: modality of each point: the item's image, or its first caption.
         classes: class of each point.
@@ -62,7 +62,7 @@ def placed(
     """Compute the t-SNE of a model's evaluated items.
 
     Args:
-        name: of the model.
+        name: name of the model.
         release: its run.
         items: largest number of items, sampled with the run's seed.
         classes: number of classes, the most frequent ones. An item with several of them counts as the first, an item

@@ -32,7 +32,7 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
     The coordinator's message log gets a note, before anything changes.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         scenario: from :func:`extended`.
 
     Raises:

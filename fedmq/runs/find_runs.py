@@ -17,8 +17,8 @@ class Runs:
     """Runs that a plot shows under one name.
 
     Args:
-        name: of the run's folder, or of the comparison's row.
-        folders: of the single run, or of the row's runs, one per seed.
+        name: name of the run's folder, or of the comparison's row.
+        folders: folders of the single run, or of the row's runs, one per seed.
         comparison: folder of the comparison; None for a single run.
     """
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedmq.evaluation.metrics import shown
-from fedmq.runs.run_records import OwnHeldOut, RunSummary
+from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
+from fedmq.runs.status import StatusFile
 
 #: Galleries with fewer items give coarse figures.
 COARSE = 100
@@ -34,8 +35,12 @@ class Gallery:
         return self.images if self.captions is None else min(self.images, self.captions)
 
     def certain(self, name: str) -> bool:
-        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model."""
-        found = _RECALL.fullmatch(name)
+        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
+
+        Args:
+            name: of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
+        """
+        found = _RECALL.fullmatch(name.rpartition(".")[2])
         if found is None:
             return False
         captions = self.images if self.captions is None else self.captions
@@ -70,6 +75,16 @@ def gallery_of(summary: RunSummary) -> Gallery | None:
     found = summary.evaluated
     if found is None:
         return None if summary.own_heldout is None else own_gallery(summary.own_heldout)
+    return gallery_with(found)
+
+
+def gallery_of_status(status: StatusFile) -> Gallery | None:
+    """The gallery of a run while it goes on; None if only the evaluator knows it."""
+    return None if status.evaluated is None else gallery_with(status.evaluated)
+
+
+def gallery_with(found: EvaluatedItems) -> Gallery:
+    """The gallery of the evaluator's items."""
     captions = "" if found.captions is None else f", {_count(found.captions, 'caption')}"
     return Gallery(f"{_count(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
 

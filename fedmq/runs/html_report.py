@@ -66,7 +66,7 @@ def write(folder: RunFolder) -> None:
         privacy=_privacy(folder, summary, scenario),
         metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
-        seconds=list(summary.seconds.plain().items()),
+        seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         digests=_digests(summary),
         scenario_text=read_text(folder.scenario),
     )

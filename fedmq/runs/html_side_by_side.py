@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.evaluation.metrics import BRIEF, is_known, metric_of
+from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.html_figures import Figure, colour, render
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
@@ -14,6 +15,8 @@ from fedmq.storage.run_folder import RunFolder, write_text
 
 #: Metrics that have a figure: those of the short display, and fairness.
 _CURVES = (*BRIEF, "map")
+#: Most silos whose names stand level below a figure.
+_MOST_LEVEL = 10
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class _Read:
     summary: RunSummary
     evaluations: tuple[EvaluationLine, ...]
     merges: tuple[MergeLine, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the summary, without recalls that every model reaches in so small a gallery."""
+        return meaningful(self.summary.metrics, gallery_of(self.summary))
 
 
 def write(folders: Sequence[RunFolder], path: Path) -> None:
@@ -39,11 +47,11 @@ def page(folders: Sequence[RunFolder]) -> str:
         InputError: a run is not finished, or its files are invalid.
     """
     runs = [_read(folder) for folder in folders]
-    columns = list(dict.fromkeys(name for run in runs for name in run.summary.metrics))
+    columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
     rows = [
         (
             name,
-            *(f"{run.summary.metrics[name]:.4f}" if name in run.summary.metrics else "-" for run in runs),
+            *(f"{run.metrics[name]:.4f}" if name in run.metrics else "-" for run in runs),
             _title(name),
         )
         for name in columns
@@ -57,8 +65,8 @@ def page(folders: Sequence[RunFolder]) -> str:
             "R@1 of the silo served worst",
             *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
         ),
-        ("payload from the silos [MB]", *(f"{sum(run.summary.bytes.up.values()) / 1e6:.1f}" for run in runs)),
-        ("payload to the silos [MB]", *(f"{sum(run.summary.bytes.down.values()) / 1e6:.1f}" for run in runs)),
+        ("payload from the silos [MB]", *(f"{sum(run.summary.bytes.up.values()) / 1e6:,.1f}" for run in runs)),
+        ("payload to the silos [MB]", *(f"{sum(run.summary.bytes.down.values()) / 1e6:,.1f}" for run in runs)),
         ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),
     ]
     same_data = len({run.summary.data_digest for run in runs}) == 1
@@ -69,7 +77,7 @@ def page(folders: Sequence[RunFolder]) -> str:
         same_data=same_data,
         facts=facts,
         metrics=rows,
-        figures=[_curve(runs, name) for name in _CURVES if any(name in run.summary.metrics for run in runs)]
+        figures=[_curve(runs, name) for name in _CURVES if any(name in run.metrics for run in runs)]
         + [_losses(runs), _silos(runs)],
     )
 
@@ -90,9 +98,11 @@ def _title(name: str) -> str:
 
 
 def _curve(runs: Sequence[_Read], metric: str) -> Figure:
-    figure = Figure(_title(metric), "round", metric, note="On the whole held-out split of each run.")
+    heading = metric_of(metric).heading if is_known(metric) else metric
+    figure = Figure(_title(metric), "round", heading, note="On the whole held-out split of each run.")
     for place, run in enumerate(runs):
-        known = [(line.version, line.metrics[metric]) for line in run.evaluations if metric in line.metrics]
+        lines = run.evaluations if metric in run.metrics else ()
+        known = [(line.version, line.metrics[metric]) for line in lines if metric in line.metrics]
         figure.draw(
             "scatter",
             x=[version for version, _ in known],
@@ -121,4 +131,6 @@ def _silos(runs: Sequence[_Read]) -> Figure:
         y = [silo.figures.get("mean_r1") for silo in silos.values()]
         figure.draw("bar", x=list(silos), y=y, name=run.name, marker={"color": colour(place)})
     figure.layout["barmode"] = "group"
+    if len({name for run in runs for name in run.summary.per_silo}) > _MOST_LEVEL:
+        figure.x["tickangle"] = 90
     return figure

@@ -26,6 +26,7 @@ from fedmq.extras import package
 from fedmq.runs import html_sections as sections
 from fedmq.runs import html_side_by_side
 from fedmq.runs.appended_lines import AppendedLines
+from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful
 from fedmq.runs.html_figures import Figure, render
 from fedmq.runs.html_timeline import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary
@@ -74,7 +75,12 @@ class GrowingRun:
 
     def figures(self) -> list[Figure]:
         """The figures of the records so far, as the report draws them."""
-        evaluations = [line for line in self.lines if isinstance(line, EvaluationLine)]
+        gallery = self._gallery()
+        evaluations = [
+            line.model_copy(update={"metrics": meaningful(line.metrics, gallery)})
+            for line in self.lines
+            if isinstance(line, EvaluationLine)
+        ]
         merges = [line for line in self.lines if isinstance(line, MergeLine)]
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
@@ -87,6 +93,11 @@ class GrowingRun:
             sections.staleness(merges),
         ]
         return [figure for figure in found if figure is not None]
+
+    def _gallery(self) -> Gallery | None:
+        with contextlib.suppress(InputError):
+            return gallery_of_status(read_status(self.folder.status))
+        return None
 
     def status(self) -> dict[str, object]:
         """What the run is doing, for the head of the page."""
@@ -213,7 +224,7 @@ def _row(folder: RunFolder) -> RunRow:
     if folder.summary.is_file():
         summary = read_summary(folder)
         written = folder.summary.stat().st_mtime
-        metrics = _brief(summary.metrics)
+        metrics = _brief(meaningful(summary.metrics, gallery_of(summary)))
         return RunRow(name, summary.protocol, summary.seed, "finished", summary.versions, metrics, written)
     if folder.status.is_file():
         status = read_status(folder.status)

@@ -76,6 +76,10 @@ On {items} of the training data's own set, after the last round:
 
 {forward}
 
+## ONNX
+
+{onnx}
+
 ## Limits
 
 - It was evaluated only on data like its training data. Results elsewhere are not known.
@@ -93,8 +97,8 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
     """The text of the card (Markdown, with the front matter that model hubs read).
 
     Args:
-        config: of the released model.
-        summary: of its run.
+        config: configuration of the released model.
+        summary: summary of its run.
         label: the method's name for display.
         split: the evaluated split.
     """
@@ -123,7 +127,23 @@ def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: st
         measured="\n".join(_measured(metrics)),
         results=_results(metrics),
         forward=_forward(config),
+        onnx=onnx_contents(config),
     )
+
+
+def onnx_contents(config: ReleaseConfig) -> str:
+    """What the files of ``fedmq export --onnx`` hold of a model, and what their inputs are, as two sentences."""
+    if config.backbone.get("adapter_site") == "blocks":
+        return (
+            "image.onnx and text.onnx of `fedmq export --onnx` hold the whole model, the frozen encoder included. "
+            "Their inputs are pixels and token ids."
+        )
+    name = config.backbone.get("name")
+    if name == "features":
+        made = "Their inputs are feature vectors of the kind that the training data hold; no program here makes them."
+    else:
+        made = f"Their inputs are the vectors of the frozen encoder {name}: it must run before them."
+    return f"image.onnx and text.onnx of `fedmq export --onnx` hold the trained part only. {made}"
 
 
 def _measured(metrics: Mapping[str, float]) -> list[str]:

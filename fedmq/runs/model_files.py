@@ -30,7 +30,7 @@ def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[An
 
     Args:
         path: ``model.safetensors``.
-        names: of the layout's entries, in the order that the file does not keep.
+        names: names of the layout's entries, in the order that the file does not keep.
 
     Raises:
         InputError: the file is damaged, or has other tensors.
@@ -53,7 +53,7 @@ def beside(path: Path, kind: str) -> Payload:
 
     Args:
         path: the file.
-        kind: of the payload, a key of :data:`BESIDE`.
+        kind: kind of the payload, a key of :data:`BESIDE`.
 
     Raises:
         InputError: the file is damaged or has other content.
@@ -68,7 +68,7 @@ def beside(path: Path, kind: str) -> Payload:
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     from safetensors.numpy import load_file  # noqa: PLC0415 - most readers need no release
 
-    check_regular(path, MAX_BYTES + (1 << 24), _ALLOWED)  # a file of safetensors has a header besides the tensors
+    check_regular(path, MAX_BYTES + (1 << 24), _ALLOWED)  # a safetensors file has a header in addition to the tensors
     try:
         return dict(load_file(path))
     except Exception as error:  # safetensors and the file system raise many types
@@ -84,8 +84,8 @@ def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) ->
     """Digests (hex) of a release by name in messages; ``nothing`` if the data have none.
 
     Args:
-        model: of the parameters.
-        data: of the prepared data's content.
-        with_it: of the payloads released with the model, by kind.
+        model: digest of the parameters.
+        data: digest of the prepared data's content.
+        with_it: digests of the payloads released with the model, by kind.
     """
     return {"a model": model, "data": data or "nothing", **with_it}

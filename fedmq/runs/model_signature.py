@@ -36,7 +36,7 @@ class Signature(Stored):
     """``signature.json``.
 
     Args:
-        format: of the file.
+        format: format of the file.
         signer: name of the key.
         key: public Ed25519 key (hex).
         files: SHA-256 (hex) of each file, by its path in the folder.
@@ -75,7 +75,7 @@ def sign_model(folder: Path, identity: Identity) -> Signature:
         identity: name and private key of the signer.
 
     Raises:
-        InputError: it is no model's folder, or holds something else than regular files.
+        InputError: it is not a model's folder, or holds something other than regular files.
     """
     files = _digests(folder)
     for name in ("config.json", "model.safetensors"):
@@ -98,7 +98,7 @@ def verify_model(folder: Path) -> Verified:
     The result says which key signed; whether that key is trusted is for the caller to decide.
 
     Raises:
-        InputError: there is no signature, it is malformed or of other content, or the folder holds something else than
+        InputError: there is no signature, it is malformed or of other content, or the folder holds something other than
             regular files.
     """
     path = folder / SIGNATURE
@@ -134,7 +134,7 @@ def _digests(folder: Path) -> dict[str, str]:
     """SHA-256 (hex) of each file of a folder, by its path in it.
 
     Raises:
-        InputError: it is no folder, has too many files, or a link, pipe or device in it.
+        InputError: it is not a folder, has too many files, or a link, pipe or device in it.
     """
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", "the folder of a released model")

@@ -55,10 +55,10 @@ class _Collector:
 
 
 def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], None]:
-    """Serve the figures at ``http://127.0.0.1:PORT/metrics``, in a thread of their own.
+    """Serve the figures at ``http://127.0.0.1:PORT/metrics``, in a separate thread.
 
     Args:
-        port: of this machine; 0 for a free one.
+        port: a port of this machine; 0 for a free one.
         latest: returns the latest status.
 
     Returns:

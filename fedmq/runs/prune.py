@@ -29,7 +29,7 @@ def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
     """Find what can be removed.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         personalised: whether silos have personal models, for which ``fedmq search --silo`` needs the last checkpoint
             and each silo's newest personal state.
 

@@ -13,6 +13,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
+from fedmq.runs.gallery_size import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,
     EvaluationLine,
@@ -55,9 +56,9 @@ def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durabl
     """Append a line to ``metrics.jsonl``, with the real date and time.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         line: a merge or an evaluation.
-        clock: of the run.
+        clock: clock of the run.
         durable: also wait until the line is on disk.
 
     Raises:
@@ -120,7 +121,7 @@ class EvaluationResult:
     """One evaluation of a run.
 
     Args:
-        version: of the model, the number of merges before it.
+        version: version of the model, the number of merges before it.
         now: the run's time of that version [s].
         metrics: value by name, on the whole split; without an evaluator on the silos' own held-out items.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
@@ -140,7 +141,7 @@ class Personal:
 
     Args:
         now: the run's time of that version [s].
-        line: of ``metrics.jsonl``.
+        line: line of ``metrics.jsonl``.
     """
 
     now: float
@@ -152,11 +153,12 @@ class FinishedRun:
     """A finished run.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
         own_metrics: entries of the user-defined metrics that it measured.
+        gallery: in which its queries retrieved; None if unknown.
     """
 
     folder: RunFolder
@@ -164,6 +166,11 @@ class FinishedRun:
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
     own_metrics: tuple[Metric, ...] = ()
+    gallery: Gallery | None = None
+
+    def shows(self, metric: str) -> bool:
+        """Whether a metric says something about the model: no recall that every model reaches in so small a gallery."""
+        return self.gallery is None or not self.gallery.certain(metric)
 
     @cached_property
     def figures(self) -> Mapping[str, object]:
@@ -197,7 +204,7 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
-        return FinishedRun(self.folder, None, self.evaluations[:1], own_metrics=self.own_metrics)
+        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.own_metrics, self.gallery)
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -253,7 +260,8 @@ def read(folder: RunFolder) -> FinishedRun:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
     measured = tuple(personal[version] for version in sorted(personal))
-    return FinishedRun(folder, summary, ordered, measured, tuple(summary.own_metrics.values()))
+    own = tuple(summary.own_metrics.values())
+    return FinishedRun(folder, summary, ordered, measured, own, gallery_of(summary))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
@@ -318,7 +326,7 @@ def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = (
     """The rows that are best in a column; rows with fewer seeds than others are not considered.
 
     Args:
-        statistics: of the rows.
+        statistics: statistics of the rows.
         column: a metric, or a path in the summary.
         own: entries of user-defined metrics.
 

@@ -25,7 +25,7 @@ def check(
     """Check that a run folder is of a run of a scenario: unfinished, not evaluated at its end, or to be extended.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         before: its scenario, as resolved.
         scenario: the scenario to resume with, as resolved.
         place: the option that names the folder, for the error.

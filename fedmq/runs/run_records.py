@@ -40,24 +40,29 @@ def _metric(entry: object) -> Metric:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
+#: Part of the initial model's norm, below which a run's change of the model is next to nothing.
+_HARDLY = 1e-5
+
+
 class SiloSummary(Stored):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
     Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
 
     Args:
-        modalities: of its items; empty of a silo that never stated its data, as a run with ``participation.minimum``
-            does without it.
+        modalities: modalities of its items; empty of a silo that never stated its data, as a run with
+            ``participation.minimum`` does without it.
         samples: number of training items.
         participations: number of its replies that were merged.
+        tasks: number of tasks that it was given; None in runs before December 2026.
         data_digest: salted digest of its data, as it stated it.
         items: numbers of its items by split and modalities, as it stated them.
         heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
             December 2026, whose silos retrieved from their own part of the gallery.
-        image_only: of these items, those with an image only, in a silo with both modalities.
+        image_only: among these items, those with an image only, in a silo with both modalities.
         text_only: likewise with captions only.
-        ignored: of the training items, those that the method does not train on: without a pair, or a single pair that
-            has no other to be contrasted with.
+        ignored: among the training items, those that the method does not train on: without a pair, or a single pair
+            that has no other to be contrasted with.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -65,6 +70,7 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
     participations: int
+    tasks: int | None = None
     data_digest: Digest | None = None
     items: dict[str, ItemCounts] = Field(default_factory=dict)
     heldout: int | None = None
@@ -125,7 +131,7 @@ class EvaluatedItems(Stored):
     """The items on which the evaluator evaluates the shared model.
 
     Args:
-        split: of the data.
+        split: split of the data.
         images: number of items, each with an image; the gallery of text-to-image retrieval.
         captions: number of their captions, the gallery of image-to-text retrieval; None if only the evaluator knows it.
     """
@@ -233,12 +239,14 @@ class RunSummary(Stored):
     Args:
         protocol: the method.
         scenario: its name.
-        seed: of the run.
+        seed: seed of the run.
         rounds: requested by the scenario.
         versions: number of merges.
         model_digest: SHA-256 (hex) of the released model.
-        data_digest: of the prepared data's content.
+        data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
+        change: L2 norm of the difference of the shared model from the initial one, as a part of the initial one's norm;
+            None for a method that shares no model, and in runs before December 2026.
         unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
         own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
@@ -277,6 +285,7 @@ class RunSummary(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest] = Field(default_factory=dict)
+    change: float | None = None
     unchanged: bool = False
     metrics: Figures
     own_heldout: OwnHeldOut | None = None
@@ -313,6 +322,20 @@ class RunSummary(Stored):
         return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
 
     @property
+    def hardly_changed(self) -> bool:
+        """Whether the run changed the shared model by so little that it trained next to nothing."""
+        return self.change is not None and self.change < _HARDLY
+
+    @property
+    def without_part(self) -> tuple[list[str], list[str]]:
+        """Silos of which no reply was merged: those given no task, and those whose replies were lost or too late."""
+        idle = {
+            name: silo for name, silo in self.per_silo.items() if not silo.participations and silo.tasks is not None
+        }
+        given = [name for name, silo in idle.items() if silo.tasks and name not in self.never_merged]
+        return [name for name, silo in idle.items() if not silo.tasks], given
+
+    @property
     def never_merged(self) -> dict[str, UnusableReplies]:
         """The silos of which no reply was merged because all were refused or errors."""
         silos = self.per_silo
@@ -324,10 +347,10 @@ class MergeLine(Stored):
 
     Args:
         kind: ``merge``.
-        version: of the merged model.
+        version: version of the merged model.
         now: the run's time of the merge [s].
         replies: names of the silos whose replies were merged, one for each reply.
-        staleness: of each reply, the number of merges since the model it was trained from.
+        staleness: for each reply, the number of merges since the model it was trained from.
         loss: mean training loss of the silos; None if no silo reported one.
         losses: training loss by silo.
         wall: real date and time, ISO 8601; None in runs before December 2026.
@@ -354,7 +377,7 @@ class EvaluationLine(Stored):
 
     Args:
         kind: ``evaluation``.
-        version: of the model.
+        version: version of the model.
         metrics: on the whole split.
         per_silo: on each silo's part of the split.
         wall: as of a merge.
@@ -372,7 +395,7 @@ class OwnHeldOutLine(OwnHeldOut):
 
     Args:
         kind: ``own_heldout``.
-        version: of the model.
+        version: version of the model.
         wall: as of a merge.
     """
 
@@ -386,7 +409,7 @@ class PersonalLine(Stored):
 
     Args:
         kind: ``personal``.
-        version: of the shared model at that time.
+        version: version of the shared model at that time.
         personal: means over silos on the whole split.
         personal_whole_split: by silo, on the whole split.
         personal_per_silo: by silo, on the silo's part of the split.
@@ -431,16 +454,16 @@ class ReleaseConfig(Stored):
     introduced lack them.
 
     Args:
-        backbone: of the scenario.
-        objective: of the scenario.
+        backbone: the scenario's backbone section.
+        objective: the scenario's objective section.
         protocol: the method.
-        dim: of the embeddings.
+        dim: dimension of the embeddings.
         layout_digest: SHA-256 (hex) of the parameters' layout.
         layout: names of its entries, in the order that ``model.safetensors`` does not keep.
-        model_digest: of the parameters.
-        data_digest: of the prepared data's content.
+        model_digest: digest of the parameters.
+        data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        seed: of the run, from which random frozen weights are drawn.
+        seed: seed of the run, from which random frozen weights are drawn.
         inputs: shapes and dtypes of the model's inputs.
         label_names: names of the data's labels, in the order of a classifier's outputs.
         texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.

@@ -12,6 +12,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedmq.errors import RunError
+from fedmq.runs.data_records import StatedFormat
+from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.text import printable
 
@@ -66,18 +68,34 @@ class SiloStatus(Stored):
     down: _Count = 0
 
 
+class CoordinatorFacts(Stored):
+    """What a coordinator tells those who ask about itself and the run's data; not in ``status.json``.
+
+    Args:
+        versions: of fedmq, torch and Python.
+        format: the labels and model inputs on which the silos have agreed, or would agree now; None if the asker has no
+            part in the run, in a simulated partition, and while no data fit together.
+        settled: whether they have agreed.
+    """
+
+    versions: dict[str, str]
+    format: StatedFormat | None = None
+    settled: bool = False
+
+
 class StatusFile(Stored):
     """``status.json`` of a run folder.
 
     Args:
         run: id of the run.
         written: date and time of this status, UTC.
-        phase: of the rounds' state machine.
+        phase: phase of the rounds' state machine.
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated.
+        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
+        evaluated: items of the evaluated split; None if only the evaluator knows them.
         up: bytes of payload tensors received in the whole run.
         down: bytes of payload tensors sent in the whole run.
         now: the run's time [s].
@@ -85,6 +103,7 @@ class StatusFile(Stored):
         refused: number of refused messages by reason, since the coordinator started.
         last_refused: one line about the last refused message.
         silos: status of each silo.
+        coordinator: about the coordinator; only in answers to those who ask, of releases that have it.
     """
 
     run: str
@@ -95,6 +114,7 @@ class StatusFile(Stored):
     loss: float | None
     metrics: dict[str, float]
     metrics_round: _Count | None = None
+    evaluated: EvaluatedItems | None = None
     up: _Count
     down: _Count
     now: float
@@ -102,6 +122,7 @@ class StatusFile(Stored):
     refused: dict[str, _Count]
     last_refused: str
     silos: dict[str, SiloStatus]
+    coordinator: CoordinatorFacts | None = None
 
 
 def status_of(text: str) -> StatusFile:
@@ -132,7 +153,7 @@ class Status:
     """Status of a run.
 
     Args:
-        phase: of the rounds' state machine.
+        phase: phase of the rounds' state machine.
         round: number of merges so far.
         rounds: total number of merges.
         training: number of silos with a pending task.
@@ -141,8 +162,8 @@ class Status:
         online: number of silos with a session.
         lost: number of silos that lost their session.
         loss: mean training loss of the last merge.
-        metrics: of the latest round evaluated.
-        bytes: of payload tensors in both directions.
+        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
+        bytes: total size [bytes] of payload tensors in both directions.
         now: the run's time [s].
         elapsed: real time since the loop started [s].
         slow: silos whose task takes longer than expected, longest first, and before them the evaluator if it does not

@@ -74,8 +74,8 @@ class TrackedRun:
     """What a tracker records at the start of a run.
 
     Args:
-        folder: of the run.
-        id: of the run on the wire.
+        folder: the run folder.
+        id: id of the run on the wire.
         parameters: scenario keys with dots, and their values.
     """
 
@@ -118,7 +118,7 @@ class Tracker(Protocol):
         """Record the values of one line.
 
         Args:
-            values: of the line.
+            values: values of the line.
             version: number of merges, the horizontal axis.
             at: real time [s since 1970].
         """
@@ -192,7 +192,7 @@ class CsvFiles:
 
     Args:
         run: the run.
-        key: of the earlier process; files are continued.
+        key: key of the earlier process; files are continued.
     """
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
@@ -234,7 +234,7 @@ class TensorBoard:
 
     Args:
         run: the run.
-        key: of the earlier process.
+        key: key of the earlier process.
     """
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
@@ -286,7 +286,7 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-./: ]")
 
 
 class MLflow:
-    """A run of the experiment ``fedmq`` in the folder ``mlruns`` beside the run folder, or at MLFLOW_TRACKING_URI.
+    """A run of the experiment ``fedmq`` in the folder ``mlruns`` next to the run folder, or at MLFLOW_TRACKING_URI.
 
     Args:
         run: the run.

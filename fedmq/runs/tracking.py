@@ -36,7 +36,7 @@ class _Sent(Stored):
     """What a tracker has received.
 
     Args:
-        key: of the tracker's run.
+        key: key of the tracker's run.
         versions: last version passed on, by kind of line.
     """
 
@@ -73,11 +73,11 @@ class _Open:
 
 
 class _Follower:
-    """Passes lines on in a thread of its own.
+    """Passes lines on in a separate thread.
 
     Args:
-        run: what trackers are told.
-        names: of the trackers.
+        run: the facts that trackers record at the start.
+        names: names of the trackers.
         notice: called with one line for a tracker that fails, and at the end with where the others write.
         trackers: functions that open trackers, by name.
     """
@@ -178,7 +178,7 @@ def tracking(
 
     Args:
         run: the run.
-        folder: of the run.
+        folder: the run folder.
         notice: called with one line for each tracker that fails, and at the end with where the others write.
         trackers: functions that open trackers, by name.
 

@@ -24,7 +24,7 @@ _LONGEST = 500
 
 
 class LogLevel(StrEnum):
-    """Levels, from the least important one."""
+    """Levels, from the least to the most important."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -71,9 +71,9 @@ class LogOptions:
     """Where and how to log.
 
     Args:
-        level: least level that is recorded.
+        level: minimum level that is recorded.
         file: file to append to, opened for every line, so that it can be rotated; None for no file.
-        format: of the lines.
+        format: format of the lines.
         console: also log to standard error.
     """
 

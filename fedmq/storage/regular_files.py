@@ -1,6 +1,6 @@
-"""Reading of files that others may have made: regular files only, within their folder, of bounded size.
+"""Reading files that others may have created: only regular files within their folder, of bounded size.
 
-Opening a FIFO blocks, a device never ends, and a link can lead to a file of the reader's that is none of the folder's.
+Opening a FIFO blocks, a device never ends, and a link can lead to a file of the reader outside the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 def check_regular(path: Path, most: int, allowed: str) -> None:
-    """Refuse a path that is no regular file, or is too large.
+    """Refuse a path that is not a regular file, or is too large.
 
     Args:
         path: the file.
@@ -61,7 +61,7 @@ def open_regular(path: Path, allowed: str, most: int | None = None, *, links: bo
         links: follow a symbolic link.
 
     Raises:
-        InputError: it cannot be opened, is no regular file, or is too large.
+        InputError: it cannot be opened, is not a regular file, or is too large.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
@@ -97,7 +97,7 @@ def bounded_lines(path: Path, file: BinaryIO, allowed: str) -> Iterator[tuple[in
 
 
 def check_run_files(root: Path) -> None:
-    """Refuse a run folder in which a file that fedmq reads is no regular file, or a link out of the folder.
+    """Refuse a run folder in which a file that fedmq reads is not regular, or is a link out of the folder.
 
     Raises:
         InputError: names the first such file.
@@ -116,6 +116,6 @@ def check_run_files(root: Path) -> None:
 
 
 def _inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):  # not resolve, which fails on circles
         found = f"a link to {path.readlink()}" if path.is_symlink() else "a file outside of the run folder"
         raise InputError(str(path), found, "a file in the run folder itself")

@@ -1,4 +1,4 @@
-"""The channel from a silo or the evaluator to the coordinator, on a thread of its own.
+"""The channel from a silo or the evaluator to the coordinator, on a separate thread.
 
 Independently of the training thread, this thread performs the handshake, opens and seals messages, sends heartbeats,
 and repeats the handshake when the coordinator goes silent. It makes the connection and is the only thread to use it.
@@ -17,6 +17,7 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
+from fedmq.wire.allowances import Allowance
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
@@ -97,7 +98,7 @@ class Channel:
     ) -> None:
         self._options, self._keys_since = options, 0.0
         self._rekeying: rekeying.Rekeying | None = None
-        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, 0.0)
+        self._rekeys = Allowance(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -279,14 +280,14 @@ class Channel:
         """Use the keys that the coordinator agreed to."""
         key = self._accepted.get(COORDINATOR)
         if self._rekeying is None or key is None:
-            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not asked for"))
+            raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not requested"))
         rekeying.finish(self._rekeying, key, session, opened)
         self._log.message("received", Message(opened.header), opened.tag, size)
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
 
     def _say_hello(self, connection: Connection, now: float) -> None:
-        """Start a handshake; until the coordinator answers, it is repeated less and less often."""
+        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals."""
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
@@ -395,7 +396,7 @@ class Channel:
             self._end_session(NoteKind.EXPELLED)
             return True
         if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
-            self._end_session(NoteKind.TOO_OFTEN)
+            self._end_session(NoteKind.TOO_MANY)
             return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
@@ -433,7 +434,6 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
-        self._rekeys = rekeying.Allowance(rekeying.MOST_MADE, now)
         if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
@@ -453,7 +453,7 @@ class Channel:
         )
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
-        """Report why the coordinator refuses the handshake, which goes on in case its operator mends that."""
+        """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
         name = self._identity.name

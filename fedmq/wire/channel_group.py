@@ -102,10 +102,10 @@ class _Link:
 
 
 def _step(links: list[_Link], *, everyone: bool) -> list[_Link]:
-    """Let the channels receive and send; returns those that go on.
+    """Let the channels receive and send; returns those that are still active.
 
     Args:
-        links: the channels that go on.
+        links: the channels that are still active.
         everyone: also those without messages, which then check the time.
     """
     handshakes = 0
@@ -116,6 +116,6 @@ def _step(links: list[_Link], *, everyone: bool) -> list[_Link]:
             continue  # begun when others are complete
         if everyone or link.branch.arrived or channel.has_outgoing or not channel.has_session:
             channel.step(link.branch, 0.0)
-    # The end of the run is told to those with a session; the others would wait for a coordinator that is gone.
+    # Only channels with a session receive the end of the run; the others would wait for a coordinator that is gone.
     over = any(link.channel.stopped for link in links)
     return [link for link in links if not (link.channel.finished or (over and not link.channel.has_session))]

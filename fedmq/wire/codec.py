@@ -138,7 +138,7 @@ def encode_body(message: Message, wire_version: int = WIRE_VERSION) -> list[Byte
 
     Args:
         message: the message.
-        wire_version: of the session; version 1 has no place for the head of a log.
+        wire_version: wire version of the session; version 1 has no place for the head of a log.
 
     Returns:
         Buffers whose concatenation is the body; each tensor is a view of the payload's array.

@@ -6,7 +6,7 @@
       has a Session                 -- ready -->      confirm()
                                                         has a Session
 
-An operator who only asks for the run's status sends a hello for any run, and an inquire message in place of ready; the
+An operator who only queries the run's status sends a hello for any run, and an inquire message in place of ready; the
 answer is the session's only message.
 
 To decrypt a session, an attacker has to break both exchanges. Both sides sign the transcript as they saw it. A hello
@@ -93,7 +93,7 @@ def initiate(
     """Start a handshake.
 
     Args:
-        identity: of the initiator.
+        identity: name and key of the initiator.
         responder: name of the other side, in practice ``coordinator``.
         run: the run's name; ``ANY_RUN`` to ask for the status.
         sent_at: the run's time [s].
@@ -217,15 +217,14 @@ def reject(
     not accepted, or which wire versions are supported.
 
     Args:
-        identity: of the responder.
+        identity: name and key of the responder.
         accepted: accepted public keys by name.
-        frames: of the hello.
+        frames: frames of the hello.
         error: raised by ``respond``.
         sent_at: the run's time [s].
 
-    Returns:
-        The frames of the reject message; None if the frames are no hello, or of an initiator of wire version 1, which
-        knows none.
+    Returns: The frames of the reject message; None if the frames are not a hello, or come from an initiator of wire
+        version 1, which does not know reject messages.
     """
     try:
         hello = _frames(frames)
@@ -288,7 +287,7 @@ def complete(
     Args:
         state: from ``initiate``.
         accepted: accepted public keys by name.
-        frames: of welcome.
+        frames: frames of welcome.
         sent_at: the run's time [s].
 
     Returns:
@@ -398,12 +397,12 @@ def _frames(frames: Sequence[BytesLike]) -> tuple[bytes, bytes]:
 def _peer(
     frames: tuple[bytes, bytes], kind: Kind, run: str | None, me: str, accepted: Accepted
 ) -> tuple[Header, Ed25519PublicKey]:
-    """The checked header of a handshake message, and its sender's accepted public key; None stands for any run."""
+    """The checked header of a handshake message, and its sender's accepted public key; None accepts any run."""
     header = decode_header(frames[0])
     if header.kind is not kind:
         raise RemoteWireError(Reason.UNEXPECTED, f"a {header.kind}, expected a {kind}")
     if run is not None and header.run != run and not (kind is Kind.HELLO and header.run == ANY_RUN):
-        raise RemoteWireError(Reason.WRONG_RUN, f"{header.run} was asked for, the run is {run}")
+        raise RemoteWireError(Reason.WRONG_RUN, f"{header.run} was requested, the run is {run}")
     if header.receiver != me:
         raise RemoteWireError(Reason.WRONG_RECEIVER, f"receiver {header.receiver}, here {me}")
     key = accepted.get(header.sender)

@@ -15,9 +15,14 @@ from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 
+
+class NoAnswerError(RunError):
+    """Nothing answered in time."""
+
+
 #: Time to wait for the coordinator, which does not answer during a merge [s].
 ANSWER_SECONDS = 10.0
-#: Interval between two looks at the connection [s].
+#: Interval between two checks of the connection [s].
 _STEP_SECONDS = 0.1
 
 
@@ -35,7 +40,8 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
 
     Raises:
         InputError: the coordinator does not accept the key, or what listens there does not have the coordinator's.
-        RunError: nothing answers, or the answer cannot be used.
+        NoAnswerError: nothing answers.
+        RunError: the answer cannot be used.
     """
     if COORDINATOR not in accepted:
         allowed = "the coordinator's, accepted with `fedmq keys accept`"
@@ -67,7 +73,7 @@ def _answer(connection: Connection, uri: str, identity: Identity, until: float) 
 
     Raises:
         InputError: the connection is not admitted.
-        RunError: there is none before ``until``, on the monotonic clock.
+        NoAnswerError: there is none before ``until``, on the monotonic clock.
     """
     while time.monotonic() < until:
         frames = connection.receive(_STEP_SECONDS)
@@ -81,7 +87,7 @@ def _answer(connection: Connection, uri: str, identity: Identity, until: float) 
                 raise InputError(uri, "another process, or a coordinator with another key", allowed)
     host = unknown_host(uri)
     why = f"the name {host} is unknown on this machine" if host else "no coordinator listens there, or it is busy"
-    raise RunError(f"no answer from {uri}: {why}")
+    raise NoAnswerError(f"no answer from {uri}: {why}")
 
 
 def _not_accepted(uri: str, identity: Identity) -> InputError:

@@ -32,11 +32,11 @@ class KeyRequest(Stored):
 
     Args:
         key_request: version of this format.
-        name: of the process.
+        name: name of the process.
         key: its public key, Ed25519, 32 bytes in hexadecimal.
         replaces: the public key that this one replaces; None for a first key.
-        signature: of :meth:`statement` by the new key, 64 bytes in hexadecimal.
-        replaced_signature: of :meth:`statement` by the replaced key.
+        signature: signature of :meth:`statement` by the new key, 64 bytes in hexadecimal.
+        replaced_signature: signature of :meth:`statement` by the replaced key.
     """
 
     key_request: Literal[1]
@@ -77,7 +77,7 @@ def new_request(
 
     Args:
         directory: folder of keys; created if missing.
-        name: of the process.
+        name: name of the process.
         passphrase: encrypts the private key.
         replace: replaces the present key, which signs the request.
 
@@ -113,7 +113,7 @@ def read_request(path: Path) -> KeyRequest:
     """Read a request and verify its signatures.
 
     Raises:
-        InputError: the file is no request, or a signature is wrong.
+        InputError: the file is not a request, or a signature is wrong.
     """
     try:
         size = path.stat().st_size if path.is_file() else -1
@@ -138,7 +138,7 @@ def acceptance_of(directory: Path, path: Path, request: KeyRequest) -> Acceptanc
 
     Args:
         directory: folder of keys.
-        path: of the request, for errors.
+        path: path of the request, for errors.
         request: verified by :func:`read_request`.
 
     Raises:

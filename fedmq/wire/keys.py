@@ -252,7 +252,7 @@ def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, repl
 
     Args:
         directory: created if missing.
-        name: of the process.
+        name: name of the process.
         passphrase: encrypts the file; None leaves it in clear.
         replace: whether to overwrite the name's present key.
 

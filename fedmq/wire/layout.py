@@ -26,7 +26,7 @@ class LayoutEntry:
     """One parameter of a layout.
 
     Args:
-        name: of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
+        name: name of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
         shape: up to 8 dimensions, each at least 0; ``()`` for a scalar.
         dtype: one of :data:`DTYPES`.
         offset: first byte in the buffer [bytes].

@@ -72,7 +72,8 @@ class NoteKind(StrEnum):
     RECONNECTED = "the connection was made anew"
     QUEUE_FULL = "the queue to the coordinator is full"
     MESSAGE_LOST = "a message was lost on the way"
-    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"
+    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"  # in logs of earlier versions
+    TOO_MANY = "the coordinator ended the session: too many messages"
 
 
 class SignedAt(StrEnum):
@@ -124,7 +125,7 @@ class _Record(Stored):
         process: name of the process that wrote it.
         wall: when it was written, UTC with milliseconds.
         previous: hash of the record before it; 64 zeros for the first one.
-        hash: of this record, by :func:`chain`.
+        hash: hash of this record, by :func:`chain`.
     """
 
     n: int
@@ -166,7 +167,7 @@ class NoteRecord(_Record):
         action: ``note``.
         text: the kind of note; plain text if another release of fedmq wrote it.
         version: number of merges, if the note has one.
-        cause: number of the event that caused it; 0 if that was no event of the run but a silo that joined or was
+        cause: number of the event that caused it; 0 if it was not an event of the run but a silo that joined or was
             lost, or the operator.
     """
 
@@ -193,7 +194,8 @@ class EventRecord(_Record):
         sequence: number of that task; 0 if there is none.
         now: the run's time [s].
         version: number of merges.
-        number: of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier releases.
+        number: number of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier
+            releases.
     """
 
     action: Literal["note"]
@@ -220,7 +222,7 @@ class RefusedRecord(_Record):
         peer: its sender, as far as known.
         reason: why it was refused.
         detail: one line for a reader.
-        bytes: of all its frames; 0 if it was refused after it had been received and logged.
+        bytes: total size of all its frames [bytes]; 0 if it was refused after it had been received and logged.
     """
 
     action: Literal["refused"]
@@ -291,7 +293,7 @@ class HandshakeRecord(_Record):
         action: its direction.
         kind: hello, welcome or ready.
         peer: the process at the other end.
-        bytes: of all its frames.
+        bytes: total size of all its frames [bytes].
     """
 
     action: _Direction
@@ -309,10 +311,10 @@ class MessageRecord(_Record):
 
     Args:
         action: its direction.
-        header: of the message.
+        header: header of the message.
         payloads: kind and tensor bytes of each payload.
-        digests: of each payload.
-        bytes: of all its frames.
+        digests: digests of each payload.
+        bytes: total size of all its frames [bytes].
         tag: hexadecimal authentication tag of the sealed frame.
         head: head of the sender's log when it sealed the message; missing in wire version 1.
     """
@@ -409,7 +411,7 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
 
 
 def last_head(path: Path) -> tuple[int, str] | None:
-    """Number of records and head of a log, by its last line; None if that is no record.
+    """Number of records and head of a log, by its last line; None if that is not a record.
 
     Raises:
         InputError: the file cannot be read.

@@ -80,7 +80,7 @@ class MessageLog:
     ends with the record before it.
 
     Args:
-        path: of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
+        path: path of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
         process: name of the process.
         clock: for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
@@ -153,7 +153,7 @@ class MessageLog:
         Args:
             identity: its name and key.
             accepted: public keys that it accepts, by name.
-            facts: of the run.
+            facts: facts of the run.
         """
         # All others exchange messages with the coordinator alone; a thousand silos need not list a thousand keys each.
         peers = sorted(accepted) if self.process == COORDINATOR else [COORDINATOR]

@@ -91,15 +91,15 @@ class Header:
 
     Args:
         run: the run's name.
-        kind: of message.
+        kind: kind of message.
         sender: name of the sending process: ``coordinator``, ``evaluator``, ``silo-00``, ...
         receiver: name of the receiving process.
-        sequence: of a task, its number, unique per silo and increasing; of other kinds, chosen by the sender.
+        sequence: for a task its number, unique per silo and increasing; for other kinds, chosen by the sender.
         sent_at: the run's time [s].
         reply_to: sequence of the message that this one answers; required in a reply.
         base_version: version (number of merges) of the model that the message is based on.
         session: 16 bytes from the handshake; empty in hello and welcome. Set when the message is sealed.
-        counter: of the AEAD, per direction. Set when the message is sealed.
+        counter: counter of the AEAD, per direction. Set when the message is sealed.
         wire_version: version of the wire format.
 
     Raises:
@@ -144,7 +144,7 @@ class ShortHeader:
     Args:
         wire_version: version of the wire format, at least 3.
         session: 16 bytes.
-        counter: of the AEAD, per direction.
+        counter: counter of the AEAD, per direction.
 
     Raises:
         FieldError: a field is of the wrong type or out of bounds.
@@ -197,7 +197,7 @@ class TaskInfo:
         round: number of this task's round, from 0.
         rounds: total number of rounds, at least 1.
         settled: all replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none.
-        learning_rate: of local training, above 0.
+        learning_rate: learning rate of local training, above 0.
     """
 
     round: int
@@ -219,7 +219,7 @@ class Message:
     """A message: a header and its contents.
 
     Args:
-        header: of any kind.
+        header: a header of any kind.
         payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
         task: required in a task, optional in an evaluate message, None in all others.
         layout: required in a layout message, None in all others.

@@ -120,7 +120,7 @@ class Model(Payload):
     """A model's parameters.
 
     Args:
-        layout_digest: of the agreed layout, 64 hexadecimal digits.
+        layout_digest: digest of the agreed layout, 64 hexadecimal digits.
         buffer: (n,) float32, or uint8 where the layout mixes dtypes.
     """
 
@@ -134,7 +134,7 @@ class Delta(Payload):
     """A silo's update Δ of all shared parameters.
 
     Args:
-        layout_digest: of the agreed layout.
+        layout_digest: digest of the agreed layout.
         buffer: (n,) float32, or uint8 where the layout mixes dtypes.
         n_samples: number of local training samples.
     """
@@ -150,7 +150,7 @@ class PartialDelta(Payload):
     """A silo's update Δ of some layers.
 
     Args:
-        layout_digest: of the agreed layout that has these layers.
+        layout_digest: digest of the agreed layout that has these layers.
         names: distinct layer names, in the order of the buffer; empty if the silo trains no shared layer.
         buffer: (n,) float32 or uint8, the layers concatenated.
         n_samples: number of local training samples.
@@ -344,8 +344,7 @@ class DataStatement(Payload):
         data: salted digest of the data, :func:`fedmq.data.item_digests.salted_digest`.
         mask: the modalities it has (bit 0 image, bit 1 text).
         counts: (5, 3) int64, at least 0: items of the splits train, val, test, public and database with both
-            modalities, with an image only and with captions only. In a simulated partition those that the silo is
-            dealt.
+            modalities, with an image only and with captions only. In a simulated partition those assigned to the silo.
     """
 
     data: Annotated[str, _DIGEST]

@@ -1,4 +1,4 @@
-"""Log records of refused frames that no key vouches for: a limited number per minute, the rest as one count."""
+"""Log records of refused, unauthenticated frames: a limited number per minute, the rest as one count."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RefusalLog:
         Args:
             connection: identifies the connection on which the frames arrived.
             error: why they were refused.
-            size: of the frames [bytes].
+            size: size of the frames [bytes].
         """
         now = self._clock.stopwatch()
         if now - self._began >= _WINDOW_SECONDS:

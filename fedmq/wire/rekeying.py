@@ -35,34 +35,9 @@ from fedmq.wire.sealed_sessions import Opened, Sealed, Session
 
 REKEY_LABEL = b"fedmq 1 rekey"
 REKEYED_LABEL = b"fedmq 1 rekeyed"
-#: Most requests for new keys that one session makes, and that it answers, in a burst; one more is allowed per second.
+#: Most requests for new keys that a peer makes, and that it is answered, in a burst; one more is allowed per second.
 #: The responder allows more than the initiator makes, so that delays on the network cannot end a session.
 MOST_MADE, MOST_ANSWERED = 30, 60
-
-
-@dataclass
-class Allowance:
-    """Requests for new keys that one session may still make.
-
-    Args:
-        most: at once.
-        at: stopwatch time of the last change [s].
-    """
-
-    most: int
-    at: float
-
-    def __post_init__(self) -> None:
-        self._left = float(self.most)
-
-    def take(self, now: float) -> bool:
-        """Count a request at a stopwatch time [s]; returns whether it is allowed."""
-        self._left = min(self.most, self._left + max(0.0, now - self.at))
-        self.at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ class SentPayloads:
     """Payloads by the process that sent them and by kind.
 
     Args:
-        number: of payloads.
-        bytes: of their tensors; 0 for a kind that holds numbers or words only.
+        number: number of payloads.
+        bytes: total size of their tensors [bytes]; 0 for a kind that holds numbers or words only.
     """
 
     number: _Counts = field(default_factory=lambda: defaultdict(Counter))
@@ -31,11 +31,11 @@ class SentPayloads:
 
 
 def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:
-    """Count the payloads that each process sent, by its own log, or by the receiver's if its log is not here.
+    """Count the payloads that each process sent, by its own log, or by the receiver's if its log is missing.
 
     Args:
         messages: as each end logged them.
-        logged: processes whose logs are here.
+        logged: processes whose logs are available.
     """
     found = SentPayloads()
     for record in messages:

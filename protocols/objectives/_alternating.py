@@ -72,10 +72,10 @@ def passes(
 
     Args:
         local: the silo.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         draws: see :func:`drawn`.
         generator: draws samples and captions.
-        loss: of a modality, the batch's rows and the tower's outputs.
+        loss: returns the loss from a modality, the batch's rows and the tower's outputs.
     """
     caption = _training.choose_captions(local, generator)
 
@@ -99,7 +99,7 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
 
     Args:
         local: the silo; its model holds the downloaded parameters.
-        prefix: of the names in the silo's state.
+        prefix: prefix of the names in the silo's state.
         chosen: selects one of a tower's outputs.
     """
     result = {}

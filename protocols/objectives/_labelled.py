@@ -38,7 +38,7 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
     """Both modalities' outputs as samples of one set.
 
     Args:
-        image: of B items; None if it was not run.
+        image: outputs of B items; None if it was not run.
         text: likewise.
         labels: float [B, C].
     """
@@ -55,8 +55,9 @@ class EveryLabelledBatch(_training.Work):
 
     Args:
         local: the silo.
-        batch_size: of the scenario.
-        loss: of a batch's image and text outputs, None for a modality the silo lacks, and float labels [B, C].
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's image and text outputs, None for a modality the silo lacks, and float
+            labels [B, C].
         rows: int64 [n], the silo's items to train on.
     """
 
@@ -82,8 +83,8 @@ class LabelledBatches(_training.Work):
 
     Args:
         local: the silo.
-        batch_size: of the scenario.
-        loss: of a batch's samples and the task's generator.
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's samples and the task's generator.
     """
 
     local: Local

@@ -50,7 +50,7 @@ class Reconstruction(_training.Work):
         local: the silo.
         training: batch size and epochs.
         target: computes the similarity [B, B] from image and text features [B, d_i] and [B, d_t].
-        loss: of image and text codes [B, r], None for a modality the silo lacks, and the similarity.
+        loss: returns the loss from image and text codes [B, r], None for a modality the silo lacks, and the similarity.
     """
 
     local: Local

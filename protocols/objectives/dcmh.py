@@ -80,9 +80,9 @@ class Dcmh(_training.Work):
     """DCMH in one task: an image pass, a text pass and new common codes in each epoch.
 
     Args:
-        options: of DCMH.
+        options: options of DCMH.
         local: the silo.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         scale: factor of the loss.
         labels: float32 [n, L], multi-hot.
         buffers: [n, r] of each modality the silo has.

@@ -157,7 +157,7 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
     Args:
         image: [B, r] codes; None if the silo has no images.
         text: [B, r] likewise.
-        options: of the graph.
+        options: options of the graph.
     """
     present = [unit(each.detach()) for each in (image, text) if each is not None]
     rows = torch.arange(len(present[0]), device=present[0].device)
@@ -169,9 +169,9 @@ class Dgcpn(_training.Work):
     """DGCPN in one task: a step on the relaxed codes, then one on each modality against the other's binary codes.
 
     Args:
-        options: of DGCPN.
+        options: options of DGCPN.
         local: the silo.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         graph: over the silo's features; None if S is computed from codes.
     """
 

@@ -58,7 +58,7 @@ class Dpsh(_training.Work):
 
     Args:
         local: the silo.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         alpha: weight of the quantisation loss.
         bank: float32 [m, n, r], the last codes of each modality's samples; rows without codes yet are zero, which gives
             no gradient. Updated in place.

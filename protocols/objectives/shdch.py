@@ -73,7 +73,7 @@ class Level:
     """One level of labels.
 
     Args:
-        weight: of its loss.
+        weight: weight of its loss.
         labels: float32 [n, C].
         codes: class codes Y [C, r] in {-1, 1}.
     """
@@ -138,9 +138,9 @@ class Shdch(_training.Work):
     """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch.
 
     Args:
-        options: of SHDCH.
+        options: options of SHDCH.
         local: the silo.
-        batch_size: of the scenario.
+        batch_size: the scenario's batch size.
         scale: factor of the loss.
         levels: the coarse level, if there is one, and the fine one.
         buffers: [n, r] of each modality the silo has.

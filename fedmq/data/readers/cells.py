@@ -74,7 +74,7 @@ def one_label(place: str, text: str) -> str:
 
 
 def _list_of(place: str, cell: str, pattern: re.Pattern[str]) -> list[str] | None:
-    """Items of a list in a text; None if the text is no list."""
+    """Items of a list in a text; None if the text is not a list."""
     text = cell.strip()
     bracketed = text[:1] + text[-1:] in _BRACKETS
     if bracketed and pattern.fullmatch(text):

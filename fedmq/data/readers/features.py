@@ -51,7 +51,7 @@ class FeatureSet:
         keys: n unique item keys.
         present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
         column: n values of the key ``data.column``; None without it.
-        remarks: counts of what is seldom meant.
+        remarks: counts of what is probably unintended.
     """
 
     image: npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     def read(key: str) -> Array:
         with np.load(path, allow_pickle=False) as opened:
             array: Array | bytes = opened[key]
-        if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is no array
+        if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is not an array
             raise TypeError("not an array")
         return array
 
@@ -131,7 +131,7 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
             )
     if column is not None and (column in KNOWN or column not in names):
         others = [name for name in names if name not in KNOWN]
-        found = f"keys {', '.join(others)} besides the known ones" if others else "no key besides the known ones"
+        found = f"keys {', '.join(others)} in addition to the known ones" if others else "only the known keys"
         raise InputError(f"{path}: partition.column {column}", found, "a key of its own: strings or whole numbers [n]")
     arrays = {}
     for name in (name for name in (*KNOWN, *filter(None, [column])) if name in names):

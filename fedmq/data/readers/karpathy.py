@@ -6,6 +6,7 @@ split, which gives 113,287 / 5,000 / 5,000. COCO's labels are the categories of 
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,8 @@ def _categories(folders: Sequence[Path]) -> dict[str, set[str]]:
         InputError: a file is malformed.
     """
     categories: dict[str, set[str]] = defaultdict(set)
-    for path in sorted({path.resolve() for folder in folders for path in folder.glob("instances_*.json")}):
+    for name in sorted({os.path.realpath(path) for folder in folders for path in folder.glob("instances_*.json")}):
+        path = Path(name)
         loaded = read_json(path)
         try:
             names = {entry["id"]: str(entry["name"]) for entry in loaded["categories"]}

@@ -200,7 +200,7 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
     Args:
         path: the file.
         root: folder that the paths of images are relative to.
-        column: by which the partition deals the items; None without one.
+        column: by which the partition assigns the items; None without one.
         strict: refuse unknown fields; otherwise they are ignored.
 
     Raises:
@@ -263,7 +263,7 @@ def read_manifest(data: Data) -> RawSet:
 
 
 def checked_column(data: Data) -> str | None:
-    """``data.column``, which must not be a field with a meaning of its own.
+    """``data.column``, which must not be a field with a meaning.
 
     Raises:
         InputError: it is.

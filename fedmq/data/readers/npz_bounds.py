@@ -1,4 +1,4 @@
-"""Refuse ``.npz`` files that expand to far more than they are: a file of 10 MB can hold 10 GB of zeros."""
+"""Refuse ``.npz`` files that expand to far more than their size: a file of 10 MB can hold 10 GB of zeros."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_npz(path: Path) -> None:
     """Refuse a file before any of it is decompressed.
 
     Raises:
-        InputError: it is no regular file, holds more than this machine's free memory, or expands suspiciously.
+        InputError: it is not a regular file, holds more than this machine's free memory, or expands suspiciously.
         OSError, zipfile.BadZipFile: it cannot be read; the caller reports that.
     """
     check_regular(path, 1 << 62, "a .npz file")

@@ -35,7 +35,7 @@ ENDINGS = (".parquet", ".arrow")
 MAX_FILE, MAX_ROWS = 1 << 40, 50_000_000
 #: Largest row group, as its file states it and as it is decoded [bytes].
 MAX_GROUP = 1 << 31
-#: Largest decoded column of texts [bytes]: so much for each row on average, and so much beside.
+#: Largest decoded column of texts [bytes]: an average per row, and a fixed allowance.
 MAX_MEAN_TEXT, MAX_MORE_TEXT = 4096, 1 << 26
 _IMAGES = ("image", "img", "picture", "jpg", "png")
 _CAPTIONS = ("captions", "caption", "text", "title", "sentences")
@@ -62,7 +62,7 @@ class TableFile:
     """A Parquet or Arrow file, opened lazily.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     path: Path
@@ -326,7 +326,7 @@ def _captions(place: str, value: object) -> tuple[str, ...]:
 
 
 def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
-    """The labels of each row: texts, or numbers, which Hugging Face's metadata may name; -1 is no label."""
+    """The labels of each row: texts, or numbers, which Hugging Face's metadata may name; -1 means no label."""
     names = _class_names(files[0], column)
     found = []
     for place, value in _values(files, column):
@@ -379,7 +379,7 @@ def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Pictures
 def _refuse_paths_out(files: Sequence[TableFile], column: str) -> None:
     """Refuse a row without the bytes of a picture whose path leads out of the data set's folder.
 
-    Beside the bytes, Hugging Face keeps the path that a picture once had, which is not used.
+    In addition to the bytes, Hugging Face stores the original path of a picture, which is not used.
     """
     for file in files:
         first = 0

@@ -1,4 +1,4 @@
-"""Read a folder of pictures with captions: ``.txt`` files beside the pictures, or Hugging Face's ``metadata.csv``."""
+"""Read a folder of pictures with captions: ``.txt`` files next to the pictures, or Hugging Face's ``metadata.csv``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _beside(folder: Path, texts: Path) -> RawSet:
     inner = [path.relative_to(folder) for path in pictures]
     captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
     if not any(captions):
-        allowed = "a text file beside each picture (a.txt for a.jpg) with one caption per line, or metadata.csv"
+        allowed = "a text file next to each picture (a.txt for a.jpg) with one caption per line, or metadata.csv"
         raise InputError(str(folder), f"{len(pictures)} images, none with captions", allowed)
     first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
     keys = tuple(path.as_posix() for path in inner)
@@ -93,7 +93,7 @@ def _beside(folder: Path, texts: Path) -> RawSet:
 
 
 def named_splits(names: Sequence[str]) -> bool:
-    """Whether names of folders or files are all names of splits, and several ones."""
+    """Whether folder or file names are all names of splits, and name more than one split."""
     return set(names) <= set(SPLIT_NAMES) and len({SPLIT_NAMES[name] for name in set(names)}) > 1
 
 

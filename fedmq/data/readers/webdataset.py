@@ -39,9 +39,9 @@ class Member:
 
     Args:
         tar: the archive.
-        name: of the file.
-        start: of its content in the archive [bytes].
-        size: of its content [bytes].
+        name: name of the file.
+        start: start of its content in the archive [bytes].
+        size: size of its content [bytes].
     """
 
     tar: Path
@@ -124,7 +124,7 @@ def read_webdataset(data: Data) -> RawSet:
 
     Raises:
         InputError: an archive is compressed or damaged, holds links or paths that lead out of it, or an item has no
-            picture or several ones.
+            picture or more than one.
     """
     refuse_keys(data, ("annotations", "images", "column"), "tar files of webdataset")
     tars = _archives(data)
@@ -134,7 +134,7 @@ def read_webdataset(data: Data) -> RawSet:
             path = PurePosixPath(member.name)
             stem, _, ending = path.name.partition(".")
             key = (path.parent / stem).as_posix()
-            # Numbers start anew in each archive.
+            # Numbers restart in each archive.
             _add(samples.setdefault(key if len(tars) == 1 else f"{tar.stem}/{key}", _Sample()), ending.lower(), member)
     held = {key: sample for key, sample in samples.items() if sample.image is not None or sample.captions}
     without = [key for key, sample in held.items() if sample.image is None]
@@ -167,7 +167,7 @@ def _archives(data: Data) -> list[Path]:
 
 
 class _Archive(io.BufferedReader):
-    """An open archive, of which tarfile reads headers alone: a long name or extended attributes are read at once."""
+    """An open archive that limits headers, because tarfile reads a long name or extended attributes at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_HEADER:
@@ -179,7 +179,8 @@ def _members(tar: Path) -> Iterator[Member]:
     """The regular files in an archive, without those that macOS adds.
 
     Raises:
-        InputError: it is no uncompressed tar file, is cut off, or has links, devices or paths that lead out of it.
+        InputError: it is not an uncompressed tar file, is truncated, or has links, devices or paths that lead out of
+            it.
     """
     check_regular(tar, MAX_TAR, _ALLOWED)
     size = tar.stat().st_size
@@ -210,7 +211,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
     """Add a file to its item; files of other endings are ignored."""
     if f".{ending}" in IMAGE_ENDINGS:
         if sample.image is not None:
-            raise InputError(member.place, f"a second picture beside {sample.image.name}", "one picture for each item")
+            raise InputError(member.place, f"a second picture next to {sample.image.name}", "one picture for each item")
         sample.image = member
     elif ending in ("txt", "json", "cls"):
         if member.size > MAX_CAPTIONS:
@@ -244,8 +245,8 @@ def texts_of(place: str, value: object, *, numbers: bool = False) -> list[str]:
     """The texts that a field holds: one, a list of them, or none.
 
     Args:
-        place: of the field in error messages.
-        value: of the field.
+        place: place of the field in error messages.
+        value: value of the field.
         numbers: also accept whole numbers, as labels.
 
     Raises:

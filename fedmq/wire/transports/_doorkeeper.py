@@ -1,6 +1,6 @@
 """Admission of connections to a listener: accepted keys only, and a limited number that have sent nothing yet.
 
-It runs on a thread of its own, so that a coordinator that is merging still answers, and an attacker cannot use up the
+It runs on a separate thread, so that a coordinator that is merging still answers, and an attacker cannot use up the
 file descriptors in the meantime.
 """
 

@@ -112,7 +112,7 @@ class ZeroMQConnection(Connection):
     Args:
         socket: not yet connected.
         context: closed with the socket; None if other sockets share it.
-        uri: of the listener.
+        uri: URI of the listener.
         watched: whether to count connections, for a transport whose connections can break.
         keys: with which the connection is admitted; None for a listener without keys.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -26,7 +26,7 @@ class ListenerKeys:
     Args:
         key: its private key.
         accepted: accepted public keys by name; may change.
-        names: of the run's processes, for :meth:`claimed`.
+        names: names of the run's processes, for :meth:`claimed`.
     """
 
     key: Ed25519PrivateKey
@@ -74,7 +74,12 @@ def curve_secret(key: Ed25519PrivateKey) -> bytes:
 
 def curve_public(key: Ed25519PublicKey) -> bytes:
     """The CURVE public key, 32 bytes."""
-    y = int.from_bytes(key.public_bytes_raw(), "little") % _SIGN
+    return _montgomery(key.public_bytes_raw())
+
+
+@lru_cache(maxsize=1 << 14)  # asked for every accepted key, of every connection that anyone makes
+def _montgomery(public: bytes) -> bytes:
+    y = int.from_bytes(public, "little") % _SIGN
     return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")
 
 
@@ -95,6 +100,6 @@ def claim_secret(name: str, sign: int) -> bytes:
 
     Args:
         name: the claimed name.
-        sign: of the peer's Ed25519 public key, its last bit.
+        sign: sign of the peer's Ed25519 public key, its last bit.
     """
     return hashlib.sha256(f"fedmq claim 1\n{name}\n{sign}\n".encode()).digest()

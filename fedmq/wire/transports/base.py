@@ -88,7 +88,7 @@ class Connection(ABC):
     """The end that connects to a listener and reconnects automatically; the listener may be started later.
 
     Attributes:
-        uri: of the listener.
+        uri: URI of the listener.
     """
 
     uri: str
@@ -154,7 +154,7 @@ class Transport:
     """One URI scheme.
 
     Args:
-        form: of its URIs, for error messages, e.g. ``"tcp://HOST:PORT"``.
+        form: form of its URIs, for error messages, e.g. ``"tcp://HOST:PORT"``.
         check: ``(uri, place, listening)``: raises an InputError that names ``place`` if the URI does not have this
             form, or one cannot listen at it (``listening``) or connect to it.
         listen: ``(uri, max_frame, queue)``: opens a listener; raises InputError if the address cannot be bound.

@@ -71,7 +71,7 @@ def connect(
         uri: as for :func:`listen`, without ``*``.
         max_frame: largest accepted frame [bytes].
         queue: messages queued per direction.
-        keys: with which the connection is admitted, on a transport that asks for them.
+        keys: keys with which the connection is admitted, on a transport that requires them.
 
     Raises:
         InputError: an unknown scheme or a malformed URI.
@@ -86,7 +86,7 @@ def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) 
     """Open a connection for many peers of this process; arguments and errors as for :func:`connect`.
 
     Args:
-        uri: of a listener with the prefix ``shared+``.
+        uri: URI of a listener with the prefix ``shared+``.
         max_frame: largest accepted frame [bytes].
         queue: messages queued per direction, for all peers together.
     """

@@ -1,0 +1,70 @@
+"""How often a peer may do something: at once, and again with time, whatever connections and sessions it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass
+class Allowance:
+    """How often something is still allowed.
+
+    Args:
+        most: at once.
+        at: stopwatch time of the last change [s].
+        per_second: how many more are allowed per second.
+    """
+
+    most: int
+    at: float
+    per_second: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._left = float(self.most)
+
+    def left(self, now: float) -> bool:
+        """Whether one is allowed at a stopwatch time [s]."""
+        more = self.per_second * max(0.0, now - self.at)
+        self._left, self.at = max(self._left, min(self.most, self._left + more)), now
+        return self._left >= 1
+
+    def take(self, now: float) -> bool:
+        """Count one at a stopwatch time [s]; returns whether it is allowed."""
+        allowed = self.left(now)
+        self._left -= allowed
+        return allowed
+
+    def grant(self) -> None:
+        """Allow one more, even beyond ``most``."""
+        self._left += 1
+
+
+class Allowances:
+    """An allowance of the same size for each peer, by the name of its accepted key.
+
+    Args:
+        most: of each, at once.
+        per_second: how many more each gets per second.
+    """
+
+    def __init__(self, most: int, per_second: float = 1.0) -> None:
+        self._most, self._per_second = most, per_second
+        self._of: dict[Hashable, Allowance] = {}
+
+    def left(self, who: Hashable, now: float) -> bool:
+        """Whether a peer is allowed one at a stopwatch time [s]."""
+        return self._allowance(who, now).left(now)
+
+    def take(self, who: Hashable, now: float) -> bool:
+        """Count one of a peer at a stopwatch time [s]; returns whether it is allowed."""
+        return self._allowance(who, now).take(now)
+
+    def grant(self, who: Hashable, now: float) -> None:
+        """Allow a peer one more, even beyond ``most``."""
+        self._allowance(who, now).grant()
+
+    def _allowance(self, who: Hashable, now: float) -> Allowance:
+        if who not in self._of:
+            self._of[who] = Allowance(self._most, now, self._per_second)
+        return self._of[who]

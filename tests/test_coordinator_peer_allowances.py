@@ -1,0 +1,202 @@
+"""An accepted but hostile peer costs the coordinator little: its allowances are of its key, not of its connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator import roster as rosters
+from coordinator.roster import Roster
+from fedmq.clock import WallClock
+from fedmq.errors import RemoteWireError
+from fedmq.wire import rekeying
+from fedmq.wire.handshake import Initiated, complete, initiate
+from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message
+from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
+from fedmq.wire.transports.base import Connection, Listener
+from fedmq.wire.transports.registry import connect, listen
+
+RUN = "allowances-0-0123456789ab"
+
+
+class Jumping(WallClock):
+    """A clock that stands still, but for jumps."""
+
+    at = 100.0
+
+    def stopwatch(self) -> float:
+        return self.at
+
+
+@dataclass
+class Ends:
+    """The coordinator's end, with the keys of two silos."""
+
+    listener: Listener
+    roster: Roster
+    keys: Path
+    clock: Jumping
+
+    def passes(self, connection: Connection, frames: tuple[bytes, ...]) -> list[memoryview] | None:
+        """Send frames to the coordinator; returns its answer, if there is one."""
+        connection.send(frames)
+        arrived = self.listener.receive(1.0)
+        assert arrived is not None
+        self.roster.take(*arrived)
+        return connection.receive(0.05)
+
+    def session(self, name: str, connection: Connection, key: Identity | None = None) -> Session | None:
+        """A new session of a silo; None if the hello is not answered."""
+        own = key or load_identity(self.keys, name)
+        hello, initiated = initiate(own, COORDINATOR, RUN, 0.0)
+        return self.completed(initiated, connection, self.passes(connection, hello))
+
+    def completed(
+        self, initiated: Initiated, connection: Connection, answer: list[memoryview] | None
+    ) -> Session | None:
+        if answer is None:
+            return None
+        try:
+            ready, session = complete(initiated, load_accepted(self.keys), answer, 0.0)
+        except RemoteWireError:
+            return None
+        self.passes(connection, tuple(map(bytes, map(memoryview, ready))))
+        return session
+
+    def log_size(self) -> int:
+        return (self.keys.parent / "coordinator.jsonl").stat().st_size
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    for name, most in {"_HELLOS": 6, "_COPIES": 20, "_REJECTIONS": 8, "_MESSAGES": 12}.items():
+        monkeypatch.setattr(rosters, name, most)
+    keys, clock = tmp_path / "keys", Jumping()
+    init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
+    listener = listen("memory://allowances")
+    with MessageLog(tmp_path / "coordinator.jsonl", COORDINATOR, clock) as log:
+        roster = Roster(
+            listener, load_identity(keys, COORDINATOR), load_accepted(keys), RUN, log, clock, max_body=1 << 20
+        )
+        yield Ends(listener, roster, keys, clock)
+    listener.close()
+
+
+def header(session: Session, kind: Kind, sequence: int = 1, reply_to: int | None = None) -> Header:
+    return Header(
+        run=RUN, kind=kind, sender=session.name, receiver=COORDINATOR, sequence=sequence, sent_at=0.0, reply_to=reply_to
+    )
+
+
+def flat(sealed: Sealed) -> tuple[bytes, ...]:
+    return tuple(map(bytes, sealed.frames))
+
+
+def opened(count: int) -> Iterator[Connection]:
+    for _ in range(count):
+        connection = connect("memory://allowances")
+        yield connection
+        connection.close()
+
+
+def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(ends: Ends) -> None:
+    made = [ends.session("silo-00", connection) for connection in opened(rosters._HELLOS + 5)]
+    assert sum(session is not None for session in made) == rosters._HELLOS
+    size = ends.log_size()
+    for connection in opened(1):
+        for _ in range(30):
+            assert ends.session("silo-00", connection) is None
+    assert ends.log_size() - size < 10_000, "some refusals are counted, not logged"
+    assert ends.roster.refused["too_often"] == 35
+    (other,) = (ends.session("silo-01", connection) for connection in opened(1))
+    assert other is not None, "another peer is served"
+    ends.clock.at += 3.0
+    made = [ends.session("silo-00", connection) for connection in opened(6)]
+    assert sum(session is not None for session in made) == 3, "one more per second"
+
+
+def test_neither_forged_nor_copied_hellos_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+    stranger = Identity("silo-00", Ed25519PrivateKey.generate())
+    hello, initiated = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
+    for connection in opened(rosters._HELLOS + 5):
+        assert ends.session("silo-00", connection, stranger) is None
+        ends.passes(connection, hello)
+    for connection in opened(1):
+        assert ends.completed(initiated, connection, ends.passes(connection, hello)) is not None
+        assert ends.session("silo-00", connection) is not None
+    assert ends.roster.refused["too_often"] == 0
+
+
+def test_copies_of_a_hello_are_answered_a_bounded_number_of_times(ends: Ends) -> None:
+    hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
+    answers = [ends.passes(connection, hello) for connection in opened(rosters._COPIES + 5)]
+    assert sum(answer is not None for answer in answers) == rosters._COPIES + 1
+
+
+def test_refusals_of_hellos_are_signed_a_bounded_number_of_times(ends: Ends) -> None:
+    stranger = Identity("silo-00", Ed25519PrivateKey.generate())
+    answers = []
+    for connection in opened(rosters._REJECTIONS + 5):
+        hello, _ = initiate(stranger, COORDINATOR, RUN, 0.0)
+        answers.append(ends.passes(connection, hello))
+    assert sum(answer is not None for answer in answers) == rosters._REJECTIONS
+
+
+def test_inquiries_do_not_use_up_the_handshakes_of_a_silo(ends: Ends) -> None:
+    for connection in opened(rosters._HELLOS):
+        hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, ANY_RUN, 0.0)
+        assert ends.passes(connection, hello) is not None
+    (session,) = (ends.session("silo-00", connection) for connection in opened(1))
+    assert session is not None
+
+
+@pytest.mark.parametrize("kind", [Kind.HEARTBEAT, Kind.REPLY])
+def test_a_peer_that_sends_without_being_asked_loses_its_session(kind: Kind, ends: Ends) -> None:
+    for connection in opened(1):
+        session = ends.session("silo-00", connection)
+        assert session is not None
+        sent = 0
+        for _ in range(3):
+            while ends.roster.online("silo-00") and sent < 100:
+                message = Message(header(session, kind, reply_to=1))
+                ends.passes(connection, flat(seal_message(session, message)))
+                sent += 1
+            session = ends.session("silo-00", connection)
+            assert session is not None
+        assert sent == rosters._MESSAGES + 3, "a new session has no new allowance"
+        assert ends.roster.refused["too_often"] == 3
+
+
+def test_each_request_allows_an_answer(ends: Ends) -> None:
+    for connection in opened(1):
+        session = ends.session("silo-00", connection)
+        assert session is not None
+        for number in range(1, 3 * rosters._MESSAGES):
+            ends.roster.send("silo-00", Message(ends.roster.header("silo-00", Kind.EVALUATE, sequence=number)))
+            reply = header(session, Kind.REPLY, sequence=number, reply_to=number)
+            ends.passes(connection, flat(seal_message(session, Message(reply))))
+        assert ends.roster.online("silo-00")
+        assert ends.roster.refused["too_often"] == 0
+
+
+def test_new_sessions_bring_no_new_requests_for_new_keys(ends: Ends) -> None:
+    ends.roster._rekeys._most = 4
+    identity, answered = load_identity(ends.keys, "silo-00"), 0
+    for connection in opened(6):
+        session = ends.session("silo-00", connection)
+        assert session is not None
+        asked, state = rekeying.begin(identity, session, header(session, Kind.REKEY))
+        frames = ends.passes(connection, flat(asked))
+        assert frames is not None
+        found = session.open(frames)
+        if found.header.kind is Kind.REKEYED:
+            rekeying.finish(state, load_accepted(ends.keys)[COORDINATOR], session, found)
+            answered += 1
+    assert answered == 4
+    assert ends.roster.refused["too_often"] == 2

@@ -26,7 +26,7 @@ from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
 
-_SHOWN = 12  # characters of a digest in a message
+_SHOWN = 12  # characters of a digest shown in a message
 _NAMED = 3  # silos named in a message
 _POLL_SECONDS = 0.2
 
@@ -213,7 +213,7 @@ class OwnDataAdmission:
         return Waiting()
 
     def _state(self, name: str, statement: DataStatement, held: DataFormat) -> Waiting:
-        """Note a statement before the agreement; names the silos that are refused because of it."""
+        """Record a statement before the agreement; returns the names of the silos that are refused because of it."""
         self.stated[name] = statement, held
         self.disputes.state(name, held)
         refused = self.disputes.refused(complete=not self.missing)
@@ -255,7 +255,7 @@ class OwnDataAdmission:
 
     @property
     def likely(self) -> DataFormat | None:
-        """The agreed format, or that on which the silos would agree now; None if none has stated its data.
+        """The agreed format, or the one on which the silos would agree now; None if none has stated its data.
 
         Raises:
             FormatError: a modality is in no silo, or their data do not fit together.

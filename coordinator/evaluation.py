@@ -85,7 +85,7 @@ def _wrong_own_personal(answer: Payload | None, name: str, names: Iterable[str],
         own: the user's own metrics.
     """
     if not isinstance(answer, Metrics) or answer.values or answer.per_silo.keys() != {name}:
-        return "other figures than of the silo's own held-out items"
+        return "metrics other than those of the silo's own held-out items"
     if HEADLINE not in (found := answer.per_silo[name]):
         return f"an evaluation without {HEADLINE}"
     return None if (wrong := objection(found, own, names)) is None else f"an evaluation with {wrong}"

@@ -21,7 +21,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import MAX_STATUS, RunStatus
 
-#: Characters kept of each silo's error in a status that is too large otherwise.
+#: Maximum length of each silo's error in a status that would otherwise be too large [characters].
 _SHORT_ERROR = 40
 
 
@@ -77,7 +77,7 @@ class Inquiries:
         return RunStatus(text)
 
     def _facts(self, name: str) -> CoordinatorFacts:
-        """About this process; only those who have a part in the run learn the format of its data."""
+        """Facts about this process; only silos and the evaluator learn the format of the run's data."""
         versions = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
         if not isinstance(self._admission, OwnDataAdmission) or name not in (*self._silos, EVALUATOR):
             return CoordinatorFacts(versions=versions)

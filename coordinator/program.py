@@ -376,7 +376,7 @@ class _Process:
         else:
             rounds, states, due = Rounds.from_record(plan, saved.rounds), dict(saved.states), dict(saved.due)
         evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
-        if evaluation.ends_after(rounds.version):  # it was stopped after its last round, by patience
+        if evaluation.ends_after(rounds.version):  # early stopping ended it after its last round
             rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
         loop = Loop(
             run_context,

@@ -34,12 +34,13 @@ _KEYS_SECONDS = 1.0
 _DEFAULTS = Wire()
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
-#: Handshakes that a peer gets at once; one more is allowed per second. Copies of a hello, and refused hellos of all
-#: senders, have allowances of their own, so that who sends them cannot use up that of a peer.
+#: Maximum number of handshakes of a peer in a burst; one more is allowed per second. Copies of a hello, and refused
+#: hellos of all senders, have their own allowances, so that their senders cannot use up a peer's allowance.
 _HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
-#: Messages that a peer may send at once beside one for each request; one more is allowed per second.
+#: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
+#: per second.
 _MESSAGES = 60
-#: The coordinator's messages that a peer answers, and cannot make it send.
+#: The coordinator's messages that a peer answers, but cannot cause to be sent.
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
 
 
@@ -151,7 +152,7 @@ class Roster:
         self._log, self._clock = log, clock
         self._pending: dict[bytes, _Pending] = {}
         self._answered: dict[bytes, None] = {}
-        # By peer, and not by connection or session, which a peer could make anew.
+        # By peer, not by connection or session, as a peer could open new ones.
         self._hellos, self._copies = Allowances(_HELLOS), Allowances(_COPIES, 10.0)
         self._rejections = Allowance(_REJECTIONS, clock.stopwatch(), 10.0)
         self._rekeys, self._messages = Allowances(rekeying.MOST_ANSWERED), Allowances(_MESSAGES)
@@ -233,7 +234,7 @@ class Roster:
             return None if isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal; of senders that prove no key only a limited number per minute is logged."""
+        """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
         self._count(name, error)
         if name == UNKNOWN:
             self._refusals.add(b"", error, size)
@@ -287,7 +288,7 @@ class Roster:
                 raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
-        # would lock its sender out; it is logged once, since only its sender can complete the handshake.
+        # would lock the sender out; it is logged once, since only its sender can complete the handshake.
         repeated = digest in self._answered
         (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
         self._answered[digest] = None
@@ -302,9 +303,9 @@ class Roster:
         self._listener.send(address, welcome)
 
     def _check_hellos(self, claim: Header, *, copy: bool) -> None:
-        """Refuse a hello of a peer that has sent too many, before it costs a signature or a key agreement.
+        """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
 
-        Only hellos that were signed with the peer's key count, so nobody else can use up its allowance.
+        Only hellos that were signed with the peer's key count, so no other sender can use up its allowance.
         """
         allowances, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
         if claim.sender in self._accepted and not allowances.left(who, self._clock.stopwatch()):
@@ -327,7 +328,7 @@ class Roster:
         if session.wire_version == 1:
             self._by_address[address] = peer
             raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
-        # An older session of that name goes on until the peer has stated its data.
+        # An older session of that name continues until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
         # Only now: the earlier handshake may have been on the same connection.

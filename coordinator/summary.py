@@ -85,14 +85,14 @@ def summary_of(
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
-    """The evaluator's last evaluation; without an evaluator one without figures."""
+    """The evaluator's last evaluation; without an evaluator one without metrics."""
     lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, EvaluationLine)]
     nothing = EvaluationLine(kind="evaluation", version=0, metrics={}, per_silo={})
     return max(reversed(lines), key=lambda line: line.version, default=nothing)
 
 
 def _evaluated(loop: Loop, last: EvaluationLine, stated: AgreementRecord | None) -> dict[str, EvaluatedItems]:
-    """The items of the evaluator's figures: of a simulated partition, or as an evaluator with own data stated them."""
+    """The items of the evaluator's metrics: of a simulated partition, or as an evaluator with own data stated them."""
     if not last.metrics:
         return {}
     if loop.run_context.evaluated is not None:

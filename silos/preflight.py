@@ -1,6 +1,6 @@
-"""Checks before a silo joins a run, of what is here and of what the coordinator says when it is asked.
+"""Checks before a silo joins a run, on this machine and against the coordinator's status.
 
-Keys, scenario, versions, data and whether they fit those of the other sites, disk, memory, and one training step,
+They cover keys, scenario, versions, data and whether these fit the other sites', disk, memory, and one training step,
 which is discarded.
 """
 
@@ -38,7 +38,7 @@ from silos.program import Silo, SiloArguments
 
 #: Time to wait for the coordinator's answer [s].
 _ANSWER_SECONDS = 5.0
-#: What to do about another scenario.
+#: Advice if the scenarios differ.
 _SAME = "both sides need the same file and the same --set and --seed"
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
@@ -53,7 +53,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"  # the silo can join, but the reader should know
-    SKIPPED = "skipped"  # it could not be made, e.g. because the coordinator does not run yet
+    SKIPPED = "skipped"  # not possible, e.g. because the coordinator is not running yet
     FAILED = "failed"
 
 
@@ -76,7 +76,7 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
     """Make all checks, one after the other; nothing is trained, sent or written.
 
     Args:
-        arguments: with which the silo is to be started.
+        arguments: the arguments with which the silo will be started.
         progress: called with (what, done, total) while features are extracted.
     """
     status: StatusFile | None = None
@@ -115,7 +115,7 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
 
 
 def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | None:
-    """The data of a site of its own; None in a simulated partition."""
+    """The data of a site with its own data; None in a simulated partition."""
     if arguments.scenario.data is not None:
         return None
     return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress)
@@ -133,9 +133,9 @@ def _silo(arguments: SiloArguments, site: SiteData | None, progress: Progress | 
 
 
 def _asked(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> tuple[StatusFile | None, Check | None]:
-    """The coordinator's status, and what is to be reported if there is none.
+    """The coordinator's status, or the check to report if there is none.
 
-    Asking neither joins the run nor ends a session of the silo.
+    The inquiry neither joins the run nor ends a session of the silo.
     """
     name = "coordinator"
     try:
@@ -145,11 +145,11 @@ def _asked(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> 
     except InputError as error:
         return None, Check(name, Verdict.FAILED, str(error))
     except RunError:
-        return None, None  # a release that cannot be asked; the handshake says more
+        return None, None  # a release that does not answer inquiries; the handshake tells more
 
 
 def _same_versions(there: Mapping[str, str]) -> Check:
-    """Whether the coordinator has the versions of this process, on which the last bits of a model depend."""
+    """Whether the coordinator runs the same versions as this process, as the last bits of a model depend on them."""
     here = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
     pairs = [(name, there.get(name, mine), mine) for name, mine in here.items()]
     other = [f"{name} {theirs} there, {mine} here" for name, theirs, mine in pairs if theirs != mine]
@@ -163,7 +163,7 @@ def _fit(silo: str, site: SiteData, status: StatusFile | None) -> Check:
     """Whether the site's labels, words, widths and encoders fit those of the others; the data are not stated."""
     name, facts = "fit with other sites", None if status is None else status.coordinator
     if facts is None or facts.format is None:
-        detail = "nothing to compare with: no other site has stated its data, or the coordinator did not say"
+        detail = "nothing to compare with: no other site has stated its data, or the coordinator did not report it"
         return Check(name, Verdict.SKIPPED, detail)
     try:
         held, others = site.statement[1], facts.format.payload()

@@ -258,10 +258,13 @@ def with_invented_figures(summary: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda summary: summary["personal"].update(mean_r1=0.99), "personal is not that of the figures it is made of"),
-        (without_figures, "personal is not that of the figures it is made of"),
-        (without_one_silo, "no figures of silo-02's own model at version 3, though it answered"),
-        (with_invented_figures, "the figures of silo-00's own model at version 3 are not what it answered"),
+        (
+            lambda summary: summary["personal"].update(mean_r1=0.99),
+            "personal does not match the metrics it is computed from",
+        ),
+        (without_figures, "personal does not match the metrics it is computed from"),
+        (without_one_silo, "no metrics of silo-02's personal model at version 3, though it answered"),
+        (with_invented_figures, "the metrics of silo-00's personal model at version 3 are not what it answered"),
     ],
 )
 def test_forged_personal_metrics_of_a_summary_are_found(
@@ -285,7 +288,7 @@ def test_missing_personal_metrics_are_found_unless_the_measurement_itself_was_re
     lines = [(4, dict[str, dict[str, float]]())]
     course.take("coordinator", "line 1", refused_record("silo-00", Reason.GAP, frames=70))
     assert [what for _, what in run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course)] == [
-        "no figures of silo-00's own model at version 4, though it answered"
+        "no metrics of silo-00's personal model at version 4, though it answered"
     ]
     course.take("coordinator", "line 2", refused_record("silo-00", Reason.UNEXPECTED, frames=0))
     assert not list(run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course))
@@ -298,16 +301,16 @@ def test_forged_or_missing_lines_of_personal_metrics_are_found(personal_run: Pat
         if (line["kind"], line["version"]) == ("personal", 2):
             line["personal"]["mean_r1"] = 0.99
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
-    assert found(out) == [("metrics.jsonl: version 2", "personal is not that of the figures it is made of")]
+    assert found(out) == [("metrics.jsonl: version 2", "personal does not match the metrics it is computed from")]
     content = [line for line in content if line["kind"] != "personal"]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
-    assert ("metrics.jsonl", "no figures of silo-00's own model at version 2, though it answered") in found(out)
+    assert ("metrics.jsonl", "no metrics of silo-00's personal model at version 2, though it answered") in found(out)
 
 
 def test_an_invented_figure_is_found(run: Path) -> None:
     edit(run / "summary.json", lambda summary: summary["per_silo"]["silo-02"].update(best_r1=0.99))
     assert found(run) == [
-        ("summary.json", "the figures of silo-02 are not those of the last evaluation in metrics.jsonl")
+        ("summary.json", "the metrics of silo-02 are not those of the last evaluation in metrics.jsonl")
     ]
 
 
@@ -336,7 +339,7 @@ def test_an_evaluation_missing_from_the_metrics_is_found(run: Path) -> None:
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
-    assert found(run) == [("metrics.jsonl", "no figures of version 0, though the evaluator answered")]
+    assert found(run) == [("metrics.jsonl", "no metrics of version 0, though the evaluator answered")]
 
 
 def test_a_line_that_is_not_an_object_is_named(run: Path) -> None:
@@ -372,7 +375,7 @@ def test_figures_that_the_evaluator_never_sent_are_found(run: Path) -> None:
             line["metrics"]["mean_r1"] = 0.99
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
     edit(run / "summary.json", FORGED["metrics"])
-    assert found(run) == [("metrics.jsonl", "the figures of version 2 are not what the evaluator answered")]
+    assert found(run) == [("metrics.jsonl", "the metrics of version 2 are not what the evaluator answered")]
 
 
 def test_a_merge_of_a_reply_that_never_arrived_is_found(run: Path) -> None:

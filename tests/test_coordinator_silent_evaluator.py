@@ -67,7 +67,7 @@ def test_a_run_ends_without_an_evaluator_that_never_answers_and_a_resumed_run_is
     assert ended.phase is Phase.DONE and ended.summary is not None
     assert evaluated(tmp_path) == [0]
     assert ended.summary.unevaluated == (2, 4)
-    assert ended.summary.metrics, "the figures of version 0"
+    assert ended.summary.metrics, "the metrics of version 0"
     assert '"evaluator did not answer within the limit"' in RunFolder(tmp_path).messages("coordinator").read_text()
     assert "so the result is not evaluated" in (tmp_path / "report.html").read_text()
     assert not audit_run(tmp_path).findings
@@ -129,7 +129,7 @@ def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest
         outcome._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
     assert ended.value.code == 1
     assert capsys.readouterr().err.splitlines() == [
-        "the evaluator did not answer within the limit: version 0, 2 not evaluated; the figures above are of an "
+        "the evaluator did not answer within the limit: version 0, 2 not evaluated; the metrics above are of an "
         "earlier version; evaluate it with fedmq scenario --resume runs/x"
     ]
     assert terminal.not_evaluated(summary(unevaluated=(1,), metrics={})).endswith("version 1 not evaluated")

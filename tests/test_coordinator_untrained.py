@@ -120,7 +120,7 @@ def test_a_run_that_hardly_changed_the_model_says_so(tiny: Path, tmp_path: Path,
         assert warning not in shown
 
 
-def test_a_model_that_retrieves_worse_than_before_training_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_retrieves_worse_than_before_training_is_reported(tiny: Path, tmp_path: Path) -> None:
     noise = ("privacy.clip_norm=1", "privacy.noise_multiplier=20")
     written = in_process_run.run(resolved(tiny, *EVERYONE, "protocol=fedavg", *noise), tmp_path).summary
     assert "the model retrieves worse than before training: R@1" in screen_of(written, tmp_path)

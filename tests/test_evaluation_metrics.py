@@ -179,7 +179,7 @@ def test_the_audit_finds_a_metric_value_out_of_bounds_in_a_run_folder(tiny: Path
             line["per_silo"]["silo-00"]["shift"] = 9.0
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (finding,) = audit_run(out).findings
-    assert finding.what == "a figure of version 0 that cannot be: shift 9, allowed: 0 to 2"
+    assert finding.what == "an impossible metric of version 0: shift 9, allowed: 0 to 2"
 
 
 def test_an_evaluator_that_reports_an_impossible_value_ends_the_run_with_the_metrics_name(

@@ -275,8 +275,8 @@ def test_the_audit_finds_metrics_that_a_silo_never_reported(tmp_path: Path, seal
 
     found = changed(sealed, tmp_path, forge)
     assert found == [
-        "personal is not that of the figures it is made of",
-        "the figures of silo-01's own model at version 4 are not what it answered",
+        "personal does not match the metrics it is computed from",
+        "the metrics of silo-01's personal model at version 4 are not what it answered",
     ]
 
 

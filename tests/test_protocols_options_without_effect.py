@@ -119,7 +119,7 @@ def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
     )
 
 
-def test_a_part_of_a_method_that_begins_after_the_last_round_is_told(tiny: Path) -> None:
+def test_a_part_of_a_method_that_begins_after_the_last_round_is_reported(tiny: Path) -> None:
     def told(protocol: str, rounds: int) -> tuple[str, ...]:
         return run_of(resolved(tiny, f"protocol={protocol}", f"rounds={rounds}", "training.warmup_rounds=0")).warnings
 

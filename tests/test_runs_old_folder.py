@@ -46,7 +46,7 @@ def test_the_audit_of_an_old_folder_finds_a_changed_metric(old: RunFolder) -> No
     told["personal_fairness"]["worst_r1"] = 0.99
     old.summary.write_text(json.dumps(told))
     assert [finding.what for finding in audit_run(old.root).findings] == [
-        "personal_fairness is not that of the figures it is made of"
+        "personal_fairness does not match the metrics it is computed from"
     ]
 
 

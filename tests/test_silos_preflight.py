@@ -91,7 +91,7 @@ def test_the_coordinator_refuses_another_run_and_an_unknown_key(
 
 
 @pytest.mark.usefixtures("running")
-def test_other_versions_than_the_coordinators_are_shown_and_do_not_fail(
+def test_versions_other_than_the_coordinators_are_shown_and_do_not_fail(
     scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "__version__", "9.9")

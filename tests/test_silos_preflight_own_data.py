@@ -52,7 +52,7 @@ def fit(run: OwnRun, **changed: np.ndarray) -> Check:
     return found["fit with other sites"]
 
 
-def test_what_fits_and_what_does_not_is_known_before_the_site_joins(run: OwnRun) -> None:
+def test_preflight_reports_what_fits_and_what_does_not_before_the_site_joins(run: OwnRun) -> None:
     fits = fit(run)
     assert (fits.verdict, fits.detail) == (Verdict.OK, "labels and inputs fit the other sites' data")
     narrow = fit(run, image=of_hospital(arrays(), "oslo")["image"][:, :7])
@@ -63,7 +63,7 @@ def test_what_fits_and_what_does_not_is_known_before_the_site_joins(run: OwnRun)
     assert run.stated(LATE) == 0
 
 
-def test_only_those_with_a_part_in_the_run_learn_the_labels(run: OwnRun) -> None:
+def test_only_silos_and_the_evaluator_learn_the_labels(run: OwnRun) -> None:
     keys = run.root / "keys"
     for name, learns in ((LATE, True), ("operator", False)):
         facts = status_of(ask_status(run.uri, load_identity(keys, name), load_accepted(keys))).coordinator

@@ -106,12 +106,12 @@ def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None)
 
 
 def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData) -> Iterator[Discrepancy]:
-    """Check an evaluation by the silos: that they reported its figures, and its means."""
+    """Check an evaluation by the silos: that they reported its metrics, and its means."""
     figures = {silo: each.figures for silo, each in record.per_silo.items()}
     items = {silo: each.items for silo, each in record.per_silo.items()}
     for silo, values in figures.items():
         if not _was_reported(items[silo], values, logged.own.get((silo, version), set())):
-            yield place, f"the figures of {silo}'s own held-out items are not what it answered"
+            yield place, f"the metrics on {silo}'s own held-out items are not what it answered"
     recomputed: Mapping[str, object] = {
         "items": sum(items.values()),
         "metrics": weighted_means(figures, items),
@@ -120,7 +120,7 @@ def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData)
     }
     for name, value in recomputed.items():
         if getattr(record, name) != value:
-            yield place, f"{name} is not that of the figures it is made of"
+            yield place, f"{name} does not match the metrics it is computed from"
 
 
 def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:

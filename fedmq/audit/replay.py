@@ -1,8 +1,8 @@
 """Replay: compare two run folders of the same scenario event by event, and find the first difference.
 
-Compared are the order of events with their virtual times, every merge with its replies and their staleness, the
-payloads of every task and reply (kinds, sizes, digests), every evaluation, and the digests of the released files.
-Anything that depends on real time is not compared: tags, sessions, dates, and how often a message was resent.
+It compares the order of events with their virtual times, every merge with its replies and their staleness, the payloads
+of every task and reply (kinds, sizes, digests), every evaluation, and the digests of the released files. Anything that
+depends on real time is not compared: tags, sessions, dates, and how often a message was resent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedmq.wire.payloads import Metrics
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
-#: What processes stated about their data and confirmed, and silos' own evaluations. Earlier releases had none of them.
+#: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
 _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.OWN_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
@@ -41,7 +41,7 @@ _STATED = {"data_digest", "items"}
 #: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
 Key = tuple[str, str, int]
 
-#: Evaluations have a kind of their own: a silo's has the same number as the reply to its last merged task.
+#: Evaluations have their own kind: a silo's evaluation has the same number as the reply to its last merged task.
 _MEASUREMENT = "measurement of version"
 
 
@@ -102,7 +102,7 @@ def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
         place, allowed = f"{folder.scenario}: participation.minimum", "null: this run depends on when silos joined"
         raise InputError(place, scenario.participation.minimum, allowed)
     if scenario.privacy.noise_from == "key":
-        allowed = "seed: a replay has new keys, and so other noise"
+        allowed = "seed: a replay has new keys, and so different noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)
 
 
@@ -184,11 +184,11 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def _sent(path: Path, logs: Set[str]) -> Iterator[tuple[Key, str]]:
-    """Keys and contents of the tasks and replies that a process sent, or received from one whose log is not there.
+    """Keys and contents of the tasks and replies that a process sent, or received from a process whose log is missing.
 
     Args:
         path: the process's log.
-        logs: names of the processes whose logs are there; those of sites may not have been collected.
+        logs: names of the processes whose logs are present; those of sites may not have been collected.
     """
     for _, record in read_log(path):
         if not isinstance(record, MessageRecord) or (record.action != "sent" and record.header.sender in logs):
@@ -279,8 +279,8 @@ def _under_way(key: Key, record: Record) -> bool:
     """Whether a message was in transit when the run ended; whether such a message is logged depends on real time.
 
     Args:
-        key: of a message that only one of the two runs has.
-        record: of the run that has it.
+        key: key of a message that only one of the two runs has.
+        record: record of the run that has it.
     """
     kind, silo, number = key
     if kind in _OF_DATA:

@@ -92,7 +92,7 @@ class Flow:
 
 
 def flows_of(audit: Audit, summary: RunSummary | None) -> Iterator[Flow]:
-    """What each process sent, by the sender's log, or the receiver's if the sender has none here."""
+    """What each process sent, according to the sender's log, or the receiver's if the sender's is missing."""
     sent = sent_payloads((record for _, record in audit.messages), audit.records)
     number = {(sender, kind): count for sender, kinds in sent.number.items() for kind, count in kinds.items()}
     silos = {} if summary is None else summary.per_silo

@@ -331,7 +331,7 @@ def _check_metrics(
     for evaluation in _evaluations(lines):
         answers = course.measured.get(evaluation.version, set())
         if not _was_reported(evaluation.metrics, evaluation.per_silo, answers):
-            yield place, f"the figures of version {evaluation.version} are not what the evaluator answered"
+            yield place, f"the metrics of version {evaluation.version} are not what the evaluator answered"
     for line in _personal(lines):
         yield from _not_reported_by_silos(place, line.version, line, course)
 
@@ -345,7 +345,7 @@ def _check_summary(
     if len(merges) != summary.versions:
         yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} has {summary.versions}"
     for version in sorted(course.measured.keys() - {line.version for line in evaluations}):
-        yield str(folder.metrics), f"no figures of version {version}, though the evaluator answered"
+        yield str(folder.metrics), f"no metrics of version {version}, though the evaluator answered"
     merged = Counter(silo for line in merges for silo in line.replies)
     for silo in sorted(merged.keys() | summary.per_silo.keys()):
         count = summary.per_silo[silo].participations if silo in summary.per_silo else 0
@@ -382,7 +382,7 @@ def _of_the_last_evaluation(
         yield place, f"metrics are not those of the last evaluation in {metrics}"
     for silo, entry in summary.per_silo.items():
         if entry.figures != per_silo.get(silo, {}):
-            yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
+            yield place, f"the metrics of {silo} are not those of the last evaluation in {metrics}"
     if per_silo:
         expected = {"per_silo_mean": means(per_silo), "fairness": fairness_of(per_silo)}
         yield from _check_means(place, summary, expected)
@@ -395,7 +395,7 @@ def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary
         for values in _measured(line):
             known = values if summary else {name: value for name, value in values.items() if is_known(name)}
             if (wrong := objection(known, user_metrics)) is not None:
-                yield place, f"a figure of version {line.version} that cannot be: {wrong}"
+                yield place, f"an impossible metric of version {line.version}: {wrong}"
 
 
 def _measured(line: MetricsLine) -> list[Figures]:
@@ -431,7 +431,7 @@ def _check_means(
     """Check means and fairness over silos against values recomputed from the same record."""
     for name, value in expected.items():
         if not _close(getattr(record, name), value):
-            yield place, f"{name} is not that of the figures it is made of"
+            yield place, f"{name} does not match the metrics it is computed from"
 
 
 def _reported_not_recorded(
@@ -447,7 +447,7 @@ def _reported_not_recorded(
     known = {(silo, version) for version, whole in recorded for silo in whole}
     for silo, version in sorted(course.personal.keys() - known):
         if silo not in course.refused:
-            yield str(folder.metrics), f"no figures of {silo}'s own model at version {version}, though it answered"
+            yield str(folder.metrics), f"no metrics of {silo}'s personal model at version {version}, though it answered"
 
 
 def _merges(lines: Sequence[MetricsLine]) -> list[MergeLine]:
@@ -476,7 +476,7 @@ def _not_reported_by_silos(
     for silo, whole in record.personal_whole_split.items():
         local = {silo: record.personal_per_silo.get(silo, {})}
         if not _was_reported(whole, local, course.personal.get((silo, version), set())):
-            yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
+            yield place, f"the metrics of {silo}'s personal model at version {version} are not what it answered"
 
 
 def _merged_not_received(place: str, merges: Sequence[MergeLine], course: LoggedRun) -> Iterator[Discrepancy]:

@@ -28,7 +28,7 @@ from fedmq.wire.payloads import (
     SecretShare,
 )
 
-#: Payload kinds that can be a silo's contribution to the model; the others are figures about it.
+#: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
 _CONTRIBUTIONS = frozenset(
     each.KIND
     for each in (
@@ -106,7 +106,7 @@ class TrafficChecks:
         if record.action == "sent" and header.kind is Kind.EVALUATE:
             self._evaluations.add((header.receiver, header.sequence, header.base_version))
         from_silo = record.action == "received" and header.kind is Kind.REPLY and header.sender != EVALUATOR
-        # The summary does not count the figures of a silo's personal model as traffic.
+        # The summary does not count the metrics of a silo's personal model as traffic.
         from_silo &= (header.sender, header.reply_to, header.base_version) not in self._evaluations
         if from_silo:
             kinds = frozenset(kind for kind, _ in record.payloads)
@@ -156,8 +156,11 @@ class TrafficChecks:
         for way, logged, stated in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
             for kind in sorted(logged.keys() | stated.keys()):
                 if logged[kind] != stated.get(kind, 0):
-                    yield place, f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} by the log"
+                    yield (
+                        place,
+                        f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} according to the log",
+                    )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
             if name in summary.messages.model_fields_set and logged_count != stated_count:
-                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} by the log"
+                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"

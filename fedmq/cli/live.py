@@ -1,4 +1,4 @@
-"""``--live`` and ``fedmq board``: pages on 127.0.0.1 of a run while it goes on, and of all runs in a folder."""
+"""``--live`` and ``fedmq board``: pages on 127.0.0.1 that show a run in progress, or all runs in a folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedmq.errors import InputError
 if TYPE_CHECKING:
     from fedmq.storage.run_folder import RunFolder
 
-Live = Annotated[bool, typer.Option("--live", help="Serve a page of the run's figures on 127.0.0.1 meanwhile.")]
+Live = Annotated[bool, typer.Option("--live", help="Serve a page with the run's charts on 127.0.0.1 during the run.")]
 LivePort = Annotated[
-    int, typer.Option("--live-port", metavar="PORT", min=0, max=65535, help="Port of --live; 0 takes a free one.")
+    int, typer.Option("--live-port", metavar="PORT", min=0, max=65535, help="Port of --live; 0 chooses a free one.")
 ]
 
 
@@ -27,10 +27,10 @@ def add_board(app: typer.Typer) -> None:
 
     @app.command("board")
     def board_command(
-        root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of run folders.")] = Path("runs"),
-        port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 0,
+        root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run folders.")] = Path("runs"),
+        port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free one.")] = 0,
     ) -> None:
-        """Serve a page of all runs in a folder on 127.0.0.1: sort, filter, open reports, put runs side by side.
+        """Serve a page of all runs in a folder on 127.0.0.1: sort, filter, open reports, compare runs side by side.
 
         Example: [bold]fedmq board runs/[/bold]
         """
@@ -51,8 +51,8 @@ def live_page(folder: RunFolder, port: int, *, live: bool) -> Iterator[None]:
     """Serve the page of a run while the block runs, and print its address.
 
     Args:
-        folder: of the run.
-        port: on 127.0.0.1; 0 takes a free one.
+        folder: the run folder.
+        port: port on 127.0.0.1; 0 chooses a free one.
         live: whether to serve it at all.
 
     Raises:

@@ -64,7 +64,7 @@ StopSilos = Annotated[
 ]
 MetricsPort = Annotated[
     int | None,
-    typer.Option("--metrics-port", metavar="PORT", min=1, max=65535, help="Serve figures for Prometheus on 127.0.0.1."),
+    typer.Option("--metrics-port", metavar="PORT", min=1, max=65535, help="Serve metrics for Prometheus on 127.0.0.1."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 CheckOnly = Annotated[

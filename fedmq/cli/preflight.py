@@ -38,12 +38,12 @@ def add_preflight(app: typer.Typer) -> None:
         seed: Seed = None,
         as_json: AsJson = False,
     ) -> None:
-        """Check that a silo can join a run, with the options with which it is to be started.
+        """Check that a silo can join a run; takes the options with which the silo will be started.
 
-        Are the keys there, does the coordinator accept them, does it run this scenario with these versions, can the
-        data be read and do they fit those of the other sites, are disk and memory large enough, how long does a
-        training step take? Nothing is trained or written, and nothing about the data is sent. Exit code 1 if a check
-        failed.
+        It checks that the keys exist and the coordinator accepts them, that the coordinator runs this scenario with
+        these versions, that the data can be read and fit those of the other sites, and that disk and memory are large
+        enough. It times a training step and discards the result. Nothing is written, and nothing about the data is
+        sent. The exit code is 1 if a check failed.
 
         Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
 

@@ -41,8 +41,8 @@ def add_replay(app: typer.Typer) -> None:
     ) -> None:
         """Repeat a run, including its faults, and compare the two event by event.
 
-        Exit code 3 and the first difference if they are not the same. A run of sites with data of their own needs the
-        data of all of them, which must have the digests that the sites stated.
+        If they differ, the first difference is printed and the exit code is 3. A run of sites with their own data needs
+        the data of all sites, with the digests that the sites stated.
 
         Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
         """
@@ -84,10 +84,10 @@ def add_replay(app: typer.Typer) -> None:
 
 
 def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:
-    """The sites of a run with data of their own; None for a simulated partition.
+    """The sites of a run whose sites have their own data; None for a simulated partition.
 
     Raises:
-        InputError: their data are not here, or site files are given for a run that has all data.
+        InputError: their data are not on this machine, or site files are given for a run that has all data.
     """
     if run.scenario.data is not None:
         if files:
@@ -107,7 +107,7 @@ def _repeat(
         run: the run.
         name: name of the run's folder.
         resumed: how often the run was resumed.
-        sites: the sites, by name, if they have data of their own.
+        sites: the sites by name, if they have their own data.
         quiet: show no progress.
     """
     from fedmq.audit import replay  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""``fedmq report``: write the report of a finished run again, or several runs side by side."""
+"""``fedmq report``: write the report of a finished run again, or compare several runs on one page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 _Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="The page of several runs; side_by_side.html beside the first run."),
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="The page that compares several runs; by default side_by_side.html, next to the first run.",
+    ),
 ]
 
 
@@ -27,7 +31,7 @@ def add_report(app: typer.Typer) -> None:
     def report_command(
         runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)], page: _Out = None
     ) -> None:
-        """Write report.html of a finished run again; of several runs also a page that puts them side by side.
+        """Write the report.html of a finished run again; for several runs, also a page that compares them side by side.
 
         Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
 
@@ -51,14 +55,14 @@ def add_report(app: typer.Typer) -> None:
 
 
 def complete_report(folder: RunFolder, progress: Progress | None) -> str | None:
-    """Write a run's report with examples, the shared space and the silos' holdings where the data are at hand.
+    """Write a run's report with examples, the shared space and the silos' holdings if the data are available.
 
     Args:
-        folder: of a finished run.
+        folder: folder of a finished run.
         progress: called during long steps; None shows nothing.
 
     Returns:
-        Why the report does without them; None if it has them.
+        Why they are missing from the report; None if it has them.
     """
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch

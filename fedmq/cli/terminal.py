@@ -26,13 +26,13 @@ from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _PLAIN_SECONDS = 10.0
-#: Time until the display names the processes that a run waits for, and until it names others [s].
+#: Time until the display names the processes that a run waits for, and until it updates the names [s].
 _GATHERING_SECONDS = 2.0
-#: Most names listed individually.
+#: Maximum number of names listed individually.
 _MANY = 5
-#: Slow silos shown.
+#: Maximum number of slow silos shown.
 _SLOW_SHOWN = 3
-#: Most characters shown of a refusal.
+#: Maximum length of a refusal as shown [characters].
 _SHOWN = 160
 #: Width of the middle column of the live display, which then fits 80 columns.
 _MIDDLE = 40
@@ -177,7 +177,7 @@ def display(
     if not is_live(console):
         show(title)
         printed_at, ended = [0.0], list[bool]()
-        waited: list[tuple[str, ...]] = [()]  # missing processes that were printed last
+        waited: list[tuple[str, ...]] = [()]  # the missing processes that were last printed
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":
@@ -293,8 +293,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
 
 
 def _heldout(summary: RunSummary) -> str:
-    """How many items each silo's figures are from, in parentheses."""
-    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no figures
+    """Number of items on which each silo's metrics are computed, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no metrics
     if not counts:
         return ""
     few, most = min(counts), max(counts)
@@ -302,7 +302,7 @@ def _heldout(summary: RunSummary) -> str:
 
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
-    """Say that a run trained in part only, or next to nothing, or made the model worse."""
+    """Warn that a run trained only in part, hardly at all, or made the model worse."""
     for line in _trained_in_part(summary, folder):
         say(console, line, "yellow")
     for silo, found in summary.never_merged.items():
@@ -319,7 +319,7 @@ def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
     if without_task:
         yield (
             f"given no task in any round: {name_some(without_task)}; {summary.protocol} does not train them, or they "
-            "were not selected or not there"
+            "were not selected or were offline"
         )
     if not_merged:
         yield f"none of their replies was merged, as they were lost or too late: {name_some(not_merged)}"
@@ -336,12 +336,12 @@ def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
 
 
 def not_evaluated(summary: RunSummary) -> str:
-    """A line on versions that the evaluator did not evaluate, and what the figures are of; empty if there are none."""
+    """A line on versions that were not evaluated and on the version of the metrics; empty if there are none."""
     if not summary.unevaluated:
         return ""
     versions = ", ".join(map(str, summary.unevaluated[:_MANY])) + (", ..." if len(summary.unevaluated) > _MANY else "")
     last = summary.versions in summary.unevaluated
-    figures = ("; the figures above are of an earlier version" if summary.metrics else "; there are no figures") * last
+    figures = ("; the metrics above are of an earlier version" if summary.metrics else "; there are no metrics") * last
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
 
 

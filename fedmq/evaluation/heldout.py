@@ -77,7 +77,7 @@ class HeldOut:
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
         """Evaluate a model on the whole split, and on the parts of some silos.
 
-        A silo's queries are its part of the split. They retrieve from the whole gallery, so that the figures of silos
+        A silo's queries are its part of the split. They retrieve from the whole gallery, so that the metrics of silos
         of different sizes have the same chance level; with ``evaluation.silo_gallery: own`` from the silo's part of it,
         which has the same proportions as its training items.
         """

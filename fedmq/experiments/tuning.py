@@ -1,7 +1,7 @@
 """Search for settings with Optuna: each trial is a run on the validation split, and equal budgets for all methods.
 
-Trials are proposed in batches, each with a random generator of its own, so that a search that was stopped and resumed
-proposes the same trials as one that was not.
+Trials are proposed in batches, each with its own random generator, so that a search that was stopped and resumed
+proposes the same trials as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REASON, _SEEDS = "reason", "seeds"  # attributes of trials
 
 
 class TrialState(StrEnum):
-    """What became of a trial; only a finished one can be the best."""
+    """The outcome of a trial; only a finished one can be the best."""
 
     FINISHED = "finished"
     PRUNED = "pruned"
@@ -53,8 +53,8 @@ class Trial:
     Args:
         method: its name.
         number: from 0.
-        state: what became of it.
-        value: mean of the metric over seeds; of a pruned trial the last one.
+        state: its outcome.
+        value: mean of the metric over seeds; for a pruned trial, the last one.
         values: by scenario key.
         reason: why it was refused or failed; empty otherwise.
     """
@@ -72,7 +72,7 @@ class Tuned:
     """The result of a search.
 
     Args:
-        trials: that are over, by method and number.
+        trials: the trials that are over, by method and number.
         best: the best finished trial of each method that has one.
         stopped: whether it was stopped before all trials were over.
     """
@@ -87,9 +87,9 @@ class _Attempt:
     """A trial under way.
 
     Args:
-        method: which is tuned.
-        trial: Optuna's.
-        runs: one for each seed.
+        method: the method that is tuned.
+        trial: Optuna's trial.
+        runs: its runs, one for each seed.
         pruned_at: round at which it was pruned; None if it was not.
         seen: evaluations by round, then by name of the run.
     """
@@ -118,7 +118,7 @@ def tune(
         until_stopped: called before the first run is started; returns a function that says whether to stop.
 
     Raises:
-        InputError: the folder is of another search, its data are invalid, or a run has no such metric.
+        InputError: the folder belongs to another search, its data are invalid, or a run has no such metric.
     """
     optuna = package("optuna", "tune", "fedmq tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -151,10 +151,10 @@ def tune(
 
 
 def _claim(plan: TunePlan, folder: Path) -> None:
-    """Write what identifies the search into its folder, or refuse a folder of another search.
+    """Write what identifies the search into its folder, or refuse the folder of another search.
 
     Raises:
-        InputError: the folder is of another search.
+        InputError: the folder belongs to another search.
     """
     path, facts = folder / "search.json", json.loads(json.dumps(plan.facts))
     if path.exists():
@@ -164,14 +164,14 @@ def _claim(plan: TunePlan, folder: Path) -> None:
             found = None
         if found != facts:
             raise InputError(
-                f"--out {folder}", "a search of another tuning file", "a new folder, or the file as it was"
+                f"--out {folder}", "the search of another tuning file", "a new folder, or the file as it was"
             )
         return
     write_json(path, facts)
 
 
 def _check_journal(path: Path) -> None:
-    """Cut off a last line that was written by half, to which Optuna would append.
+    """Cut off an incomplete last line, to which Optuna would append.
 
     Raises:
         InputError: another line is damaged.
@@ -202,7 +202,7 @@ def _maximise(plan: TunePlan) -> bool:
 
 
 def _trial_of(method: str, frozen: Any) -> Trial:
-    """A trial of Optuna's that is over."""
+    """An Optuna trial that is over."""
     values = {key: _value(value) for key, value in frozen.params.items()}
     state = TrialState(frozen.user_attrs["state"])
     reason = frozen.user_attrs.get(_REASON, "")
@@ -247,7 +247,7 @@ class _Search:
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
-        """The trials that a stopped search left, and new ones until the batch of each method is full."""
+        """The unfinished trials of a stopped search, and new ones until the batch of each method is full."""
         batch, size = [], self._plan.spec.batch
         for method in self._plan.methods:
             study = self._studies[method.name]
@@ -300,7 +300,7 @@ class _Search:
 
     # ---------------------------------------------------------------------------------------------------- execution
     def execute(self, batch: list[_Attempt]) -> bool:
-        """Execute the missing runs of a batch, equal ones once; returns whether the search was stopped."""
+        """Execute the missing runs of a batch, identical ones once; returns whether the search was stopped."""
         followed = {run.name: AppendedLines(run.folder.metrics) for each in batch for run in each.runs}
         waiting = deque({run.name: run for each in batch for run in each.runs if not run.done}.values())
         titles = {
@@ -379,7 +379,7 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
-        """Record what became of a trial.
+        """Record the outcome of a trial.
 
         Raises:
             InputError: its runs have no such metric.

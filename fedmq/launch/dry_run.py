@@ -31,8 +31,8 @@ from fedmq.storage.run_folder import RunFolder
 
 #: A task that takes longer than this is estimated from one step [s].
 _LONG_TASK = 10.0
-#: Time of both ends for the messages of a task, and for each byte of their payloads [s]. Measured on two cores, with
-#: tasks of 1.6 to 9.4 MB, as processes and in one process.
+#: Time that both ends together spend on the messages of a task, and for each byte of their payloads [s]. Measured on
+#: two cores, with tasks of 1.6 to 9.4 MB, as processes and in one process.
 _MESSAGE_SECONDS, _BYTE_SECONDS = 0.025, 1e-9
 #: Time of the handshakes and of the first processes, and to start a process of a silo [s].
 _READY_SECONDS, _START_SECONDS = 1.5, 0.06
@@ -41,7 +41,7 @@ _READY_SECONDS, _START_SECONDS = 1.5, 0.06
 _OTHER_MEMORY, _SILO_MEMORY, _COPIES = 850 << 20, 25 << 20, 8
 #: Memory by which a process grows in its first training step, whatever the model [bytes].
 _STEP_MEMORY = 80 << 20
-#: What estimates and runs may differ by, as measured by the benchmark.
+#: How far estimates and runs may differ, as measured by the benchmark.
 TOLERANCE = "time within a factor of 1.5, memory within 30 %, traffic within 5 %"
 
 

@@ -26,8 +26,8 @@ class Limits:
     """What this machine grants the processes of a run.
 
     Args:
-        memory: available [bytes].
-        descriptors: most open files of a process.
+        memory: available memory [bytes].
+        descriptors: maximum number of open files of a process.
     """
 
     memory: float
@@ -70,11 +70,11 @@ class Hosting:
 
 
 def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
-    """Decide about the silos of a run on this machine.
+    """Decide which silos of a run share a process on this machine.
 
     Args:
-        scenario: the run's.
-        limits: of this machine.
+        scenario: the run's scenario.
+        limits: the limits of this machine.
 
     Raises:
         InputError: so few files may be open that the run cannot start.

@@ -1,4 +1,4 @@
-"""Ctrl-C handling from the first line on; this module imports next to nothing, so that it can be imported first."""
+"""Ctrl-C handling from the first line on; this module imports hardly anything, so that it can be imported first."""
 
 import contextlib
 import os

@@ -1,7 +1,7 @@
-"""What the command and a process on another machine of a cluster tell each other: typed records, as JSON.
+"""What the command and a process on another machine of a cluster exchange: typed records, as JSON.
 
 Neither side trusts the other's bytes: :func:`decode` checks types, sizes and names, and :func:`store_files` the path of
-each file. No pickle of an engine is read for a value of fedmq.
+each file. No value of fedmq is read from an engine's pickle files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from silos.program import SiloArguments
 #: Arguments of a silo, a host or the evaluator.
 PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
 
-#: Largest record [bytes]. The message log of a silo is the largest part of one.
+#: Maximum size of a record [bytes]. Its largest part is a silo's message log.
 MOST_BYTES = 1 << 30
-#: Most files of a process: of a host of 1,024 silos, the log of each and a few tensors.
+#: Maximum number of files of a process: for a host of 1,024 silos, the log of each silo and a few tensors.
 _MOST_FILES = 1 << 14
-#: Longest error of a process [characters].
+#: Maximum length of a process's error message [characters].
 _LONGEST_ERROR = 4000
-#: Longest value in an error message [characters].
+#: Maximum length of a value in an error message [characters].
 _MAX_SHOWN = 60
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
@@ -54,7 +54,7 @@ class _Record(BaseModel):
 class PeerFile(_Record):
     """A file of a process, by its path in the run folder or in the process's own folder."""
 
-    # No part begins with a dot, so that the path is relative and leads out of no folder.
+    # No part begins with a dot, so the path is relative and cannot lead out of a folder.
     path: Annotated[str, Field(pattern=rf"^{_PART}(/{_PART}){{0,7}}$")]
     content: bytes
 
@@ -82,7 +82,7 @@ class Ended(_Record):
 
 
 class PeerTask(_Record):
-    """What a process is to run: its arguments, except for its keys."""
+    """The arguments with which a process runs, except for its keys."""
 
     program: Literal["silo", "host", "evaluator"]
     names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024, description="silos, or the evaluator")]
@@ -111,10 +111,11 @@ class PeerTask(_Record):
 
         Args:
             arguments: as for a process of the coordinator's machine.
-            gpu: whether the engine gives it a GPU. It shows the process only those that it was given.
+            gpu: whether the engine gives it a GPU. The process can then use only the GPU that the engine assigned to
+                it.
         """
         first = _first(arguments)
-        # Sites with data of their own launch their silos themselves.
+        # Sites with their own data launch their silos themselves.
         assert first.site is None  # noqa: S101
         run, logs = first.run, first.logs
         if logs is not None and logs.file is not None:
@@ -166,7 +167,7 @@ def decode(schema: type[_SomeRecord], text: bytes, place: str) -> _SomeRecord:
     Args:
         schema: its type.
         text: JSON of another machine.
-        place: what it is, for the error.
+        place: its name or origin, for the error message.
 
     Raises:
         InputError: it is too large or not JSON, or a field is not allowed.
@@ -248,10 +249,10 @@ def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], plac
         out: the run folder.
         names: of the silos, or of the evaluator.
         files: what their machine returned.
-        place: what it is, for the error.
+        place: its name or origin, for the error message.
 
     Raises:
-        InputError: a path is none that they may write, or leads out of the run folder through a link.
+        InputError: a path is not one that they may write, or leads out of the run folder through a link.
         DiskError: the disk is full or broken.
     """
     allowed, root = _own(names), out.resolve()

@@ -33,7 +33,7 @@ from fedmq.wire.transports.shared import SHARED
 from silos.host import HostArguments
 from silos.program import SiloArguments
 
-#: Most restarts of a process that dies; after one more death the run fails.
+#: Maximum number of restarts of a process; if it dies once more, the run fails.
 _MAX_RESTARTS = 3
 #: Time for the processes to end by themselves before they are killed [s].
 _STOP_PATIENCE = 20.0
@@ -41,7 +41,7 @@ _STOP_PATIENCE = 20.0
 _EVALUATOR_GRACE = 1.0
 #: Names of the host processes, with a number.
 _HOST = "host-"
-#: Time after which the user is told that the processes are still stopping [s].
+#: Time after which a message says that the processes are still stopping [s].
 _SLOW_STOP_SECONDS = 2.0
 
 
@@ -56,11 +56,11 @@ class ProcessGroup:
     Args:
         run: the run.
         folder: the run folder.
-        keys: private folder with keys created for this run.
+        keys: private folder with the keys created for this run.
         resume: resume from the last checkpoint.
         data: folder of the prepared data; None lets every process find it.
         hosting: which silos share a process.
-        logs: of the log for operators; None for none.
+        logs: settings of the log for operators; None for no log.
         cluster: starts the silos and the evaluator on other machines; None starts them here.
         sites: the sites by name, if they have data of their own.
 
@@ -152,7 +152,7 @@ class ProcessGroup:
             case "kill" if process is not None:
                 self._restart(name)
             case "stop" | "start" if name != order.name:
-                # The host goes on without the silo, or with it again.
+                # The host continues without the silo, or with it again.
                 (self.stopped.add if order.what == "stop" else self.stopped.discard)(order.name)
                 self._restart(name)
             case "stop" if process is not None:
@@ -225,7 +225,7 @@ class ProcessGroup:
             self.peak_pss = max(self.peak_pss, total)
 
     def report_slow_stop(self) -> None:
-        """Print once that the run is still stopping, if that takes long."""
+        """Print once that the run is still stopping, if that takes a long time."""
         if self.stopping is not None and time.monotonic() - self.stopping > _SLOW_STOP_SECONDS:
             self.stopping = None
             print_line("stopping: waiting for the processes to end", error=True)

@@ -165,14 +165,14 @@ def _fits(run: ResolvedRun) -> Fits:
 
 
 def check_without_features(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> None:
-    """Refuse a run that its data cannot serve, without extracting features.
+    """Refuse a run whose data do not suffice, without extracting features.
 
     Args:
         run: the run.
         progress: called with (what, done, total) during long steps.
 
     Raises:
-        InputError: as of :func:`population_here`, as far as it can be seen without features.
+        InputError: like :func:`population_here`, as far as this can be determined without features.
     """
     scenario, fits = run.scenario, _fits(run)
     if scenario.backbone.name == "features":

@@ -1,7 +1,7 @@
 """``launcher: ray``: silos and the evaluator as processes on the machines of a Ray cluster.
 
 Ray places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. fedmq passes only bytes through Ray
-and decodes them itself. That does not make Ray's machines safe from each other: Ray's own serialisation can run code.
+and decodes them itself. This does not protect Ray's machines from each other: Ray's own serialisation can run code.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RayCluster:
         ray: the package.
         bind: where the coordinator listens.
         folder: the run folder.
-        options: of each process for Ray: cores, GPUs, memory, environment.
+        options: Ray's options for each process: cores, GPUs, memory, environment.
     """
 
     ray: Any
@@ -158,13 +158,13 @@ def _check_room(scenario: Scenario, resources: Mapping[str, float]) -> None:
     """Refuse a cluster on which the processes could never run at the same time.
 
     Raises:
-        InputError: its cores, GPUs or memory do not suffice for all of them.
+        InputError: its cores, GPUs or memory do not suffice for all processes.
     """
     needs, count = scenario.silos.needs, scenario.silos.hosts or scenario.silos.count
     wanted = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": (needs.memory_gb or 0.0) * 1e9}
     keys = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_gb"}
     for resource, each in wanted.items():
-        # The evaluator is one more.
+        # One more for the evaluator.
         if each * (count + 1) > resources.get(resource, 0.0) + 1e-6:
             here = resources.get(resource, 0.0)
             found = f"{each * (count + 1):g} {resource} for {count} silo processes and the evaluator"

@@ -33,7 +33,7 @@ from protocols._missing_branch import shortened
 from silos.preflight import first_items
 from silos.program import Silo, SiloArguments
 
-#: Merges of a rehearsal, and the time after which it ends at the next task [s].
+#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
 _MERGES, _MOST_SECONDS = 3, 15.0
 
 
@@ -42,8 +42,8 @@ class Answer:
     """One task or evaluation, as its silo or the evaluator carried it out.
 
     Args:
-        name: of the silo, or of the evaluator.
-        seconds: that it took [s].
+        name: name of the silo or the evaluator.
+        seconds: time that it took [s].
         down: size of the request's payloads [bytes].
         up: size of the answer's payloads [bytes].
     """
@@ -59,10 +59,10 @@ class Rehearsal:
     """What the first rounds took.
 
     Args:
-        tasks: in order; of each silo the first one is slower, as libraries start up.
-        evaluations: in order.
+        tasks: the tasks in order; each silo's first one is slower, as libraries start up.
+        evaluations: the evaluations in order.
         merges: number of merges.
-        seconds: of the rounds with their evaluations [s].
+        seconds: time of the rounds with their evaluations [s].
     """
 
     tasks: list[Answer] = field(default_factory=list)
@@ -144,8 +144,8 @@ class Step:
     """One training step of one silo.
 
     Args:
-        seconds: of a whole task, estimated from the step [s].
-        memory: by which the largest memory of this process grew; 0 if it needed more before [bytes].
+        seconds: time of a whole task, estimated from the step [s].
+        memory: growth of this process's peak memory; 0 if it needed more before [bytes].
         down: size of the task [bytes].
         up: size of the reply [bytes].
     """

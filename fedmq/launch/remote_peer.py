@@ -1,14 +1,15 @@
 """What the launchers of clusters have in common: silos, hosts and the evaluator as processes on other machines.
 
-Messages do not pass through a cluster's engine: they are sealed and go to the coordinator's socket, as from everywhere.
-The coordinator runs on the machine of the command, which has the run folder. The engine itself passes to each process
-its task and its keys, and returns what it wrote, as the records of :mod:`fedmq.launch.peer_records`.
+Messages do not pass through a cluster's engine: they are sealed and go to the coordinator's socket, as from any other
+machine. The coordinator runs on the machine on which the command was started and which has the run folder. The engine
+only passes each process its task and its keys, and returns the files that the process wrote, as the records of
+:mod:`fedmq.launch.peer_records`.
 
-Private keys are made by the command, for this run only, and are sent. A process that made its own key would have to
-return the public half before the coordinator lets it join, and a task of Ray returns nothing before its end. Also, a
-silo that is started again on another machine keeps its key, from which ``privacy.noise_from: key`` derives its noise.
-What protects a key on its way is how the engine protects a job: on Slurm by files of one user, see
-:mod:`fedmq.launch.slurm_cluster`; on Ray by who can reach the cluster.
+The command creates private keys for this run only, and sends them. A process that created its own key would have to
+return the public half before the coordinator lets it join, but a Ray task returns nothing before its end. Also, a silo
+that is started again on another machine keeps its key, from which ``privacy.noise_from: key`` derives its noise. On its
+way, a key is as well protected as the engine's jobs: on Slurm by files that only one user can read, see
+:mod:`fedmq.launch.slurm_cluster`; on Ray by the limits on access to the cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from silos.program import SiloArguments, run_silo
 
 #: Exit code of a process whose machine died, or that was killed.
 DIED = 137
-#: Exit codes of a process that refused its input, or failed in another way.
+#: Exit codes of a process that refused its input, and of one that failed in another way.
 _REFUSED, _FAILED = 2, 1
 #: Environment of a process: one thread each, and few arenas of the C library, as on the coordinator's machine.
 ENVIRONMENT: Mapping[str, str] = {
@@ -47,8 +48,8 @@ class RemoteProcess(ABC):
     """A process on a machine of a cluster; its methods are those of :class:`multiprocessing.Process`.
 
     Args:
-        name: the name that it was started with.
-        silos: the names under which it writes: of its silos, or of the evaluator.
+        name: the name with which it was started.
+        silos: the names under which it writes: those of its silos, or the evaluator's.
         folder: the run folder, into which its files are fetched.
     """
 
@@ -64,11 +65,11 @@ class RemoteProcess(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """End it unless it has joined the run, which the coordinator ends."""
+        """End it unless it has joined the run; the coordinator ends those that have."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """End it immediately."""
 
     @property
     def exitcode(self) -> int | None:
@@ -98,7 +99,7 @@ class RemoteProcess(ABC):
             result: fetches an encoded :class:`fedmq.launch.peer_records.Ended`; raises InputError if it is unreadable.
 
         Returns:
-            The exit code, that of a failure if the result is not allowed.
+            The exit code; that of a failure if the result is not allowed.
 
         Raises:
             DiskError: a file cannot be stored.
@@ -123,7 +124,7 @@ class Cluster(Protocol):
 
     @property
     def bind(self) -> str:
-        """Where the coordinator listens, so that these machines reach it."""
+        """The address at which the coordinator listens, so that these machines reach it."""
 
     def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
         """Start a silo, a host or the evaluator where it finds a place."""
@@ -168,7 +169,7 @@ def _run(arguments: PeerArguments, joined: Callable[[], None]) -> tuple[int, str
 
 
 def refuse_freeze(scenario: Scenario) -> None:
-    """Refuse the one fault that cannot be carried out on a cluster.
+    """Refuse the only fault that cannot be carried out on a cluster.
 
     Raises:
         InputError: the scenario has it.

@@ -1,11 +1,11 @@
 """``launcher: slurm``: silos and the evaluator as jobs of Slurm, submitted with submitit.
 
-Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. A job has a folder of its own in
-``jobs/`` of the run folder, which only the user can open: its task, its keys, and at the end its result. The command
-removes it when the job has ended.
+Slurm places and ends processes; see :mod:`fedmq.launch.remote_peer` for what they do. Each job has its own folder in
+``jobs/`` of the run folder, which only the user can open: with its task, its keys, and at the end its result. The
+command removes it when the job has ended.
 
-submitit itself writes a pickle file for each job, which the job loads. It holds no more than :func:`run_job` and the
-path of that folder. The command loads no pickle file.
+submitit itself writes a pickle file for each job, which the job loads. It contains only :func:`run_job` and the path of
+that folder. The command loads no pickle file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from fedmq.text import print_line
 
 #: Environment variable that runs the jobs on this machine if its value is :data:`_LOCAL`.
 _PLACE, _LOCAL = "FEDMQ_SLURM", "local"
-#: Interval between two questions to Slurm about the states of the run's jobs [s].
+#: Interval between two queries of the states of the run's jobs [s].
 _ASK_SECONDS = 5.0
 #: Time that the result of a job may take to become visible on this machine after the job has ended [s].
 _RESULT_SECONDS = 10.0
-#: Longest time for an answer of Slurm's commands [s].
+#: Time limit of Slurm's commands [s].
 _COMMAND_SECONDS = 60.0
-#: Minutes that a local job may take: a year.
+#: Time limit of a local job, a year [min].
 _LOCAL_MINUTES = 365 * 24 * 60
-#: Signal that ends a job's process at once. Slurm makes of KILL a cancellation: SIGTERM, and SIGKILL after KillWait.
+#: Signal that ends a job's process immediately. Slurm turns KILL into a cancellation: SIGTERM, then SIGKILL after
+#: KillWait.
 _KILL = "USR1"
 #: Mode of the folders with the jobs' files.
 _PRIVATE = 0o700
@@ -71,8 +72,8 @@ _ALIVE = frozenset(
 def run_job(folder: str) -> NoReturn:
     """Run a silo, a host or the evaluator as a job; see :func:`fedmq.launch.remote_peer.run_peer`.
 
-    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts what ends early. The process exits
-    from here, so that submitit writes no result of its own.
+    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts jobs that end early. The process
+    exits in this function, so that submitit does not write its own result.
 
     Args:
         folder: of the job.
@@ -89,7 +90,7 @@ def run_job(folder: str) -> NoReturn:
 
 
 class Jobs(Protocol):
-    """What runs jobs: Slurm, or this machine."""
+    """An executor of jobs: Slurm, or this machine."""
 
     def ended(self, job: Any) -> str:
         """How the job ended, in capitals; empty while it waits or runs, or as long as that is unknown."""
@@ -98,7 +99,7 @@ class Jobs(Protocol):
         """Cancel the job if it waits for a place, and send SIGTERM to its process if it runs."""
 
     def kill(self, job: Any) -> None:
-        """Cancel the job, and end its process at once."""
+        """Cancel the job, and end its process immediately."""
 
 
 @dataclass
@@ -107,7 +108,7 @@ class SlurmJobs:
 
     Attributes:
         states: Slurm's state of each job of the run, by its number.
-        reasons: why jobs wait, as far as the user was told.
+        reasons: the reasons for waiting that were already printed.
     """
 
     states: dict[str, str] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class SlurmJobs:
         return "" if state in _ALIVE else state
 
     def _ask(self) -> None:
-        """Ask for the states of the run's jobs; keeps the former ones if Slurm does not answer."""
+        """Query the states of the run's jobs; keeps the previous ones if Slurm does not answer."""
         self.asked = time.monotonic()
         try:
             lines = _answer("squeue", "--me", "--states=all", "--noheader", "--format=%A|%T|%r").splitlines()
@@ -332,7 +333,7 @@ def _options(scenario: Scenario) -> dict[str, Any]:
         "cpus_per_task": max(1, math.ceil(needs.cpus)),
         "gpus_per_node": int(needs.gpus) or None,
         "mem": None if needs.memory_gb is None else f"{math.ceil(needs.memory_gb * 1000)}M",
-        # Partition, account and time limit are the site's business: sbatch takes them from its own variables.
+        # Partition, account and time limit depend on the site: sbatch takes them from its own environment variables.
         "time": None,
         # The supervisor restarts what dies, with its own limit.
         "additional_parameters": {"no-requeue": True},
@@ -397,7 +398,7 @@ def _check_slurm(options: Mapping[str, Any]) -> None:
 
 
 def _cancel_left(files: Path) -> None:
-    """Cancel the jobs of a command that was killed, as far as they are jobs of this user and of fedmq."""
+    """Cancel the jobs that a killed command left behind, if they belong to this user and to fedmq."""
     left = {path.name.removesuffix(_SUBMITTED) for path in files.glob(f"*{_SUBMITTED}")}
     if not left:
         return
@@ -418,12 +419,12 @@ def _remove_files(files: Path) -> None:
 
 
 def _address() -> str:
-    """The address under which the cluster's machines reach this one, as a host of a URI.
+    """The address at which the cluster's machines reach this one, as the host of a URI.
 
-    It is that from which this machine reaches Slurm's controller, else that of its own name.
+    It is the address from which this machine reaches Slurm's controller, or else the address of its host name.
 
     Raises:
-        InputError: there is none but of the loopback interface, and the cluster has other machines.
+        InputError: there is only the loopback address, and the cluster has other machines.
     """
     found = re.search(
         r"^SlurmctldHost(?:\[0\])?\s*=\s*([^\s(]+)(?:\((.*)\))?", _answer("scontrol", "show", "config"), re.M

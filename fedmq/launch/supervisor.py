@@ -126,7 +126,7 @@ class Simulated:
 
 @contextlib.contextmanager
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
-    """The cluster that the scenario's launcher stands for; None is this machine.
+    """The cluster that the scenario's launcher selects; None for this machine.
 
     Raises:
         InputError: there is no such cluster, or it cannot carry out the scenario.
@@ -167,11 +167,11 @@ def simulate(
         folder: the run folder.
         resume: resume from its last checkpoint.
         status: called with the run's status a few times per second.
-        began: ``time.monotonic()`` at the command's start, for the start-up time.
+        began: value of ``time.monotonic()`` at the command's start, for the start-up time.
         data: folder of the prepared data, from :func:`prepare_population`; None lets every process find it.
         notice: called with one line if silos share processes because this machine is too small.
-        logs: of the log for operators; None for none.
-        sites: the sites by name, if they have data of their own; None for a simulated partition.
+        logs: settings of the log for operators; None for no log.
+        sites: the sites by name, if they have their own data; None for a simulated partition.
 
     Raises:
         RunError: the run cannot continue.
@@ -181,7 +181,7 @@ def simulate(
     allow_descriptors()
     alone = run.scenario.launcher in ("ray", "slurm") or sites
     # On a cluster the limits of this machine mean nothing: silos share processes there only if asked to. A process of
-    # several silos has one data set, and so not those of sites.
+    # several silos has one data set, so it cannot serve sites with their own data.
     hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if alone else limits_here())
     if hosting.reason:
         notice(hosting.reason)

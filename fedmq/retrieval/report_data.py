@@ -28,14 +28,14 @@ from fedmq.retrieval.released_model import Release
 from fedmq.runs.report_records import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
 
-#: Most held-out items among which examples are ranked; the first ones after shuffling by the seed.
+#: Maximum number of held-out items among which examples are ranked; the first ones after shuffling by the seed.
 _MOST_ITEMS = 1000
-#: Most pairs in the plane of the shared space.
+#: Maximum number of pairs in the plane of the shared space.
 _MOST_PAIRS = 200
 #: Best and worst cases in each direction.
 _EXAMPLES = 3
 _HITS = 5
-#: Longer edge [pixels] and JPEG quality of a thumbnail, which then has three to five kilobytes.
+#: Longer edge [pixels] and JPEG quality of a thumbnail, which is then three to five kilobytes in size.
 _EDGE, _QUALITY = 112, 80
 
 F32 = npt.NDArray[np.float32]
@@ -50,13 +50,13 @@ def write(release: Release, progress: Progress | None = None) -> None:
         progress: called while data are prepared.
 
     Raises:
-        InputError: the data are not here, or have changed since the run.
+        InputError: the data are not on this machine, or have changed since the run.
     """
     write_json(release.run.root / "report_data.json", collect(release, progress).plain())
 
 
 def collect(release: Release, progress: Progress | None = None) -> ReportData:
-    """Compute a report's pictures, projections and holdings; arguments and errors as of :func:`write`."""
+    """Compute a report's pictures, projections and holdings; arguments and errors as in :func:`write`."""
     scenario = release.scenario
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
@@ -105,7 +105,7 @@ def _space(items: Embedded, seed: int) -> Space:
 def _principal_plane(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Coordinates of points [n, d] along their first two principal axes: [n, 2].
 
-    By NumPy, as every run draws this and scikit-learn takes more than a second to import. The sign of an axis is
+    With NumPy, as every run draws this and scikit-learn takes more than a second to import. The sign of an axis is
     arbitrary; here the largest coordinate along it is positive.
     """
     left, scale, _ = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)

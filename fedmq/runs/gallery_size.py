@@ -1,4 +1,4 @@
-"""The number of items that a run's figures were measured on, and which figures are meaningful for so few."""
+"""The number of items on which a run's metrics were measured, and which metrics are meaningful for that number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedmq.evaluation.metrics import shown
 from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
 from fedmq.runs.status import StatusFile
 
-#: Galleries with fewer items give coarse figures.
+#: Galleries with fewer items give coarse metrics.
 COARSE = 100
 _RECALL = re.compile(r"(?P<way>i2t|t2i|mean)_r(?P<k>\d+)")
 
@@ -48,7 +48,7 @@ class Gallery:
         return int(found["k"]) >= sizes[found["way"]]
 
     def remarks(self, values: Mapping[str, float]) -> list[str]:
-        """Sentences on recalls that are not shown, and on coarse figures; empty for a large gallery.
+        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery.
 
         Args:
             values: the measured metrics by name.
@@ -61,14 +61,14 @@ class Gallery:
             )
         if self.smallest < COARSE:
             found.append(
-                f"coarse figures: with {self.smallest} items in the gallery, "
+                f"coarse metrics: with {self.smallest} items in the gallery, "
                 f"one query more or less changes R@1 by {1 / max(1, self.smallest):.2g}"
             )
         return found
 
 
 def gallery_of(summary: RunSummary) -> Gallery | None:
-    """The gallery of a run's main figures: the evaluator's, or without one those of the silos; None if unknown.
+    """The gallery of a run's main metrics: the evaluator's, or without one the silos'; None if unknown.
 
     Runs before December 2026 did not record it.
     """
@@ -79,7 +79,7 @@ def gallery_of(summary: RunSummary) -> Gallery | None:
 
 
 def gallery_of_status(status: StatusFile) -> Gallery | None:
-    """The gallery of a run while it goes on; None if only the evaluator knows it."""
+    """The gallery of a run in progress; None if only the evaluator knows it."""
     return None if status.evaluated is None else gallery_with(status.evaluated)
 
 

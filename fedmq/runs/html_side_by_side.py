@@ -15,7 +15,7 @@ from fedmq.storage.run_folder import RunFolder, write_text
 
 #: Metrics that have a figure: those of the short display, and fairness.
 _CURVES = (*BRIEF, "map")
-#: Most silos whose names stand level below a figure.
+#: Maximum number of silos whose names are drawn horizontally below a chart.
 _MOST_LEVEL = 10
 
 

@@ -29,9 +29,9 @@ _VIRTUAL_NOTE = (
 )
 #: Height of a silo's row in the timeline [pixels].
 _ROW = 18
-#: Most tasks that are drawn; of longer runs the first and the last ones are shown.
+#: Maximum number of tasks drawn; for longer runs the first and the last ones.
 _MOST_TASKS = 6000
-#: What became of a task, with its colour.
+#: Outcomes of a task, with their colours.
 _OUTCOMES: Mapping[str, str] = {
     "reply arrived": "#0072B2",
     "reply discarded": "#B2762A",
@@ -69,12 +69,12 @@ class TaskSpan:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that befell a silo.
+    """An incident at a silo.
 
     Args:
         silo: its name.
         now: the run's time [s].
-        kind: of the note.
+        kind: kind of the note.
         detail: a fault's kind, or a reason; may be empty.
     """
 

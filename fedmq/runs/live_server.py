@@ -1,7 +1,7 @@
-"""Pages served on 127.0.0.1: a run while it goes on, and the board of all runs in a folder.
+"""Pages served on 127.0.0.1: a run in progress, and the board of all runs in a folder.
 
-The pages are read-only. Each needs the token of its address, and the name of the host must be this machine's, so that
-no page of another site that the same browser shows can read them.
+The pages are read-only. Each needs the token of its address, and the host name must be this machine's, so that a page
+of another site in the same browser cannot read them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedmq.wire.messages import COORDINATOR
 HOST = "127.0.0.1"
 #: Interval between two updates of a page [s].
 _UPDATE_SECONDS = 2.0
-#: Longest share of the time in which figures are drawn, so that a page does not slow its run down.
+#: Maximum share of the time spent drawing charts, so that a page does not slow its run down.
 _DRAWING_SHARE = 0.02
 #: Metrics in the head of a live page and on the board.
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
@@ -74,7 +74,7 @@ class GrowingRun:
         return self._read.setdefault(path, AppendedLines(path)).new()
 
     def figures(self) -> list[Figure]:
-        """The figures of the records so far, as the report draws them."""
+        """The charts of the records so far, as the report draws them."""
         gallery = self._gallery()
         evaluations = [
             line.model_copy(update={"metrics": meaningful(line.metrics, gallery)})
@@ -159,9 +159,7 @@ def _live_page(folder: RunFolder, events: str, token: str) -> str:
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:
-    """Server-sent events: the status every two seconds; the figures after new records, the less often the longer they
-    take to draw.
-    """
+    """Server-sent events: the status every two seconds; the charts after new records, less often if drawing is slow."""
 
     async def updates() -> AsyncIterator[str]:
         run = GrowingRun(folder)
@@ -190,12 +188,12 @@ class RunRow:
 
     Args:
         name: of its folder.
-        method: of training; empty while it is not known.
-        seed: of the run; None while it is not known.
-        state: ``finished``, or the phase of a run that goes on or was stopped.
+        method: training method; empty while it is not known.
+        seed: seed of the run; None while it is not known.
+        state: ``finished``, or the phase of a run that is in progress or was stopped.
         round: number of merges.
         metrics: value by name of a few metrics.
-        written: when it last wrote, seconds since the epoch.
+        written: time of its last write, in seconds since the epoch.
     """
 
     name: str
@@ -208,7 +206,7 @@ class RunRow:
 
 
 def rows_of(root: Path) -> list[RunRow]:
-    """All runs in a folder, the last one first; folders that are no runs are left out."""
+    """All runs in a folder, the last one first; folders that are not runs are left out."""
     found = []
     for path in root.iterdir():
         folder = RunFolder(path)
@@ -302,9 +300,9 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     """Serve an application in a thread while the block runs.
 
     Args:
-        app: of Starlette.
-        port: on 127.0.0.1; 0 takes a free one.
-        token: of the application, for the address.
+        app: a Starlette application.
+        port: port on 127.0.0.1; 0 chooses a free one.
+        token: the application's token, for the address.
 
     Yields:
         The address to open.

@@ -9,18 +9,18 @@ from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.runs.status import SiloPhase, StatusFile
 
-#: Only processes of this machine can connect; a tunnel or an agent on this machine passes the figures on.
+#: Only processes of this machine can connect; a tunnel or an agent on this machine can pass the metrics on.
 HOST = "127.0.0.1"
 
 
 class _Collector:
-    """Makes the figures from the latest status whenever they are queried."""
+    """Computes the metrics from the latest status whenever they are queried."""
 
     def __init__(self, latest: Callable[[], StatusFile | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterator[Any]:
-        """The figures of the latest status, in Prometheus' types."""
+        """The metrics of the latest status, in Prometheus' types."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
         status = self._latest()
@@ -55,7 +55,7 @@ class _Collector:
 
 
 def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], None]:
-    """Serve the figures at ``http://127.0.0.1:PORT/metrics``, in a separate thread.
+    """Serve the metrics at ``http://127.0.0.1:PORT/metrics``, in a separate thread.
 
     Args:
         port: a port of this machine; 0 for a free one.

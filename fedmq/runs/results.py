@@ -69,7 +69,7 @@ def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durabl
 
 
 def with_own_figures(summary: RunSummary) -> RunSummary:
-    """A summary for display: without an evaluator, the figures are those of the silos' own held-out items."""
+    """A summary for display: without an evaluator, the metrics are those on the silos' own held-out items."""
     own = summary.own_heldout
     if own is None or summary.metrics:
         return summary

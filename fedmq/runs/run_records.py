@@ -40,14 +40,14 @@ def _metric(entry: object) -> Metric:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
-#: Part of the initial model's norm, below which a run's change of the model is next to nothing.
+#: Fraction of the initial model's norm below which a run has hardly changed the model.
 _HARDLY = 1e-5
 
 
 class SiloSummary(Stored):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
-    Without an evaluator there are none; ``own_heldout`` then has the figures of the silos' own held-out items.
+    Without an evaluator there are none; ``own_heldout`` then has the metrics on the silos' own held-out items.
 
     Args:
         modalities: modalities of its items; empty of a silo that never stated its data, as a run with
@@ -116,7 +116,7 @@ class OwnHeldOut(Stored):
         per_silo: by silo.
         per_silo_mean: unweighted means over silos.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        missing: why a silo with held-out pairs has no figures, by silo.
+        missing: why a silo with held-out pairs has no metrics, by silo.
     """
 
     items: int
@@ -245,8 +245,8 @@ class RunSummary(Stored):
         model_digest: SHA-256 (hex) of the released model.
         data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
-        change: L2 norm of the difference of the shared model from the initial one, as a part of the initial one's norm;
-            None for a method that shares no model, and in runs before December 2026.
+        change: L2 norm of the difference of the shared model from the initial one, as a fraction of the initial one's
+            norm; None for a method that shares no model, and in runs before December 2026.
         unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
         metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
         own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
@@ -265,7 +265,8 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
-        evaluated: items of the evaluator's figures; None without an evaluator, and in runs before December 2026.
+        evaluated: items on which the evaluator's metrics are computed; None without an evaluator, and in runs before
+            December 2026.
         unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
@@ -323,12 +324,12 @@ class RunSummary(Stored):
 
     @property
     def hardly_changed(self) -> bool:
-        """Whether the run changed the shared model by so little that it trained next to nothing."""
+        """Whether the run hardly changed the shared model."""
         return self.change is not None and self.change < _HARDLY
 
     @property
     def without_part(self) -> tuple[list[str], list[str]]:
-        """Silos of which no reply was merged: those given no task, and those whose replies were lost or too late."""
+        """Silos without a merged reply: those without a task, and those whose replies were lost or too late."""
         idle = {
             name: silo for name, silo in self.per_silo.items() if not silo.participations and silo.tasks is not None
         }

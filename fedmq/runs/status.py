@@ -69,12 +69,13 @@ class SiloStatus(Stored):
 
 
 class CoordinatorFacts(Stored):
-    """What a coordinator tells those who ask about itself and the run's data; not in ``status.json``.
+    """What a coordinator's answer to an inquiry says about itself and the run's data; not in ``status.json``.
 
     Args:
         versions: of fedmq, torch and Python.
-        format: the labels and model inputs on which the silos have agreed, or would agree now; None if the asker has no
-            part in the run, in a simulated partition, and while no data fit together.
+        format: the labels and model inputs on which the silos have agreed, or would agree now; None if the sender of
+            the inquiry is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit
+            together.
         settled: whether they have agreed.
     """
 
@@ -103,7 +104,7 @@ class StatusFile(Stored):
         refused: number of refused messages by reason, since the coordinator started.
         last_refused: one line about the last refused message.
         silos: status of each silo.
-        coordinator: about the coordinator; only in answers to those who ask, of releases that have it.
+        coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""How often a peer may do something: at once, and again with time, whatever connections and sessions it uses."""
+"""Rate limits per peer: a burst and a rate, independent of the connections and sessions that the peer uses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Allowance:
-    """How often something is still allowed.
+    """A rate limit as a token bucket.
 
     Args:
-        most: at once.
+        most: maximum number in a burst.
         at: stopwatch time of the last change [s].
         per_second: how many more are allowed per second.
     """
@@ -44,8 +44,8 @@ class Allowances:
     """An allowance of the same size for each peer, by the name of its accepted key.
 
     Args:
-        most: of each, at once.
-        per_second: how many more each gets per second.
+        most: maximum number in a burst, for each peer.
+        per_second: how many more each peer is allowed per second.
     """
 
     def __init__(self, most: int, per_second: float = 1.0) -> None:

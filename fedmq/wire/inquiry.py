@@ -39,7 +39,8 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
         The content of its ``status.json``.
 
     Raises:
-        InputError: the coordinator does not accept the key, or what listens there does not have the coordinator's.
+        InputError: the coordinator does not accept the key, or the process that listens there does not have the
+            coordinator's.
         NoAnswerError: nothing answers.
         RunError: the answer cannot be used.
     """

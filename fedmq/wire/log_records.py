@@ -35,7 +35,7 @@ class NoteKind(StrEnum):
     STARTED = "started"
     RESUMED = "resumed"
     EXTENDED = "extended"
-    #: Written by the coordinator of an inline run, so that an audit does not take a log without messages for complete.
+    #: Written by the coordinator of an inline run, so that an audit does not treat a log without messages as complete.
     INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
     AGREED = "the silos agreed on labels and inputs"
     ENDED = "ended"

@@ -31,7 +31,7 @@ class SentPayloads:
 
 
 def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:
-    """Count the payloads that each process sent, by its own log, or by the receiver's if its log is missing.
+    """Count the payloads that each process sent, from its own log, or from the receiver's if its own is missing.
 
     Args:
         messages: as each end logged them.

@@ -13,6 +13,7 @@ from pydantic import Field
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.regular_files import is_file
 from fedmq.storage.run_folder import write_text
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -111,6 +112,6 @@ def check_expected(expected: str) -> None:
         InputError: see above.
     """
     if not _DIGEST.fullmatch(expected):
-        if not Path(expected).exists():
+        if not is_file(Path(expected)):
             raise InputError("--expect", expected, _ALLOWED)
         read_json(Path(expected), Heads, _ALLOWED)

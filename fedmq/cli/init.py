@@ -12,7 +12,7 @@ import typer
 
 from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import Quiet
-from fedmq.cli.scenarios import plug_in_names
+from fedmq.cli.scenarios import plug_in_names, resolved
 from fedmq.errors import InputError
 from fedmq.text import print_line, printable
 
@@ -179,7 +179,6 @@ def _write(file: Path, text: str, refuse: Refuse, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
         err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
-    from fedmq.cli.scenarios import resolved  # noqa: PLC0415
     from fedmq.config import loader, yaml_files  # noqa: PLC0415
     from fedmq.config.resolve import Source  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415

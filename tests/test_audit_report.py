@@ -10,10 +10,16 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -157,11 +163,11 @@ def test_heads_are_time_stamped_and_the_stamp_is_verified(
     assert time_stamp.token_of(heads).exists()
     code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
     assert code == 0
-    assert "by the time stamp of CN=Test CA" in (time_stamp.verified(heads, root) or "")
+    assert "by the time stamp of CN=Test CA" in time_stamp.verified(heads, root)
     heads.write_text(heads.read_text() + "\n")  # another file than was stamped
     code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
     assert code == 3
-    assert any("not a time stamp of" in finding["what"] for finding in json.loads(shown)["findings"])
+    assert any("the time stamp of other content" in finding["what"] for finding in json.loads(shown)["findings"])
 
 
 def test_a_stamp_of_another_authority_is_not_accepted(run: Path, tmp_path: Path, authority: Path, address: str) -> None:
@@ -169,7 +175,96 @@ def test_a_stamp_of_another_authority_is_not_accepted(run: Path, tmp_path: Path,
     assert command(run, "--heads", str(heads), "--stamp", address)[0] == 0
     openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout",
             tmp_path / "other.key", "-out", other, "-subj", "/CN=Other CA")  # fmt: skip
-    assert time_stamp.verified(heads, other) is None
+    with pytest.raises(
+        time_stamp.StampError, match=r"its certificates do not lead to one in .*other\.pem that was valid"
+    ):
+        time_stamp.verified(heads, other)
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[str, dict[str, object]]]:
+    """An authority whose answers a test chooses: its address, and ``status`` and ``body`` of the next answers."""
+    chosen: dict[str, object] = {"status": 200, "body": b""}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if chosen["status"] is None:
+                self.wfile.write(b"not HTTP\r\n")
+                return
+            self.send_response(int(str(chosen["status"])))
+            self.end_headers()
+            self.wfile.write(bytes(chosen["body"]))  # type: ignore[call-overload]
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/", chosen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_answer_that_is_no_time_stamp_of_the_request_is_refused_and_nothing_is_written(
+    tmp_path: Path, authority: Path, address: str, answers: tuple[str, dict[str, object]]
+) -> None:
+    heads, earlier, (url, chosen) = tmp_path / "heads.json", tmp_path / "earlier.json", answers
+    heads.write_text("heads")
+    earlier.write_text("heads")
+    time_stamp.stamp(earlier, address)
+    query, refusal = tmp_path / "query", tmp_path / "refusal"
+    openssl("ts", "-query", "-data", heads, "-sha256", "-tspolicy", "1.2.3.9", "-out", query)
+    openssl("ts", "-reply", "-config", authority / "tsa.cnf", "-section", "tsa", "-queryfile", query, "-out",
+            refusal)  # fmt: skip
+    for status, body, why in (
+        (500, b"", "no time stamp: HTTP Error 500"),
+        (None, b"", "no time stamp: "),
+        (200, b"<html>busy</html>", "not a time stamp: "),
+        (200, refusal.read_bytes(), "the authority did not grant a time stamp"),
+        (200, time_stamp.token_of(earlier).read_bytes(), "the time stamp of another request: its nonce differs"),
+    ):
+        chosen |= {"status": status, "body": body}
+        with pytest.raises(RunError, match=f"^--stamp {url}: {why}") as caught:
+            time_stamp.stamp(heads, url)
+        assert "\n" not in str(caught.value)
+        assert not time_stamp.token_of(heads).exists()
+    with pytest.raises(RunError, match=r"^--stamp http://\[::1: no time stamp: "):
+        time_stamp.stamp(heads, "http://[::1")
+
+
+def certificate(folder: Path, name: str, until: datetime, issuer: Path | None = None) -> None:
+    """A certificate for time stamps that ends at some time, with the authority's key, by an issuer or by itself."""
+    key = load_pem_private_key((folder / "tsa.key").read_bytes(), None)
+    signer = key if issuer is None else load_pem_private_key(issuer.with_suffix(".key").read_bytes(), None)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Test {name}")])
+    by = subject if issuer is None else x509.load_pem_x509_certificate(issuer.read_bytes()).subject
+    assert isinstance(key, EllipticCurvePrivateKey) and isinstance(signer, EllipticCurvePrivateKey)
+    builder = x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(until - timedelta(days=9)).not_valid_after(until)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.TIME_STAMPING])
+    made = builder.add_extension(usage, critical=True).sign(signer, SHA256())
+    (folder / f"{name}.pem").write_bytes(made.public_bytes(Encoding.PEM))
+
+
+@pytest.mark.parametrize(("name", "days", "issued"), [("expired", -1, True), ("unchained", 1, False)])
+def test_a_stamp_whose_certificate_had_expired_or_does_not_chain_says_so(
+    name: str, days: int, issued: bool, tmp_path: Path, authority: Path
+) -> None:
+    heads, root = tmp_path / "heads.json", authority / "ca.pem"
+    heads.write_text("heads")
+    certificate(authority, name, datetime.now(UTC) + timedelta(days=days), root if issued else None)
+    config = CONFIG.format(authority).replace("tsa.pem", f"{name}.pem")
+    (authority / "other.cnf").write_text(config)
+    openssl("ts", "-query", "-data", heads, "-sha256", "-cert", "-out", tmp_path / "query")
+    openssl("ts", "-reply", "-config", authority / "other.cnf", "-section", "tsa", "-queryfile", tmp_path / "query",
+            "-out", time_stamp.token_of(heads))  # fmt: skip
+    chain = r"its certificates do not lead to one in .* that was valid"
+    with pytest.raises(time_stamp.StampError, match=chain) as caught:
+        time_stamp.verified(heads, root)
+    assert ("expired" in str(caught.value)) == issued
 
 
 def test_an_unreachable_authority_and_options_that_do_not_fit_are_one_line(run: Path, tmp_path: Path) -> None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import urllib.error
+import hashlib
+import http.client
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
 
-from fedmq.errors import InputError, RunError
+from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.extras import package
 from fedmq.storage.regular_files import read_regular
-from fedmq.storage.run_folder import write_atomically
+from fedmq.storage.run_folder import write_bytes
+from fedmq.text import printable
 
 _TIMEOUT_SECONDS = 30.0
 #: Largest response of an authority [bytes].
 _MAX_RESPONSE = 1 << 20
 _TYPES = {"Content-Type": "application/timestamp-query", "Accept": "application/timestamp-reply"}
+
+
+#: What the package says about certificates that do not lead to the given ones.
+_CHAIN = "Error while verifying certificates: "
+
+
+class StampError(FedmqError):
+    """A time stamp does not prove what it should; the text says why."""
 
 
 def token_of(heads: Path) -> Path:
@@ -37,43 +47,62 @@ def stamp(heads: Path, url: str) -> str:
 
     Raises:
         InputError: the URL is not allowed, or the package for time stamps is missing.
-        RunError: the authority cannot be reached, or refuses.
+        RunError: the authority cannot be reached or refuses, or its answer is not a time stamp of this file.
     """
     client = package("rfc3161_client", "timestamps", "--stamp")
     if not url.startswith(("http://", "https://")):
         raise InputError("--stamp", url, "the http:// or https:// address of a time-stamping authority")
     content = heads.read_bytes()
     request = client.TimestampRequestBuilder().data(content).nonce(nonce=True).build()
-    # The scheme was checked above.
-    query = urllib.request.Request(url, request.as_bytes(), _TYPES)  # noqa: S310
     try:
+        # The scheme was checked above.
+        query = urllib.request.Request(url, request.as_bytes(), _TYPES)  # noqa: S310
         with urllib.request.urlopen(query, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310
             raw = answer.read(_MAX_RESPONSE)
-    except (OSError, urllib.error.URLError) as error:
-        raise RunError(f"--stamp {url}: no time stamp: {error}") from None
-    response = _decoded(client, raw, url)
-    if response.tst_info.nonce != request.nonce:
-        raise RunError(f"--stamp {url}: a time stamp of another request")
-    write_atomically(token_of(heads), lambda path: _write(path, raw))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RunError(
+            printable(f"--stamp {url}: no time stamp: {str(error).strip() or type(error).__name__}")
+        ) from None
+    try:
+        response = _decoded(client, raw)
+        if response.tst_info.nonce != request.nonce:
+            raise StampError("the time stamp of another request: its nonce differs")
+        _require_of(response, content, heads)
+    except StampError as error:
+        raise RunError(f"--stamp {url}: {error}") from None
+    write_bytes(token_of(heads), raw)
     return str(response.tst_info.gen_time.isoformat())
 
 
-def _write(path: Path, raw: bytes) -> None:
-    path.write_bytes(raw)
+def _decoded(client: Any, raw: bytes) -> Any:
+    """The response in an authority's answer.
 
-
-def _decoded(client: Any, raw: bytes, place: str) -> Any:
+    Raises:
+        StampError: it is none, or no time stamp was granted.
+    """
     try:
         response = client.decode_timestamp_response(raw)
         if client.PKIStatus(response.status) != client.PKIStatus.GRANTED:
-            raise RunError(f"{place}: the authority did not grant a time stamp ({', '.join(response.status_string)})")
+            why = ", ".join(response.status_string) or client.PKIStatus(response.status).name.lower()
+            raise StampError(f"the authority did not grant a time stamp ({why})")
         response.tst_info.gen_time.isoformat()
     except ValueError as error:
-        raise RunError(f"{place}: not a time stamp: {error}") from None
+        raise StampError(f"not a time stamp: {error}") from None
     return response
 
 
-def verified(heads: Path, authority: Path) -> str | None:
+def _require_of(response: Any, content: bytes, heads: Path) -> None:
+    """Refuse the time stamp of other content.
+
+    Raises:
+        StampError: it is one.
+    """
+    stamped = response.tst_info.message_imprint.message
+    if stamped not in (hashlib.new(name, content).digest() for name in ("sha256", "sha384", "sha512")):
+        raise StampError(f"the time stamp of other content than {heads} has: of another file, or of an earlier version")
+
+
+def verified(heads: Path, authority: Path) -> str:
     """Verify the time stamp next to a heads file.
 
     Args:
@@ -81,10 +110,11 @@ def verified(heads: Path, authority: Path) -> str | None:
         authority: root certificate of the authority that must have stamped it (PEM).
 
     Returns:
-        Time and name of the stamp; None if it is not one of this file by this authority.
+        Time and name of the stamp.
 
     Raises:
         InputError: the certificate or the stamp cannot be read.
+        StampError: it is not a time stamp of this file by this authority, with certificates that were valid then.
     """
     client = package("rfc3161_client", "timestamps", "--stamp-ca")
     try:
@@ -95,10 +125,17 @@ def verified(heads: Path, authority: Path) -> str | None:
     builder = client.VerifierBuilder()
     for root in roots:
         builder = builder.add_root_certificate(root)
+    content, response = heads.read_bytes(), _decoded(client, raw)
+    _require_of(response, content, heads)
+    at = response.tst_info.gen_time
     try:
-        response = _decoded(client, raw, str(token_of(heads)))
-        builder.build().verify_message(response, heads.read_bytes())
-    except (client.VerificationError, RunError, ValueError):
-        return None
+        builder.build().verify_message(response, content)
+    except (client.VerificationError, ValueError) as error:
+        why = str(error)
+        if why.startswith(_CHAIN):
+            why = (
+                f"its certificates do not lead to one in {authority} that was valid at {at}: {why.removeprefix(_CHAIN)}"
+            )
+        raise StampError(why) from None
     names = sorted(root.subject.rfc4514_string() for root in roots)
-    return f"{response.tst_info.gen_time.isoformat()}, by the time stamp of {names[0]}"
+    return f"{at.isoformat()}, by the time stamp of {names[0]}"

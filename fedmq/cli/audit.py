@@ -14,6 +14,7 @@ import typer
 from fedmq.cli.console import DIFFERENT, err
 from fedmq.errors import InputError
 from fedmq.safe_console import SafeConsole
+from fedmq.storage.regular_files import is_file
 from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _check(options: _Options) -> None:
         check_expected(options.expect)
     if options.stamp is not None and options.heads is None:
         raise InputError("--stamp", options.stamp, "--stamp URL together with --heads FILE, which is stamped")
-    if options.stamp_ca is not None and (options.expect is None or not Path(options.expect).is_file()):
+    if options.stamp_ca is not None and (options.expect is None or not is_file(Path(options.expect))):
         allowed = "--stamp-ca FILE together with --expect FILE, whose stamp is verified"
         raise InputError("--stamp-ca", str(options.stamp_ca), allowed)
 
@@ -216,11 +217,12 @@ def _stamped(options: _Options, audit: Audit) -> str | None:
 
     if options.stamp_ca is None or options.expect is None:
         return None
-    stamped = time_stamp.verified(Path(options.expect), options.stamp_ca)
-    if stamped is None:
-        what = f"not a time stamp of {options.expect} by the authority of {options.stamp_ca}"
+    try:
+        return time_stamp.verified(Path(options.expect), options.stamp_ca)
+    except time_stamp.StampError as error:
+        what = f"no valid time stamp of {options.expect} by the authority of {options.stamp_ca}: {error}"
         audit.findings.append(Finding(str(time_stamp.token_of(Path(options.expect))), what))
-    return stamped
+        return None
 
 
 def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> Path | None:

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Collection
 from types import TracebackType
 
-#: Smallest similarity (difflib ratio) at which a name is suggested.
+#: Minimum similarity (difflib ratio) at which a name is suggested.
 _NEAR = 0.75
 
 

@@ -62,7 +62,7 @@ class PolicyGuard:
 
 
 def _only_allowed_fields(payload: Payload, fields: Mapping[str, list[str]]) -> bool:
-    """Whether no field of a payload has a value that a rule does not list; None and empty values are none."""
+    """Whether no field of a payload has a value that a rule does not list; None and empty values do not count."""
     allowed = fields.get(payload.KIND)
     if allowed is None:
         return True

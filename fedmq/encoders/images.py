@@ -29,7 +29,7 @@ IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".t
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
 #: Maximum number of pixels, against decompression bombs.
 MAX_PIXELS = 300_000_000
-#: Largest image file [bytes].
+#: Maximum size of an image file [bytes].
 MAX_FILE = 1 << 31
 #: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100

@@ -45,7 +45,7 @@ _LONGEST_HELLO_SECONDS = 30.0
 _QUIET_SECONDS = 10.0
 #: Earlier hellos whose late welcomes are recognised.
 _EARLIER_HELLOS = 16
-#: Longest wait of the thread before it checks the clock again [s].
+#: Maximum time that the thread waits before it checks the clock again [s].
 STEP_SECONDS = 0.25
 #: Nothing is hidden.
 _DEFAULTS = Wire()

@@ -38,7 +38,7 @@ MLKEM_PUBLIC_BYTES = 1184
 MLKEM_CIPHERTEXT_BYTES = 1088
 SIGNATURE_BYTES = 64
 MAX_VERSIONS = 16
-#: Longest detail of a reject message [characters].
+#: Maximum length of the detail of a reject message [characters].
 MAX_DETAIL = 300
 #: First wire version that has reject messages.
 _REJECT_VERSION = 2

@@ -217,7 +217,7 @@ class Session:
 
         Args:
             frames: unencrypted header, sealed body.
-            max_body: largest body accepted [bytes].
+            max_body: maximum size of an accepted body [bytes].
 
         Raises:
             RemoteWireError: ``malformed``, ``oversized``, ``wire_version``, ``wrong_run``, ``unknown_session``,

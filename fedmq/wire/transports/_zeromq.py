@@ -233,7 +233,7 @@ def bind(
 
     Args:
         uri: where to listen.
-        max_frame: largest accepted frame [bytes].
+        max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
         keys: admit only peers with these keys; None admits everyone who reaches the address.

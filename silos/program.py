@@ -72,7 +72,7 @@ class SiloArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
         site: the silo's site, which has its data if the silos have their own data; None without a site file.
-        logs: options of the log for operators; None for none.
+        logs: options of the log for operators; None for no log.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 

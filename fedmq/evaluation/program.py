@@ -43,7 +43,7 @@ class EvaluatorArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
         site: the evaluator's site, which has its held-out set if the silos have their own data.
-        logs: options of the log for operators; None for none.
+        logs: options of the log for operators; None for no log.
     """
 
     run: ResolvedRun

@@ -198,7 +198,7 @@ def updated(
 
     Args:
         tensors: from :func:`initial` or an earlier merge.
-        replies: in the fixed silo order, each with its prototypes.
+        replies: replies in the fixed silo order, each with its prototypes.
         version: version of the model before this merge.
         max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.

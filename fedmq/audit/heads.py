@@ -39,7 +39,7 @@ class Heads(Stored):
 
     Args:
         run: the run's name; empty if no log is signed.
-        heads: by process.
+        heads: heads by process.
     """
 
     run: str

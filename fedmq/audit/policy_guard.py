@@ -42,7 +42,7 @@ class PolicyGuard:
         """What forbids a message, which is counted as sent if nothing does.
 
         Args:
-            message: to be sealed.
+            message: message to be sealed.
             size: total size of all its frames [bytes].
         """
         payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]

@@ -116,7 +116,7 @@ def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
     ``folder``.
 
     Args:
-        folder: where they are.
+        folder: folder in which they are.
         leave: also follow links to folders that are not below ``folder``.
 
     Raises:
@@ -166,7 +166,7 @@ def decode(path: Path, hint: str = "") -> Pixels:
 
     Args:
         path: path of the file.
-        hint: for the user, added to an error.
+        hint: hint for the user, added to an error.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
@@ -210,7 +210,7 @@ def _decoded(source: Path | io.BytesIO, place: str, hint: str = "") -> Pixels:
 
 
 def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: str = "") -> T:
-    """Open an image and use it; whatever fails is an InputError."""
+    """Open an image and use it; every failure becomes an InputError."""
     image = package("PIL.Image", "embedded", place)
     try:
         with image.open(source) as opened:

@@ -71,7 +71,7 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
 
     Args:
         files: the released model, on the CPU.
-        folder: to create.
+        folder: folder to create.
 
     Returns:
         The two files.
@@ -201,7 +201,7 @@ def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
 
     Args:
         files: the released model.
-        folder: to create.
+        folder: folder to create.
 
     Returns:
         Names of its files.

@@ -61,12 +61,12 @@ class Channel:
     """An authenticated channel to the coordinator that re-establishes itself.
 
     Args:
-        uri: where the coordinator listens.
+        uri: URI at which the coordinator listens.
         identity: name and key of this process.
         accepted: accepted public keys; the coordinator's must be among them.
         run: the run's name.
         log: the message log of this process; only the channel's thread writes it.
-        clock: for liveness.
+        clock: clock for liveness.
         now: the run's time as this process knows it [s].
         forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
             forbidden message is not sealed: its refusal is sent instead.

@@ -55,7 +55,7 @@ class Sealed:
     """A sealed message.
 
     Args:
-        header: as sent, with session and counter.
+        header: header as sent, with session and counter.
         frames: unencrypted header, sealed body.
         tag: the 16-byte GCM tag in hexadecimal, which identifies the message in the logs.
     """

@@ -107,8 +107,8 @@ class _Sample:
 
     Args:
         image: its picture.
-        captions: in order, as keys.
-        labels: in order, as keys.
+        captions: captions in order, as keys.
+        labels: labels in order, as keys.
     """
 
     image: Member | None = None

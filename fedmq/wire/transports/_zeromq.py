@@ -232,7 +232,7 @@ def bind(
     """Open a listener.
 
     Args:
-        uri: where to listen.
+        uri: URI on which to listen.
         max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.

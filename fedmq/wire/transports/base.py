@@ -40,7 +40,7 @@ class Listener(ABC):
     """The end that many peers connect to.
 
     Attributes:
-        uri: where peers connect, with the actual port.
+        uri: URI to which peers connect, with the actual port.
     """
 
     uri: str

@@ -88,7 +88,7 @@ def merged_state(
 
     Args:
         run_context: fixed facts of the run.
-        state: the method's present state.
+        state: the method's current state.
         replies: at least one.
         round_: number of the round.
 

@@ -313,7 +313,7 @@ class Rounds:
         return enough and self.awaited <= known
 
     def _cleared(self) -> Rounds:
-        """The machine without the fields of the present version."""
+        """The machine without the fields of the current version."""
         return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
     def _begin_round(self, *, last: bool = False) -> tuple[Rounds, tuple[Action, ...]]:

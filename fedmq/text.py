@@ -81,7 +81,7 @@ def json_text(value: object, *, indent: int | None = None, ascii_only: bool = Tr
 
 
 def print_json(value: object, *, indent: int | None = 2, ascii_only: bool = True) -> None:
-    """Print JSON; arguments as of :func:`json_text`."""
+    """Print JSON; arguments as in :func:`json_text`."""
     print(json_text(value, indent=indent, ascii_only=ascii_only), flush=True)  # noqa: T201 - the one place
 
 

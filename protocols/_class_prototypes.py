@@ -131,7 +131,7 @@ def initial(silos: int, rows: int, dim: int) -> dict[str, Tensor]:
 
 
 def longest_code(context: Context) -> float:
-    """Upper bound of the length of codes under the run's base, and hence of their means.
+    """Upper bound on the length of codes under the run's base objective, and thus of their means.
 
     1 for the unit-length embeddings of ``info_nce``, sqrt(d) if both towers end in tanh, otherwise
     :func:`longest_output`.

@@ -57,7 +57,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     Args:
         payload: as received, checked by ``coordinator.reply_validation``.
         layout: layout of the whole model.
-        layers: that the method's updates cover; None for the whole model.
+        layers: the layers that the method's updates cover; None for the whole model.
         silo: the sender.
     """
     names = layers_of(layout, layers)

@@ -226,7 +226,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
     """The folder of the run to resume.
 
     Raises:
-        InputError: it has another scenario, or is finished and not to be extended.
+        InputError: it has another scenario, or is finished and --extend is not given.
     """
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415

@@ -141,7 +141,7 @@ def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
                 continue
             if is_dir:
                 if link and not leave and not (here / name).resolve().is_relative_to(root):
-                    allowed = f"links to folders in {folder}; put the folder there in place of the link, or delete it"
+                    allowed = f"links to folders in {folder}; replace the link by the folder, or delete it"
                     raise InputError(str(here / name), f"a link to {(here / name).readlink()}", allowed)
                 (links if link else waiting).append(here / name)
             else:
@@ -184,7 +184,7 @@ def decode_bytes(content: bytes, place: str) -> Pixels:
         place: place of the picture in error messages.
 
     Raises:
-        InputError: as of :func:`decode`.
+        InputError: as in :func:`decode`.
     """
     return _decoded(io.BytesIO(content), place)
 

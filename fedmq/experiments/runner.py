@@ -165,7 +165,7 @@ def run_of(
         place: where and how runs are executed.
         trial: evaluate on the validation split, at the end.
         rounds: replaces the scenario's.
-        evaluate_every: rounds between the evaluations of a trial; 0 for none but at the end.
+        evaluate_every: rounds between the evaluations of a trial; 0 for only one, at the end.
 
     Raises:
         InputError: the data or the trace cannot be read, or the data cannot be partitioned as required.

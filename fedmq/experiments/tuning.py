@@ -111,8 +111,8 @@ def tune(
     """Search, or continue a search in a folder.
 
     Args:
-        plan: of the search.
-        folder: of the search; ``study.journal`` in it holds the trials.
+        plan: plan of the search.
+        folder: folder of the search; its ``study.journal`` holds the trials.
         place: where and how runs are executed.
         report: called with the current step and its progress.
         until_stopped: called before the first run is started; returns a function that says whether to stop.
@@ -219,7 +219,7 @@ class _Search:
 
     Args:
         optuna: the package.
-        plan: of the search.
+        plan: plan of the search.
         place: where and how runs are executed.
         studies: by method.
         report: called with the progress.

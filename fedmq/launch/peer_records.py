@@ -247,7 +247,7 @@ def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], plac
 
     Args:
         out: the run folder.
-        names: of the silos, or of the evaluator.
+        names: names of the silos, or the evaluator's.
         files: what their machine returned.
         place: its name or origin, for the error message.
 

@@ -76,7 +76,7 @@ def run_job(folder: str) -> NoReturn:
     exits in this function, so that submitit does not write its own result.
 
     Args:
-        folder: of the job.
+        folder: the job's folder.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)

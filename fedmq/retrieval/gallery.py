@@ -55,7 +55,7 @@ class GalleryMeta(Stored):
     Args:
         format: format of the folder.
         model_digest: SHA-256 (hex) of the model.
-        silo: whose personal model it is; None for the shared model.
+        silo: the silo whose personal model it is; None for the shared model.
         made_of: description of the source.
         binary: whether it holds codes, ranked by Hamming distance.
         bits: length of a code; None for embeddings.

@@ -78,7 +78,7 @@ class SearchHits:
     """The result of a search.
 
     Args:
-        gallery: that was searched.
+        gallery: the gallery that was searched.
         among: whether images or captions were searched.
         hits: nearest first.
     """

@@ -70,7 +70,7 @@ class StatedData(Stored):
 
     Args:
         data_digest: salted digest of the data.
-        modalities: that it uses.
+        modalities: the modalities that it uses.
         items: numbers of items by split; splits without items are left out.
         format: labels and model inputs; with ``partition.kind own`` only.
     """

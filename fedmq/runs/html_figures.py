@@ -115,7 +115,7 @@ def render(template: str, **values: object) -> str:
 
     Args:
         template: name of the file in ``templates/``.
-        values: of the template's variables.
+        values: values of the template's variables.
     """
     script = Markup(_plotly())  # noqa: S704 - plotly's own file
     page = _environment().get_template(template).render(plotly=script, colours=COLOURS, **values)

@@ -47,8 +47,8 @@ def curves(
     """Retrieval and training loss over a run.
 
     Args:
-        evaluations: of the shared model; may be empty while a run begins.
-        merges: of the run.
+        evaluations: evaluations of the shared model; may be empty while a run begins.
+        merges: merges of the run.
         personal: evaluations of the personal models.
         own: user-defined metrics.
         bytes_at: payload bytes in both directions until the first message about each version.
@@ -82,7 +82,7 @@ def retrieval(
     """Metrics over the run: one figure for all that are fractions, and one for each other metric.
 
     Args:
-        title: of the first figure.
+        title: title of the first chart.
         found: version and metrics of each evaluation.
         own: user-defined metrics.
         axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
@@ -173,8 +173,8 @@ def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]
     """Values that the method reports of its merges; weights of single silos are stacked.
 
     Args:
-        merges: of the run.
-        modalities: of each silo, by name; empty for a silo whose modalities are not known.
+        merges: merges of the run.
+        modalities: modalities of each silo, by name; empty for a silo whose modalities are not known.
     """
     found: dict[str, dict[int, float]] = {}
     for line in merges:

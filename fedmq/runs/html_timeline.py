@@ -195,7 +195,7 @@ def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure
     """Every silo's tasks and incidents over the run's time; None if the log has neither.
 
     Args:
-        facts: of the coordinator's log.
+        facts: facts from the coordinator's log.
         silos: names, in order from the top.
         clock: title of the time axis.
     """

@@ -158,7 +158,7 @@ class FinishedRun:
         evaluations: in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
         own_metrics: entries of the user-defined metrics that it measured.
-        gallery: in which its queries retrieved; None if unknown.
+        gallery: the gallery of its queries; None if unknown.
     """
 
     folder: RunFolder

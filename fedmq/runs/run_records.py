@@ -381,7 +381,7 @@ class EvaluationLine(Stored):
         version: version of the model.
         metrics: on the whole split.
         per_silo: on each silo's part of the split.
-        wall: as of a merge.
+        wall: as for a merge.
     """
 
     kind: Literal["evaluation"]
@@ -397,7 +397,7 @@ class OwnHeldOutLine(OwnHeldOut):
     Args:
         kind: ``own_heldout``.
         version: version of the model.
-        wall: as of a merge.
+        wall: as for a merge.
     """
 
     kind: Literal["own_heldout"]
@@ -416,7 +416,7 @@ class PersonalLine(Stored):
         personal_per_silo: by silo, on the silo's part of the split.
         personal_per_silo_mean: means of these over silos.
         personal_fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        wall: as of a merge.
+        wall: as for a merge.
     """
 
     kind: Literal["personal"]

@@ -160,7 +160,7 @@ def _key(place: str, record: Record, image: str, number: int) -> str:
 
 
 def _value(place: str, record: Record, column: str) -> str:
-    """The item's value in the column that the partition deals by."""
+    """The item's value in the column by which the partition distributes items."""
     value = record.get(column)
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
         raise InputError(f"{place}: {column}", repr(value)[:80], "a text or a whole number for every item")
@@ -181,7 +181,7 @@ class Item:
         line: number of its first line.
         file: its image, video or folder of frames; None if it has none.
         split: name of its split; empty if it has none.
-        value: its value of the column that the partition deals by; empty without one.
+        value: its value of the column by which the partition distributes items; empty without one.
         captions: its distinct captions in order, as keys.
         labels: its distinct labels in order, as keys.
     """

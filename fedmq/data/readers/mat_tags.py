@@ -51,7 +51,7 @@ def check_tags(path: Path) -> None:
     """Refuse a version 5 .mat file with a type that does not exist; other files are left to their reader.
 
     Raises:
-        InputError: such a type, or an element that ends behind the one that holds it.
+        InputError: such a type, or an element that ends after the element that contains it.
     """
     try:
         size = path.stat().st_size

@@ -114,7 +114,7 @@ class ZeroMQConnection(Connection):
         context: closed with the socket; None if other sockets share it.
         uri: URI of the listener.
         watched: whether to count connections, for a transport whose connections can break.
-        keys: with which the connection is admitted; None for a listener without keys.
+        keys: the keys with which the connection is admitted; None for a listener without keys.
     """
 
     def __init__(

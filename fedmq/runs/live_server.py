@@ -22,6 +22,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import metric_of
 from fedmq.extras import package
 from fedmq.runs import html_sections as sections
 from fedmq.runs import html_side_by_side
@@ -155,7 +156,8 @@ def live_app(folder: RunFolder, token: str) -> Any:
 
 
 def _live_page(folder: RunFolder, events: str, token: str) -> str:
-    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token)
+    titles = {name: metric_of(name).heading for name in _SHOWN}
+    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token, titles=titles)
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:

@@ -7,7 +7,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run static test check bench hostile chaos docs clean
+.PHONY: run static test check bench hostile chaos clusters docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -29,6 +29,11 @@ check: static
 
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py
+
+# Ray is large, and its test takes two minutes: not in make test.
+clusters: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray,slurm]'
+	$(BIN)/pytest tests/test_launch_remote_peer.py tests/test_launch_slurm.py tests/test_launch_ray.py
 
 hostile: .venv/installed
 	$(BIN)/python -m benchmarks.hostile

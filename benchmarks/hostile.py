@@ -63,7 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in names[1:] if name not in (_RELAY, *ATTACKS)]:
         parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((_RELAY, *ATTACKS))}")
     run = resolve(read(_SCENARIO, ()), protocols).id
-    table = Table("attack", "digest", "seconds", "peak memory", "log", title="coordinator of smoke under attack")
+    columns = ("attack", "digest", "seconds", "peak memory", "growth", "log", "growth")
+    table = Table(*columns, title="coordinator of smoke under attack; growth over the undisturbed run")
     began, console, outcomes = time.monotonic(), Console(), dict[str, Outcome]()
     for name in names:
         if time.monotonic() - began > options.limit_s:
@@ -72,7 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = outcomes[name] = _run(name, run)
         console.print(f"{name}: {outcome.seconds:.0f} s", highlight=False)
         memory, log = f"{outcome.memory:.0f} MiB", f"{outcome.log:.0f} KiB"
-        table.add_row(name, outcome.digest[:12] or "did not end", f"{outcome.seconds:.0f}", memory, log)
+        honest = outcomes[_UNDISTURBED]
+        more = f"{outcome.memory - honest.memory:+.0f} MiB", f"{outcome.log - honest.log:+.0f} KiB"
+        digest = outcome.digest[:12] or "did not end"
+        table.add_row(name, digest, f"{outcome.seconds:.0f}", memory, more[0], log, more[1])
     console.print(table)
     digests = {outcome.digest for outcome in outcomes.values()}
     return int(digests == {""} or len(digests) > 1)

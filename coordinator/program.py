@@ -45,7 +45,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
-from fedmq.storage.run_folder import RunFolder, write_atomically, write_json
+from fedmq.storage.run_folder import RunFolder, write_json, write_text
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -260,7 +260,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     """The run's log with a note of its start; the scenario is written next to it if it is missing."""
     folder = RunFolder(arguments.out)
     if not folder.scenario.exists():
-        write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
+        write_text(folder.scenario, arguments.scenario.dump())
     logger = open_log(arguments.logs, COORDINATOR)
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
@@ -411,12 +411,8 @@ def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
     rounds = run_context.scenario.rounds
     kept = [line for line in kept if not isinstance(line, PersonalLine) or line.version < rounds]
     text = "".join(json.dumps(line.plain()) + "\n" for line in kept)
-    write_atomically(folder.metrics, lambda path: _write_text(path, text))
+    write_text(folder.metrics, text)
     return {line.version for line in kept if isinstance(line, EvaluationLine)}
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:

@@ -94,7 +94,7 @@ class Reference:
 
     def __call__(self, step: _training.Step) -> _training.Outs:
         """Image and text outputs of a step's batch; None for a tower that the step does not run or the silo lacks."""
-        share, model = self.local.dataset, self.local.model
+        dataset, model = self.local.dataset, self.local.model
         cached: list[Modality] = [name for name in step.runs if self._cached(name)]
         computed = [name for name in step.runs if name not in cached]
         image: Out | None = None
@@ -103,18 +103,18 @@ class Reference:
             with _training.parameters(self.local, self.theta), torch.no_grad():
                 image, text = _training.outputs(self.local, step.rows, step.caption, computed)
         rows = torch.from_numpy(step.rows)
-        if "image" in cached and share.image is not None:
+        if "image" in cached and dataset.image is not None:
             image = _picked(self._images, rows, model.visual)
-        if "text" in cached and share.text is not None and step.caption is not None:
-            text = _picked(self._texts, share.text.rows(rows, torch.from_numpy(step.caption[step.rows])), model.text)
+        if "text" in cached and dataset.text is not None and step.caption is not None:
+            text = _picked(self._texts, dataset.text.rows(rows, torch.from_numpy(step.caption[step.rows])), model.text)
         return image, text
 
     def _cached(self, modality: Modality) -> bool:
         """Whether the outputs of a modality are computed once and cached."""
-        share = self.local.dataset
-        if modality == "image" or share.text is None:
-            return self.epochs > 1 and len(share) <= KEPT
-        return self.epochs > int(share.captions.max()) and len(share.text.values) <= KEPT
+        dataset = self.local.dataset
+        if modality == "image" or dataset.text is None:
+            return self.epochs > 1 and len(dataset) <= KEPT
+        return self.epochs > int(dataset.captions.max()) and len(dataset.text.values) <= KEPT
 
     @cached_property
     def _images(self) -> Out:

@@ -171,9 +171,9 @@ class CreamFlPublic(FederatedProtocol):
 
     def _public_of(self, local: Local) -> Local:
         """The silo with the public items in place of its own dataset, in its modalities."""
-        share = self.public
+        public = self.public
         dataset = replace(
-            share, image=share.image if local.silo.image else None, text=share.text if local.silo.text else None
+            public, image=public.image if local.silo.image else None, text=public.text if local.silo.text else None
         )
         return replace(local, dataset=dataset)
 

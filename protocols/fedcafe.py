@@ -206,15 +206,15 @@ class References:
 
 def references(local: Local) -> References:
     """Enhanced features of all items by the current model, computed once per task, before training."""
-    share = local.dataset
+    dataset = local.dataset
 
     def features(modality: Modality, items: Tensor) -> Tensor:
         return torch.cat([out.code for out in _training.in_blocks(local.model, modality, items)])
 
-    image = None if share.image is None else features("image", share.image)
-    if share.text is None:
+    image = None if dataset.image is None else features("image", dataset.image)
+    if dataset.text is None:
         return References(image, None)
-    return References(image, replace(share.text, values=features("text", share.text.values)))
+    return References(image, replace(dataset.text, values=features("text", dataset.text.values)))
 
 
 class FedCafe(FederatedProtocol):

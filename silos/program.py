@@ -154,11 +154,11 @@ class Silo:
 
     def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
         """Rows of the data set with the labels that the objective trains on."""
-        share = self.population.load(rows, image=image, text=text)
+        dataset = self.population.load(rows, image=image, text=text)
         columns = self.population.run_data.label_columns(self.scenario)
-        if share.labels is None or len(columns) == share.labels.shape[1]:
-            return share
-        return replace(share, labels=share.labels[:, columns].contiguous())
+        if dataset.labels is None or len(columns) == dataset.labels.shape[1]:
+            return dataset
+        return replace(dataset, labels=dataset.labels[:, columns].contiguous())
 
     def local(self, state: Mapping[str, torch.Tensor]) -> Local:
         """What the method trains with, given the silo's personal tensors."""

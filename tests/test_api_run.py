@@ -101,8 +101,10 @@ def test_a_class_of_a_notebook_cell_is_refused_with_what_to_do() -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_written(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="rounds"):
+    with pytest.raises(InputError, match=r"tiny\.yaml: rounds: found 0"):
         fedmq.run(tiny, tmp_path / "run", rounds=0, **INLINE)
+    with pytest.raises(InputError, match="on_merg: found 'a function', allowed: on_merge"):
+        fedmq.run(tiny, tmp_path / "run", on_merg=print, **INLINE)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -137,8 +139,11 @@ def test_an_error_of_a_callback_stops_the_run_and_is_raised(tiny: Path, tmp_path
     def fail(_: MergeLine) -> None:
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as raised:
         fedmq.run(tiny, tmp_path / "run", rounds=60, on_merge=fail, **INLINE)
+    assert raised.value.__notes__ == [
+        f"fedmq: the run was stopped; fedmq.resume({str(tmp_path / 'run')!r}) continues it"
+    ]
     assert not fedmq.open_run(tmp_path / "run").finished
 
 
@@ -192,3 +197,8 @@ def test_the_page_on_python_works_as_printed(tmp_path: Path, monkeypatch: pytest
         exec(compile(block, "python.md", "exec"), names)
     assert names["finished"].summary.versions == 3
     assert names["texts"].shape == (2, 512)
+
+
+def test_a_refused_comparison_says_why_in_its_error(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"^fedmq: .*roundz.*did you mean rounds\?$"):
+        fedmq.compare(tiny, seeds=[0], roundz=1, out=tmp_path / "compared")

@@ -113,6 +113,16 @@ def test_an_invalid_command_line_prints_one_line(
     assert error.startswith("fedmq: ") and expected in error
 
 
+@pytest.mark.parametrize("command", [("audit",), ("search", "--item", "x"), ("verify",), ("replay",), ("compare",)])
+def test_a_path_that_is_too_long_is_a_line(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    assert fedmq(monkeypatch, name, "a" * 5000, *options) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("fedmq: a")
+
+
 def test_a_missing_scenario_is_bad_input(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert fedmq(monkeypatch, "scenario", "nowhere.yaml") == 2
     assert "nowhere.yaml: found 'no such file'" in capfd.readouterr().err

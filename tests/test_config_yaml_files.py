@@ -120,3 +120,14 @@ def test_an_unknown_key_that_looks_like_a_type_is_named(tmp_path: Path, key: str
     with pytest.raises(InputError, match="a known key") as caught:
         loader.load(tmp_path / "x.yaml")
     assert caught.value.found == key
+
+
+def test_halves_of_a_character_are_refused_by_every_reader_and_pairs_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text('up: {fields: {delta: ["\\ud83d\\ude00"]}}\n')
+    assert yaml_files.read_yaml(path) == {"up": {"fields": {"delta": ["\U0001f600"]}}}
+    for half in ("\\ud83d", "\\ude00\\ud83d"):
+        path.write_text(f'a: 1\nup: {{fields: {{delta: ["{half}"]}}}}\n')
+        for reader in (yaml_files.read_yaml, loader.load, spec_file.read, read_policy):
+            with pytest.raises(InputError, match=r"x\.yaml: line 2: found 'half of a character"):
+                reader(path)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedmq.cli import compare as cli_compare
 from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
-from fedmq.experiments import spec_file
+from fedmq.experiments import spec_file, tune_file
 from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
 
 
@@ -187,3 +187,11 @@ def test_an_unknown_key_of_a_comparison_file_is_named_with_its_line(tmp_path: Pa
     path.write_text("compare: x.yaml\nmetrik: mean_r1\nvary: protocol=fedavg\n")
     with pytest.raises(InputError, match=r"table\.yaml: line 2: metrik: found 'mean_r1', allowed: one of comp"):
         spec_file.read(path)
+
+
+def test_a_scenario_with_a_name_that_is_too_long_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    for text, reader in (("compare: NAME", spec_file.read), ("tune: NAME\nsearch: {rate: [1, 2]}", tune_file.read)):
+        path.write_text(text.replace("NAME", "a" * 5000))
+        with pytest.raises(InputError, match="a scenario file, relative to"):
+            reader(path)

@@ -37,9 +37,12 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     store = {"num_cpus": 2, "object_store_memory": 80 << 20}
-    made = Cluster(initialize_head=True, head_node_args=store)
-    yield made
-    made.shutdown()
+    # By default Ray's processes get the least priority, and take many minutes to start on a busy machine.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        made = Cluster(initialize_head=True, head_node_args=store)
+        yield made
+        made.shutdown()
 
 
 def command(tiny: Path, out: Path, *settings: str) -> list[str]:

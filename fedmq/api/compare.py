@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedmq.api.launch import settings_of
 from fedmq.errors import InputError, RunError
+from fedmq.text import print_line
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+#: Lines of the program that an error repeats if none names a reason.
+_KEPT_LINES = 20
 
 
 class Comparison:
@@ -99,16 +104,24 @@ def compare(
     if metrics is not None:
         command += ["--metric", ",".join(metrics)]
     command += [part for setting in settings_of(keys) for part in ("--set", setting)]
-    errors = None if progress else subprocess.PIPE
+    # On a terminal the program itself draws its progress line there; elsewhere its lines are passed on and kept.
+    errors = None if progress and sys.stderr.isatty() else subprocess.PIPE
     process = subprocess.Popen(  # noqa: S603 - the program is this package
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, text=True, start_new_session=True
     )
+    said: list[str] = []
     try:
-        _, output = process.communicate()
+        for line in process.stderr or ():
+            said.append(line.rstrip())
+            if progress:
+                print_line(said[-1], error=True)
+        process.wait()
     except BaseException:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
     if process.returncode != 0:
-        raise RunError((output or "").strip() or f"fedmq compare ended with exit code {process.returncode}, see above")
+        reasons = [line for line in said if line.startswith(("fedmq: ", "failed "))]
+        text = "\n".join(reasons or said[-_KEPT_LINES:]).strip()
+        raise RunError(text or f"fedmq compare ended with exit code {process.returncode}, see above")
     return Comparison(folder)

@@ -23,13 +23,14 @@ from threading import Thread
 from typing import IO, Any
 
 import yaml
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import protocols
 from fedmq.api.notebook import in_notebook, notebook_bar
 from fedmq.api.results import Run
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
+from fedmq.config.user_files import UserFileError
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.gallery_size import gallery_of_status, meaningful
@@ -88,8 +89,14 @@ def run(
     """
     with contextlib.ExitStack() as closing:
         file = closing.enter_context(_as_file(scenario))
+        _check_keys(keys)
         settings = settings_of(keys)
-        found = resolve(read(file, settings), protocols).scenario
+        try:
+            found = resolve(read(file, settings), protocols).scenario
+        except UserFileError:
+            raise  # the place is the user's file
+        except InputError as error:  # here the user has given keywords, no option --set
+            raise InputError(error.place.replace(": --set ", ": "), error.found, error.allowed) from None
         folder = _new_folder(found, out)
         command = ["scenario", str(file), "--out", str(folder), *_set(settings)]
         _watch(command, folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
@@ -116,6 +123,17 @@ def resume(
     command = ["scenario", str(file), "--resume", str(stopped.folder)]
     _watch(command, stopped.folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
     return Run(folder)
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuse a function, which is no scenario key but a callback of another name.
+
+    Raises:
+        InputError: as said.
+    """
+    for name, value in keys.items():
+        if callable(value) and not isinstance(value, type) and inspect.isroutine(value):
+            raise InputError(name, "a function", "on_merge or on_evaluation, or a scenario key and its value")
 
 
 def settings_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -230,6 +248,8 @@ def _watch(
             _stop(process)
     reader.join(5.0)
     if stopped is not None and not isinstance(stopped, StopRun):
+        if not (folder / "summary.json").is_file():
+            stopped.add_note(f"fedmq: the run was stopped; fedmq.resume({str(folder)!r}) continues it")
         raise stopped
     if process.returncode != 0 and stopped is None:
         text = "\n".join(output).strip() or f"fedmq scenario ended with exit code {process.returncode}"
@@ -290,7 +310,6 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
         BarColumn(),
         TextColumn("round {task.completed} of {task.total}"),
         TextColumn("{task.fields[metrics]}"),
-        TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=SafeConsole()) as bar:

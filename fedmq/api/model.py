@@ -56,6 +56,9 @@ class Embeddings:
     items: tuple[Any, ...]
     vectors: npt.NDArray[Any]
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} items embedded, each in {self.vectors.shape[-1]} dimensions>"
+
     def __len__(self) -> int:
         return len(self.items)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.config.loader import load
@@ -106,7 +106,13 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
 def show(accounts: Accounts, console: Console) -> None:
     """Print the guarantees, and what they do not cover."""
-    table = Table("silo", "updates", "epsilon", "also sent, without noise", title="what the noise guarantees")
+    table = Table(
+        Column("silo", overflow="fold"),
+        "updates",
+        "epsilon",
+        "also sent, without noise",
+        title="what the noise guarantees",
+    )
     for name, spent in accounts.silos.items():
         without = ", ".join(spent.beside)
         table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(without)))

@@ -13,7 +13,8 @@ from pydantic import Field
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored, read_json
-from fedmq.storage.run_folder import write_atomically
+from fedmq.storage.regular_files import is_file
+from fedmq.storage.run_folder import write_text
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ALLOWED = "a file of heads that `fedmq audit RUN --heads FILE` wrote, or the digest that it printed"
@@ -72,11 +73,7 @@ def write_heads(heads: Heads, path: Path) -> None:
         InputError: it cannot be written there.
         DiskError: the disk is full or broken.
     """
-    write_atomically(path, lambda temporary: _write(temporary, heads.text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text(path, heads.text)
 
 
 def differences(expected: str, audit: Audit) -> Iterator[Finding]:
@@ -115,6 +112,6 @@ def check_expected(expected: str) -> None:
         InputError: see above.
     """
     if not _DIGEST.fullmatch(expected):
-        if not Path(expected).exists():
+        if not is_file(Path(expected)):
             raise InputError("--expect", expected, _ALLOWED)
         read_json(Path(expected), Heads, _ALLOWED)

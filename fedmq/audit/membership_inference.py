@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.base import MODALITIES
@@ -311,7 +311,11 @@ def _verdict(overall: ProbeResult) -> str:
 
 def show(measured: Probe, console: Console) -> None:
     """Print the result of the test, and what it means."""
-    table = Table("", "trained on / held out", title="can training items be distinguished from held-out ones?")
+    table = Table(
+        Column("", overflow="fold"),
+        "trained on / held out",
+        title="can training items be distinguished from held-out ones?",
+    )
     for head in ("AUC", f"TPR at {FALSE_POSITIVES:.0%} FPR", "by training"):
         table.add_column(head, no_wrap=True)
     for name, result in {"all": measured.overall, **measured.per_silo}.items():

@@ -13,7 +13,7 @@ from cryptography import x509
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.extras import package
 from fedmq.storage.regular_files import read_regular
-from fedmq.storage.run_folder import write_atomically
+from fedmq.storage.run_folder import write_bytes
 from fedmq.text import printable
 
 _TIMEOUT_SECONDS = 30.0
@@ -70,12 +70,8 @@ def stamp(heads: Path, url: str) -> str:
         _require_of(response, content, heads)
     except StampError as error:
         raise RunError(f"--stamp {url}: {error}") from None
-    write_atomically(token_of(heads), lambda path: _write(path, raw))
+    write_bytes(token_of(heads), raw)
     return str(response.tst_info.gen_time.isoformat())
-
-
-def _write(path: Path, raw: bytes) -> None:
-    path.write_bytes(raw)
 
 
 def _decoded(client: Any, raw: bytes) -> Any:

@@ -14,6 +14,7 @@ import typer
 from fedmq.cli.console import DIFFERENT, err
 from fedmq.errors import InputError
 from fedmq.safe_console import SafeConsole
+from fedmq.storage.regular_files import is_file
 from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _check(options: _Options) -> None:
         check_expected(options.expect)
     if options.stamp is not None and options.heads is None:
         raise InputError("--stamp", options.stamp, "--stamp URL together with --heads FILE, which is stamped")
-    if options.stamp_ca is not None and (options.expect is None or not Path(options.expect).is_file()):
+    if options.stamp_ca is not None and (options.expect is None or not is_file(Path(options.expect))):
         allowed = "--stamp-ca FILE together with --expect FILE, whose stamp is verified"
         raise InputError("--stamp-ca", str(options.stamp_ca), allowed)
 

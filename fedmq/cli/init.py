@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pkgutil
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,6 +12,7 @@ import typer
 
 from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import Quiet
+from fedmq.cli.scenarios import plug_in_names, resolved
 from fedmq.errors import InputError
 from fedmq.text import print_line, printable
 
@@ -151,7 +149,7 @@ def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
     )
     method = given.method
     if method is None:
-        names = _methods()
+        names = plug_in_names()["protocol.name"]
         out.print(f"federated methods: {', '.join(names)}", highlight=False, soft_wrap=True)
         method = _in_range(
             "federated method",
@@ -161,14 +159,6 @@ def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
             lambda found: found in names or found.endswith(".py"),
         )
     return _Answers(silos, missing, method)
-
-
-def _methods() -> list[str]:
-    """Names of the methods, found without importing them, as that loads torch."""
-    found = importlib.util.find_spec("protocols")
-    modules = pkgutil.iter_modules(None if found is None else found.submodule_search_locations)
-    built_in = {module.name for module in modules if not module.ispkg and not module.name.startswith("_")}
-    return sorted(built_in | {each.name for each in entry_points(group="fedmq.protocols")})
 
 
 def _in_range(question: str, given: Any, kind: type, default: Any, allowed: Callable[[Any], bool]) -> Any:
@@ -189,15 +179,10 @@ def _write(file: Path, text: str, refuse: Refuse, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
         err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
-    from fedmq.cli.scenarios import resolved  # noqa: PLC0415
     from fedmq.config import loader, yaml_files  # noqa: PLC0415
     from fedmq.config.resolve import Source  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_atomically  # noqa: PLC0415
+    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     scenario = loader.parse(yaml_files.parse(text), file)
     refuse(resolved(Source(file, scenario)).scenario, None if quiet else bar())
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(file, write)
+    write_text(file, text)

@@ -60,6 +60,8 @@ data_app = typer.Typer(
 app.add_typer(keys.keys_app, name="keys")
 app.add_typer(data_app, name="data")
 
+#: Most characters shown of a path that is too long.
+_SHOWN_NAME = 60
 #: Exit code that typer returns after Ctrl-C.
 _INTERRUPTED = 130
 #: Base of typer's usage errors, which typer does not export.
@@ -87,6 +89,10 @@ def main() -> None:
         say_interrupted()
         sys.exit(FAILED)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename)
+            found = f"{name[:_SHOWN_NAME]}... ({len(name):,} characters)"
+            _fail(InputError("a path", found, "a shorter one, which the file system accepts"), BAD_INPUT)
         if error.errno != errno.ENOSPC:
             raise
         # Drop unprinted output, so that the interpreter does not try to write it again when it exits.

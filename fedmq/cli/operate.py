@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
@@ -187,16 +187,17 @@ def _show(status: StatusFile, now: datetime) -> None:
     refused = f", {sum(status.refused.values())} messages refused" if status.refused else ""
     total = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
     out.print(total, highlight=False)
-    table = Table("silo", "phase", "last message", "task", "MB up", "MB down", "last error")
+    up, down = (Column(f"MB {way}", justify="right", no_wrap=True) for way in ("up", "down"))
+    table = Table(Column("silo", overflow="fold"), "phase", "last message", "task", up, down)
     for name, silo in sorted(status.silos.items()):
         bad = silo.phase in (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
         style = "red" if bad else None
         traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
-        error = escape(printable(silo.error))
-        table.add_row(
-            escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, error or "-", style=style
-        )
+        table.add_row(escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, style=style)
     out.print(table)
+    for name, silo in sorted(status.silos.items()):
+        if silo.error:
+            out.print(f"{name}, last error: {printable(silo.error)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _task(silo: SiloStatus) -> str:

@@ -44,13 +44,23 @@ def resolved_file(
     return resolved(source, manual=manual, adopt=adopt)
 
 
+def plug_in_names() -> dict[str, tuple[str, ...]]:
+    """Names of the methods and objectives, by the scenario key that selects one; loads neither them nor torch."""
+    from fedmq.config.registry import names_found  # noqa: PLC0415
+
+    return {
+        "protocol.name": names_found("protocols", "fedmq.protocols"),
+        "objective.base": names_found("protocols.objectives", "fedmq.objectives"),
+    }
+
+
 def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
     """Read a scenario whose data are on this machine, and refuse in no time what needs no torch to be refused."""
     from fedmq.config.resolve import read  # noqa: PLC0415
     from fedmq.data.first_check import refuse_first  # noqa: PLC0415
 
     source = read(file, settings or (), seed)
-    refuse_first(source)
+    refuse_first(source, plug_in_names())
     return source
 
 

@@ -320,7 +320,7 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             print_json({"folder": str(folder), "runs": maps}, indent=None)
             return
         ways = list(dict.fromkeys(way for run in found for way in run.ways))
-        table = Table("run", *(f"mAP {way}" for way in ways))
+        table = Table(Column("run", overflow="fold"), *(f"mAP {way}" for way in ways))
         for run in found:
             cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
             table.add_row(escape(run.name), *cells)

@@ -16,6 +16,7 @@ from fedmq.config.scenario import Backbone, Scenario
 from fedmq.config.yaml_files import compose, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import is_file
 from fedmq.text import did_you_mean, one_of
 
 #: Keys of a data section that are paths.
@@ -338,10 +339,10 @@ def _weights(backbone: Backbone) -> dict[str, object]:
     paths: dict[str, object] = {}
     name, pretrained, text_encoder = backbone.name, backbone.pretrained, backbone.text_encoder
     # A tag contains neither dot nor slash, and has precedence over a file of the same name.
-    if pretrained and re.search(r"[./]", pretrained) and Path(pretrained).is_file():
+    if pretrained and re.search(r"[./]", pretrained) and is_file(Path(pretrained)):
         paths["pretrained"] = str(Path(pretrained).absolute())
         # Only with weights: random weights are drawn from the model's name as written.
-        if name.endswith(".json") and Path(name).is_file():
+        if name.endswith(".json") and is_file(Path(name)):
             paths["name"] = str(Path(name).absolute())
     if text_encoder is not None and text_encoder.exists():
         paths["text_encoder"] = text_encoder.absolute()

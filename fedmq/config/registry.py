@@ -7,9 +7,11 @@ precedence over entry points of the same name.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
 
@@ -19,6 +21,39 @@ from fedmq.errors import InputError
 from fedmq.text import one_of
 
 T = TypeVar("T")
+
+
+def names_found(package: str, group: str) -> tuple[str, ...]:
+    """Names of the plug-ins of a kind, found without importing any, as that may load torch.
+
+    Args:
+        package: the built-in ones are its modules, except those with a leading underscore.
+        group: entry point group of installed packages.
+    """
+    top, *inner = package.split(".")
+    found = importlib.util.find_spec(top)
+    places = () if found is None else found.submodule_search_locations or ()
+    return _with_installed(sorted(_modules_in([str(Path(place, *inner)) for place in places])), group)
+
+
+def unknown(key: str, name: str, names: Collection[str]) -> InputError:
+    """The error of a name that is not a plug-in's.
+
+    Args:
+        key: scenario key that selects a plug-in.
+        name: the unknown name.
+        names: the known ones.
+    """
+    return InputError(key, name, f"{one_of(name, names)}, or the path of your own Python file, ./mine.py")
+
+
+def _modules_in(places: Iterable[str]) -> list[str]:
+    return [each.name for each in pkgutil.iter_modules(places) if not each.ispkg and not each.name.startswith("_")]
+
+
+def _with_installed(built_in: Sequence[str], group: str) -> tuple[str, ...]:
+    """The built-in names, then those of installed packages."""
+    return (*built_in, *sorted(each.name for each in entry_points(group=group) if each.name not in built_in))
 
 
 class Registry(Generic[T]):
@@ -60,8 +95,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """The built-in names, then those of installed packages."""
-        built_in = self.built_in()
-        return (*built_in, *sorted(each.name for each in entry_points(group=self.group) if each.name not in built_in))
+        return _with_installed(self.built_in(), self.group)
 
     def module(self, name: str) -> ModuleType | None:
         """The module of a plug-in; None for a built-in one without a separate module.
@@ -83,9 +117,7 @@ class Registry(Generic[T]):
             if isinstance(loaded, ModuleType):
                 return loaded
             raise UserFileError(self._place(name), each.value, f"a module that defines {self.attribute}")
-        raise InputError(
-            self.key, name, f"{one_of(name, self.names())}, or the path of your own Python file, ./mine.py"
-        )
+        raise unknown(self.key, name, self.names())
 
     def find(self, name: str) -> T:
         """The plug-in of a name.
@@ -115,9 +147,8 @@ class Registry(Generic[T]):
         """Names of the built-in modules, with their packages."""
         if not self._module_packages:
             self._module_packages = {
-                module.name: package
+                name: package
                 for package in self._packages
-                for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
-                if not module.ispkg and not module.name.startswith("_")
+                for name in _modules_in(importlib.import_module(package).__path__)
             }
         return self._module_packages

@@ -18,13 +18,12 @@ import re
 import sys
 import threading
 import traceback
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from fedmq.errors import InputError, RunError
 from fedmq.storage.cache import cache_folder
-from fedmq.storage.run_folder import write_atomically
+from fedmq.storage.run_folder import write_bytes
 
 _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.py"
 _REFERENCE = re.compile(rf"(?P<file>{_FILE})@(?P<digest>[0-9a-f]{{64}})")
@@ -87,14 +86,10 @@ def adopt(path: Path) -> str:
     try:
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, partial(_write, source))
+            write_bytes(kept, source)
     except OSError as error:
         raise RunError(f"cache {kept.parent} cannot be written: {error.strerror or error}") from error
     return f"{path.name}@{digest}"
-
-
-def _write(source: bytes, path: Path) -> None:
-    path.write_bytes(source)
 
 
 def _copy(digest: str) -> Path:

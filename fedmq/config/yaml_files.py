@@ -78,6 +78,17 @@ def _bool(loader: _Loader, node: yaml.ScalarNode) -> bool:
     return text.lower() == "true"
 
 
+def _str(loader: _Loader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    if not any("\ud800" <= each <= "\udfff" for each in text):
+        return text
+    try:  # JSON writes a character beyond U+FFFF as two escapes
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        what = "half of a character of UTF-16, which is no text"
+        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
@@ -96,6 +107,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(_INT, _int)
 _Loader.add_constructor(_FLOAT, _float)
 _Loader.add_constructor(_BOOL, _bool)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _str)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 

@@ -2,62 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pkgutil
-from importlib.metadata import entry_points
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 from fedmq.config import user_files
+from fedmq.config.registry import unknown
 from fedmq.config.resolve import Source
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.text import one_of
-
-#: Scenario key of a plug-in, the package or folder with the built-in ones, and the entry points of further ones.
-_PLUG_INS = (
-    ("protocol.name", ".", "fedmq.protocols"),
-    ("objective.base", "objectives", "fedmq.objectives"),
-)
 
 
-def refuse_first(source: Source) -> None:
+def refuse_first(source: Source, plug_ins: Mapping[str, Collection[str]]) -> None:
     """Refuse an unknown method, objective or data set, and data that are not there.
 
     Args:
         source: a scenario whose data are on this machine.
+        plug_ins: names of the methods and of the objectives, by scenario key.
 
     Raises:
         InputError: names file, line and key.
     """
     scenario = source.scenario
     try:
-        for (key, folder, group), name in zip(
-            _PLUG_INS, (scenario.protocol.name, scenario.objective.base), strict=True
-        ):
-            _check_name(key, name, folder, group)
+        for key, name in (("protocol.name", scenario.protocol.name), ("objective.base", scenario.objective.base)):
+            if not _is_own_file(name) and name not in plug_ins[key]:
+                raise unknown(key, name, plug_ins[key])
         if scenario.data is not None:
             _check_data(scenario.data)
     except InputError as error:
         raise InputError(source.place(error.place), error.found, error.allowed) from None
 
 
-def _check_name(key: str, name: str, folder: str, group: str) -> None:
-    if user_files.is_path(name) or user_files.is_reference(name):
-        return
-    found = importlib.util.find_spec("protocols")
-    places = [] if found is None else [str(Path(each, folder)) for each in found.submodule_search_locations or ()]
-    built_in = sorted(
-        module.name for module in pkgutil.iter_modules(places) if not module.ispkg and not module.name.startswith("_")
-    )
-    names = (*built_in, *sorted(each.name for each in entry_points(group=group) if each.name not in built_in))
-    if name not in names:
-        raise InputError(key, name, f"{one_of(name, names)}, or the path of your own Python file, ./mine.py")
+def _is_own_file(name: str) -> bool:
+    return user_files.is_path(name) or user_files.is_reference(name)
 
 
 def _check_data(data: Data) -> None:
-    if user_files.is_path(data.name) or user_files.is_reference(data.name):
+    if _is_own_file(data.name):
         return
     catalogue.check(data)
     path = None if data.path is None else data.path.expanduser()

@@ -27,10 +27,10 @@ from fedmq.wire.payloads import ClassPrototypes, Memory, Metrics, Model, OwnMetr
 
 def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:
     """Rows in both modalities, with the labels that define relevance: the finer ones if there are two levels."""
-    share = population.load(rows, image=True, text=True)
-    if share.labels is None:
-        return share
-    return replace(share, labels=share.labels[:, fine_columns(population.run_data.label_names)].contiguous())
+    dataset = population.load(rows, image=True, text=True)
+    if dataset.labels is None:
+        return dataset
+    return replace(dataset, labels=dataset.labels[:, fine_columns(population.run_data.label_names)].contiguous())
 
 
 @dataclass(frozen=True)

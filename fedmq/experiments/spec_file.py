@@ -18,6 +18,7 @@ from fedmq.config.sections import Count
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid
+from fedmq.storage.regular_files import is_file
 
 KINDS = ("compare", "sweep")
 #: Value of a sweep's ``select``: the varied values are candidates, selected on the validation split.
@@ -125,7 +126,7 @@ def read(path: Path) -> ComparisonFile | None:
         raise InputError(f"{path}: select", ON_VALIDATION, "with sweep; here key=value,value,...")
     for name in file.scenarios:
         scenario = path.parent / name
-        if not scenario.is_file():
+        if not is_file(scenario):
             raise InputError(f"{path}: {file.kind}", name, f"a scenario file, relative to {path.parent}")
         if is_comparison(read_yaml(scenario)):
             raise InputError(f"{path}: {file.kind}", name, "a scenario, not a comparison file")

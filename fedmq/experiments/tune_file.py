@@ -23,6 +23,7 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.experiments.grid import Entry, Resolve
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Stored
+from fedmq.storage.regular_files import is_file
 from fedmq.text import nearest
 
 #: Keys that a search cannot vary, and why.
@@ -200,7 +201,7 @@ def read(path: Path) -> TuneFile:
         spec = TuneFile.model_validate(raw)
     except ValidationError as error:
         raise input_error(error, path) from None
-    if not (path.parent / spec.tune).is_file():
+    if not is_file(path.parent / spec.tune):
         raise InputError(f"{path}: tune", spec.tune, f"a scenario file, relative to {path.parent}")
     return spec
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
@@ -433,7 +433,7 @@ def show(facts: DataFacts, out: Console) -> None:
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
     """Print the data of each silo and, if the table is small enough, its items by label."""
-    table = Table("silo", "modalities", "samples", "held out")
+    table = Table(Column("silo", overflow="fold"), "modalities", "samples", "held out")
     for name, silo in silos.items():
         alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
         kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
@@ -441,7 +441,8 @@ def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Con
         table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
     out.print(table)
     if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
-        table = Table("silo", *(escape(name.removeprefix("silo-")) for name in silos))
+        heads = ("label", *(escape(name.removeprefix("silo-")) for name in silos))
+        table = Table(*(Column(head, overflow="fold") for head in heads))
         for label in labels:
             table.add_row(escape(label), *(str(silo.labels[label]) for silo in silos.values()))
         out.print("training items of each label", table, sep="\n")

@@ -26,6 +26,16 @@ _KINDS = (
 )
 
 
+def is_file(path: Path) -> bool:
+    """Whether a file exists; False for names that the file system does not accept, as they are too long."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True  # opening it reports the reason
+    except OSError:
+        return False
+
+
 def check_regular(path: Path, most: int, allowed: str) -> None:
     """Refuse a path that is not a regular file, or is too large.
 

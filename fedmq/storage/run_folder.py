@@ -183,17 +183,17 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) atomically.
-
-    Raises:
-        InputError: the file cannot be written there.
-        DiskError: the disk is full or broken.
-    """
-    write_atomically(path, lambda temporary: _write_text(temporary, text))
+    """Write a text file (UTF-8) atomically; errors as of :func:`write_atomically`."""
+    write_bytes(path, text.encode())
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically; errors as of :func:`write_atomically`."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    write_atomically(path, write)
 
 
 def load_aligned(path: Path) -> dict[str, torch.Tensor]:

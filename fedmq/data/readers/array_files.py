@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fedmq.data.readers import sparse
 from fedmq.data.readers.mat_tags import check_tags
-from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.data.readers.npz_bounds import check_npz, npz_array
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
@@ -193,7 +193,11 @@ def _arrays_in(path: Path, also: str) -> list[Stored]:
     """List one file's arrays without reading them, and any entry ``also``, so that a bad one is not ignored."""
     if path.suffix.lower() == ".npz":
         with np.load(path, allow_pickle=False) as opened:
-            return [_npy_header(opened, path, key) for key in opened.files]
+            found = [(key, *npz_array(opened.zip, key)) for key in opened.files]
+        return [
+            Stored(path, key, shape, strings=kind.kind in "US", integers=kind.kind in "iu")
+            for key, shape, kind in found
+        ]
     if is_hdf5(path):
         h5py = package("h5py", "formats", str(path))
         with h5py.File(path, "r") as opened:
@@ -254,14 +258,6 @@ def list_arrays(path: Path, also: str = "split") -> list[Stored]:
 def _check_file(path: Path) -> None:
     """Refuse a pipe or a device, which reading could wait for without end."""
     check_regular(path, 1 << 62, "a file of arrays")
-
-
-def _npy_header(opened: Any, path: Path, key: str) -> Stored:
-    with opened.zip.open(f"{key}.npy") as member:
-        version = np.lib.format.read_magic(member)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(member)
-        return Stored(path, key, tuple(map(int, shape)), strings=kind.kind in "US", integers=kind.kind in "iu")
 
 
 def _array_files_in(folder: Path) -> list[Path]:

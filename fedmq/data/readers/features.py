@@ -21,7 +21,7 @@ import safetensors.numpy
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
-from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.data.readers.npz_bounds import check_npz, npz_array
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
@@ -77,6 +77,10 @@ BROKEN_NPZ = (
 def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     def read(key: str) -> Array:
         with np.load(path, allow_pickle=False) as opened:
+            if f"{key}.npy" in opened.zip.namelist() and npz_array(opened.zip, key)[1].hasobject:
+                # Unpickling can execute arbitrary code.
+                allowed = "a plain array of numbers or strings; arrays of Python objects are pickles and are never read"
+                raise InputError(f"{path}: {key}", "an array of Python objects", allowed)
             array: Array | bytes = opened[key]
         if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is not an array
             raise TypeError("not an array")
@@ -138,10 +142,6 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
         try:
             arrays[name] = read(name)
         except broken as error:
-            if "allow_pickle" in str(error):
-                # Unpickling can execute arbitrary code.
-                allowed = "a plain array of numbers or strings; arrays of Python objects are pickles and are never read"
-                raise InputError(f"{path}: {name}", "an array of Python objects", allowed) from None
             raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
     return arrays
 

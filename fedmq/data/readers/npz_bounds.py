@@ -1,10 +1,15 @@
-"""Refuse ``.npz`` files that expand to far more than their size: a file of 10 MB can hold 10 GB of zeros."""
+"""What is known of a ``.npz`` file before its arrays are read: their sizes, shapes and types.
+
+A file of 10 MB can hold 10 GB of zeros; such files are refused.
+"""
 
 from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from fedmq.errors import InputError
@@ -34,3 +39,20 @@ def check_npz(path: Path) -> None:
     if size > _FREE_BYTES and size > _MAX_RATIO * packed:
         found = f"{packed:,} bytes that expand to {size:,}"
         raise InputError(str(path), found, f"at most {_MAX_RATIO} times the file's size; save it uncompressed")
+
+
+def npz_array(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array, from its header.
+
+    Args:
+        archive: the open file.
+        key: the array's name.
+
+    Raises:
+        KeyError, OSError, ValueError, zipfile.BadZipFile: there is no such array, or its header cannot be read.
+    """
+    with archive.open(f"{key}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(member)
+    return tuple(map(int, shape)), kind

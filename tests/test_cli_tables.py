@@ -1,0 +1,79 @@
+"""Tables at 80 columns, with names of 24 characters and paths of 120: nothing is cut off, and no line is longer."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+
+from fedmq.audit.log_checks import Audit
+from fedmq.cli import audit_output, operate, search
+from fedmq.federation import data_check
+from fedmq.federation.data_check import DataFacts, SiloData
+from fedmq.retrieval.search import Hit
+from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile
+from fedmq.safe_console import SafeConsole
+
+NAMES = [f"hospital-of-saint-mary-{number}" for number in range(3)]
+PATH = "/srv/" + "photographs-of-the-year/" * 4 + "a-red-fox-in-snow.png"
+REASON = f"training failed: CUDA out of memory, see {PATH}"
+STATUS = StatusFile(
+    run="own-0123456789ab", written="2026-11-26T17:00:00+00:00", phase="collecting", round=1, rounds=200, loss=0.5,
+    metrics={"mean_r1": 0.5}, metrics_round=1, up=1, down=2, now=1.0, elapsed=1.0, refused={}, last_refused="",
+    silos={
+        name: SiloStatus(
+            phase=SiloPhase.GIVEN_UP, heard="2026-11-26T17:00:00+00:00", task_seconds=123.0, limit=600.0,
+            error=REASON, up=123_456_789_012, down=987_654_321,
+        )
+        for name in NAMES
+    },
+)  # fmt: skip
+
+
+def status(console: SafeConsole, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "out", console)
+    monkeypatch.setattr(operate, "err", console)
+    operate._show(STATUS, datetime(2026, 11, 26, 18, tzinfo=UTC))
+
+
+def found(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
+    console.print(search.hits_table([Hit(1, 0.5, PATH, "a red fox in the snow " * 5)], binary=False))
+
+
+def audited(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
+    audit = Audit()
+    for name in NAMES:
+        audit.records[name], audit.frames[name] = 1_234_567, 123_456_789_012
+        audit.sent[name], audit.left[name] = (
+            Counter(modality_prototypes=1_234_567),
+            Counter(modality_prototypes=123_456_789_012),
+        )
+    console.print(audit_output._table(audit))
+
+
+def checked(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
+    labels = {f"smileys-and-emotion-{number}": 12_345 for number in range(8)}
+    silos = {name: SiloData(("image", "text"), 123_456, labels, 12_345, 100, 200) for name in NAMES}
+    data_check.show(DataFacts("folder", 9, 9, {}, labels, 0, silos=silos, missing=(PATH,)), console)
+
+
+@pytest.mark.parametrize("show", [status, found, audited, checked])
+def test_long_names_and_paths_are_whole_in_a_table_of_80_columns(
+    show: Callable[[SafeConsole, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    show(SafeConsole(file=screen, width=80), monkeypatch)
+    text = screen.getvalue()
+    rows = [line for line in text.splitlines() if line[:1] in tuple("┏┃┡│└├")]
+    assert rows
+    assert max(map(len, rows)) <= 80
+    assert "…" not in text
+    first = "".join(re.split("[│┃]", line)[1 if show is not found else 3].strip() for line in rows if "│" in line)
+    for name in [PATH] if show is found else NAMES:
+        assert name in first
+    if show is status:
+        assert f"{NAMES[0]}, last error: {REASON}" in text.splitlines()

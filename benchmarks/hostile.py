@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = resolve(read(_SCENARIO, ()), protocols).id
     columns = ("attack", "digest", "seconds", "peak memory", "growth", "log", "growth")
     table = Table(*columns, title="coordinator of smoke under attack; growth over the undisturbed run")
-    began, console, outcomes = time.monotonic(), Console(), dict[str, Outcome]()
+    began, console, outcomes = time.monotonic(), Console(width=110), dict[str, Outcome]()
     for name in names:
         if time.monotonic() - began > options.limit_s:
             console.print(f"not run for want of time: {name}")

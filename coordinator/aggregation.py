@@ -88,8 +88,8 @@ def merged_state(
 
     Args:
         run_context: fixed facts of the run.
-        state: the method's present state.
-        replies: at least one.
+        state: the method's current state.
+        replies: replies, at least one.
         round_: number of the round.
 
     Returns:

@@ -32,7 +32,7 @@ class Checkpoint:
 
     Args:
         rounds: state of the rounds machine.
-        states: the method's state by version: the present one, and older ones that pending tasks or evaluations are
+        states: the method's state by version: the current one, and older ones that pending tasks or evaluations are
             based on.
         now: the run's time [s].
         due: arrival time [s] of each pending task's outcome, by silo; infinite on a wall clock.
@@ -68,7 +68,7 @@ def _existing(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
-    """Write a checkpoint, then delete all but the last two.
+    """Write a checkpoint, then delete all except the last two.
 
     Args:
         folder: ``checkpoints`` of the run folder.

@@ -102,7 +102,7 @@ class InProcessPeers:
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
     ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the present time."""
+        """A header from the coordinator to ``receiver``, stamped with the current time."""
         return Header(
             run=self._run,
             kind=kind,

@@ -21,7 +21,7 @@ from fedmq.wire.messages import Message
 
 
 def drawn_outcome(run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts) -> TaskOutcome:
-    """The outcome of a task that is issued, by the cost model and the scenario's faults.
+    """The outcome of a new task, according to the cost model and the scenario's faults.
 
     Args:
         run_context: fixed facts of the run.

@@ -81,7 +81,7 @@ class Peers(Protocol):
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
     ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the present time."""
+        """A header from the coordinator to ``receiver``, stamped with the current time."""
 
     def send(self, name: str, message: Message | Header) -> int:
         """Send a message; returns its size [bytes] (1 without frames), or 0 if the peer is not online."""

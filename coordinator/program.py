@@ -70,9 +70,9 @@ class CoordinatorArguments:
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        silos_per_connection: most silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
-        logs: options of the log for operators; None for none.
-        metrics_port: port on 127.0.0.1 for Prometheus; None for none.
+        silos_per_connection: maximum number of silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        logs: options of the log for operators; None for no log.
+        metrics_port: port on 127.0.0.1 for Prometheus; None for no endpoint.
     """
 
     run: ResolvedRun

@@ -313,7 +313,7 @@ class Rounds:
         return enough and self.awaited <= known
 
     def _cleared(self) -> Rounds:
-        """The machine without the fields of the present version."""
+        """The machine without the fields of the current version."""
         return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
     def _begin_round(self, *, last: bool = False) -> tuple[Rounds, tuple[Action, ...]]:
@@ -435,7 +435,7 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
-        """The machine as the checkpoint of the present merge stores it: merged, the next round not started."""
+        """The state machine as stored in the current merge's checkpoint: merged, with the next round not started."""
         return replace(self._cleared(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
     def to_record(self) -> RoundsRecord:

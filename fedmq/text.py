@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Collection
 from types import TracebackType
 
-#: Smallest similarity (difflib ratio) at which a name is suggested.
+#: Minimum similarity (difflib ratio) at which a name is suggested.
 _NEAR = 0.75
 
 
@@ -81,7 +81,7 @@ def json_text(value: object, *, indent: int | None = None, ascii_only: bool = Tr
 
 
 def print_json(value: object, *, indent: int | None = 2, ascii_only: bool = True) -> None:
-    """Print JSON; arguments as of :func:`json_text`."""
+    """Print JSON; arguments as in :func:`json_text`."""
     print(json_text(value, indent=indent, ascii_only=ascii_only), flush=True)  # noqa: T201 - the one place
 
 
@@ -100,7 +100,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """``did you mean rcsr?`` if there are similar known names, otherwise an empty text."""
+    """``did you mean rcsr?`` if there are similar known names, otherwise an empty string."""
     near = difflib.get_close_matches(name, known, 3, _NEAR) or difflib.get_close_matches(name.lower(), known, 3, _NEAR)
     *others, last = near or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if near else ""

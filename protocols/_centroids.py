@@ -257,7 +257,7 @@ def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[Cla
 
     Args:
         tensors: from :func:`initial` or an earlier merge.
-        silos: whose centroids to include.
+        silos: the silos whose centroids are included.
 
     Returns:
         One payload; empty while a modality has no centroid.

@@ -21,7 +21,7 @@ LARGEST = 10.0
 FARTHEST = 1000.0
 #: Minimum number of losses for a median: with two losses, it is unclear which one is the outlier.
 FEWEST = 3
-#: Losses up to this are not observations: rounding of 1 - cos, or a silo with nothing but the proximal term.
+#: Losses up to this value are not observations: rounding of 1 - cos, or a silo with only the proximal term.
 NOTHING = 1e-6
 
 Rule = Literal["entropic", "paper", "code"]

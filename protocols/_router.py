@@ -2,7 +2,7 @@
 
 Its parameters are one flat float32 buffer, so that the coordinator's state and checkpoints hold them and Adam's moments
 as three tensors. Dropout draws from a generator argument; without one the network is in evaluation mode. Each silo is a
-token, [M, 2d + 8]; there is no padding and hence no attention mask.
+token, [M, 2d + 8]; there is no padding, so no attention mask is needed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from protocols.creamfl import LAST, Weights, contrasts, distillation
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
-#: Largest number of scores per block in :func:`item_weights`; 64 MiB of float32.
+#: Maximum number of scores per block in :func:`item_weights`; 64 MiB of float32.
 _SCORES = 1 << 24
 
 
@@ -89,7 +89,7 @@ def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) ->
     Args:
         representations: [M, N, d] of one modality by M silos.
         other: [N, d] global representations of the other modality.
-        most: largest number of scores per block.
+        most: maximum number of scores per block.
 
     Returns:
         [M, N], columns sum to 1.

@@ -47,7 +47,7 @@ class HostArguments:
     Args:
         names: the silos that it hosts.
         silo: the arguments of the first of them; those of the others differ in the name only. ``connect`` has the
-            prefix ``shared+``, and ``keys`` holds the keys of all of them.
+            prefix ``shared+``, and ``keys`` holds the keys of all its silos.
         most: the number of silos of the largest host of the run, on which the heartbeat depends.
         index: number of the host; ``auto`` assigns the machine's GPUs round-robin.
     """

@@ -68,7 +68,9 @@ def personal_model_of(release: Release, population: Population, message: Message
     found = Retriever(encoders, towers.binary, towers.dim)
     if stored is None and state.looked_at and _lost(release, silo, found):
         path = release.run.silo_state(header.receiver) / f"task-{header.sequence:09d}.safetensors"
-        allowed = "the personal state that the silo kept after its last task: --silo is for where the silo ran"
+        allowed = (
+            "the personal state that the silo kept after its last task: use --silo on the machine where the silo ran"
+        )
         raise InputError(str(path), "no such file", allowed)
     held = hashlib.sha256(save(dict(kept))).hexdigest()
     key = key_of("own", release.digest, header.receiver, held, [digest(payload) for payload in message.payloads])

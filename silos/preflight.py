@@ -154,7 +154,7 @@ def _same_versions(there: Mapping[str, str]) -> Check:
     pairs = [(name, there.get(name, mine), mine) for name, mine in here.items()]
     other = [f"{name} {theirs} there, {mine} here" for name, theirs, mine in pairs if theirs != mine]
     if other:
-        detail = f"{', '.join(other)}: the silo can join; a model may differ in its last bits"
+        detail = f"{', '.join(other)}: the silo can join; last bits of models may differ"
         return Check("coordinator's versions", Verdict.DIFFERS, detail)
     return Check("coordinator's versions", Verdict.OK, ", ".join(f"{name} {here[name]}" for name in here))
 

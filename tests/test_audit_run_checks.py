@@ -328,7 +328,7 @@ def test_the_method_named_in_the_release_is_checked_against_the_scenario(run: Pa
     assert found(run) == [("model/config.json", f"protocol {differs}"), ("model/config.json", f"objective {differs}")]
 
 
-def test_an_extra_file_beside_the_release_is_found(run: Path) -> None:
+def test_an_extra_file_next_to_the_release_is_found(run: Path) -> None:
     shutil.copy(run / MEMORY, run / "model" / "more.safetensors")
     assert [place for place, _ in found(run)] == ["model/more.safetensors"]
     (run / "model" / "more.safetensors").unlink()

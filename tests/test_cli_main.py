@@ -326,7 +326,7 @@ def test_relative_paths_of_weights_become_absolute_and_tag_names_stay(
     assert backbone("{name: ViT-B-32, pretrained: not/there.pt}") == ("ViT-B-32", "not/there.pt", None)
 
 
-def test_a_linked_manifest_finds_its_images_beside_the_link(
+def test_a_linked_manifest_finds_its_images_next_to_the_link(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "blobs").mkdir()

@@ -157,7 +157,7 @@ def test_a_peer_that_names_no_run_can_only_query_the_status(keys: Path, asks: bo
         confirm(responded, ready)
 
 
-def test_a_status_that_is_no_status_is_refused_in_one_line() -> None:
+def test_an_invalid_status_is_refused_in_one_line() -> None:
     for text in ("{", "{}", '{"run": "\\u001b[2J"}'):
         with pytest.raises(RunError, match="the coordinator's status cannot be read") as caught:
             status_of(text)

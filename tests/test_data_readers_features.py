@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
-from fedmq.data.readers.features import read_features
+from fedmq.data.readers.features import label_array, read_features
 from fedmq.data.splits import draw_split
 from fedmq.errors import InputError
 
@@ -114,6 +115,34 @@ def test_a_random_split_always_has_train_and_test_items(n: int, seed: int) -> No
     assert counts[0] >= 1
     assert counts[2] >= 1
     assert counts[1] == n // 10
+
+
+@given(st.integers(2, 6), st.integers(2, 40), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_class_numbers_are_the_same_in_every_shape_and_type(classes: int, n: int, seed: int) -> None:
+    numbers = np.random.default_rng(seed).integers(0, classes, n)
+    shapes = (numbers, numbers[:, None], numbers[None], numbers.astype(float), numbers[:, None].astype(np.float32))
+    for value in (*shapes, *([numbers[:, None] == 1] if numbers.max() <= 1 else [])):
+        found = label_array("x", value, n)
+        assert (found.dtype, found.shape) == (np.int64, (n,)) and np.array_equal(found, numbers)
+    one_hot = label_array("x", np.eye(classes)[numbers], n)
+    assert (one_hot.dtype, one_hot.shape) == (np.uint8, (n, classes))
+    assert np.array_equal(one_hot.argmax(axis=1), numbers)
+
+
+@given(st.lists(st.integers(1, 5), min_size=4, max_size=9), st.integers(30, 90))
+@settings(max_examples=15, deadline=None)
+def test_captions_take_the_room_of_their_number_however_many_one_item_has(counts: list[int], many: int) -> None:
+    counts = [*counts, many]
+    generator = np.random.default_rng(many)
+    rows = [generator.normal(size=(count, 3)).astype(np.float32) for count in counts]
+    padded = np.stack([np.pad(each, ((0, many - len(each)), (0, 0))) for each in rows])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "f.npz"
+        np.savez(path, image=generator.normal(size=(len(counts), 2)), text=padded, captions=np.array(counts))
+        found = read_features(path)
+    assert np.array_equal(found.text, np.concatenate(rows))
+    assert found.captions.tolist() == counts
 
 
 NAN, HUGE = np.ones((10, 6)), np.ones((10, 6))

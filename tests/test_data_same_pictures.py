@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -20,6 +21,7 @@ from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split
 from fedmq.errors import InputError
 from fedmq.federation.data_check import check_raw
 from fedmq.seeds import numpy_generator
+from fedmq.storage.file_digests import file_digests
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,19 @@ def test_a_picture_replaced_by_one_of_the_same_size_and_time_is_another_data_set
     after = prepared(path, tmp_path / "cache")
     assert (before.digest != after.digest, before.content != after.content) == (True, True)
     assert [np.array_equal(before.image[row], after.image[row]) for row in range(3)] == [True, False, True]
+
+
+@given(st.lists(st.binary(min_size=6, max_size=6), min_size=2, max_size=6))
+@settings(max_examples=20, deadline=None)
+def test_files_have_the_same_digest_exactly_if_their_bytes_are_the_same(contents: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, found = Path(folder) / "a.bmp", []
+        for content in contents:  # one name, size and time
+            path.write_bytes(content)
+            os.utime(path, (0, 0))
+            found += file_digests([path])
+    for one, digest in zip(contents, found, strict=True):
+        assert [other == digest for other in found] == [other == one for other in contents]
 
 
 groups = st.lists(st.integers(0, 12), min_size=4, max_size=60).filter(lambda values: len(set(values)) > 1)

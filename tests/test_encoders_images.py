@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.encoders import images
-from fedmq.encoders.images import Files, Pixels, decode, fit
+from fedmq.encoders.images import Files, Pixels, decode, decode_bytes, fit
 from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
 
@@ -143,6 +146,29 @@ def test_greys_of_every_usual_range_decode_to_the_same_picture(tmp_path: Path, n
     found = decode(tmp_path / name)
     assert (found.min(), found.max()) == (0, 255)
     assert abs(found[..., 0].astype(int) - np.round(RAMP * 255)).max() <= 1
+
+
+@given(st.integers(64, 65535), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_no_grey_picture_of_whole_numbers_decodes_to_next_to_black(top: int, as_tiff: bool) -> None:
+    values = np.round(RAMP * top).astype(np.uint16)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "tiff" if as_tiff else "png")
+    row = decode_bytes(file.getvalue(), "a")[0, :, 0].astype(int)
+    assert (np.diff(row) >= 0).all() and row.max() >= 60
+    assert len(np.unique(row)) >= 25
+
+
+@given(st.floats(0.02, 1.0), st.sampled_from([1.0, 255.0, 65535.0]))
+@settings(max_examples=40, deadline=None)
+def test_a_grey_picture_of_real_numbers_has_the_levels_of_its_range_or_is_refused(top: float, unit: float) -> None:
+    file = io.BytesIO()
+    Image.fromarray((RAMP * np.float32(top * unit)).astype(np.float32)).save(file, "tiff")
+    try:
+        row = decode_bytes(file.getvalue(), "a")[0, :, 0].astype(int)
+    except InputError:
+        return
+    assert (np.diff(row) >= 0).all() and row.max() >= 4
 
 
 def test_a_range_that_a_tiff_declares_is_used(tmp_path: Path) -> None:

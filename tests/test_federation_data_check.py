@@ -146,7 +146,7 @@ def test_labels_are_counted_over_the_remaining_items(
     assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
 
 
-def test_item_counts_that_differ_from_the_papers_are_reported_but_are_no_error(
+def test_item_counts_that_differ_from_the_papers_are_reported_but_not_an_error(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.coco(tmp_path / "set")

@@ -518,3 +518,9 @@ def test_a_transport_that_lacks_a_method_cannot_be_instantiated() -> None:
 
     with pytest.raises(TypeError, match="wake"):
         Half()  # type: ignore[abstract]
+
+
+def test_a_name_that_this_machine_does_not_know_cannot_be_bound() -> None:
+    with pytest.raises(InputError, match=r"nowhere\.invalid:5555: found 'the name nowhere\.invalid, which is unknown"):
+        listen("tcp://nowhere.invalid:5555")
+    listen("tcp://lo:*").close()  # the name of an interface

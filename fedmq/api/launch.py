@@ -1,7 +1,7 @@
 """Run scenarios from Python: ``fedmq scenario`` in a separate process, watched through the run folder.
 
-A separate process works in scripts without ``if __name__ == "__main__"``, in notebooks and beside threads, and leaves
-the caller's signal handlers and torch settings alone.
+A separate process works in scripts without ``if __name__ == "__main__"``, in notebooks and in programs with threads,
+and leaves the caller's signal handlers and torch settings alone.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def resume(
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse a function, which is no scenario key but a callback of another name.
+    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name.
 
     Raises:
         InputError: as said.

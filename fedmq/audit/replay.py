@@ -50,7 +50,7 @@ class Record:
     """The part of a run that must be identical in its replay.
 
     Args:
-        digest: of the released model.
+        digest: digest of the released model.
         released_with: digests of the payloads released with the model, by kind.
         files: digests computed from the released files, by kind.
         figures: values of the summary, by key.

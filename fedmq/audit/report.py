@@ -75,7 +75,7 @@ class Flow:
     """Payloads of one kind that a process sent.
 
     Args:
-        process: that sent them.
+        process: the process that sent them.
         modalities: modalities of the silo according to the summary; empty if unknown or not a silo.
         direction: ``up`` to the coordinator, ``down`` from it.
         kind: kind of payload.

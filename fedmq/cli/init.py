@@ -131,7 +131,7 @@ def _most(counted: OwnData) -> int:
 
 
 def _lines_about(counted: OwnData) -> str:
-    """Lines that say what was read."""
+    """Lines that report what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
     return "\n".join(map(printable, (first, *counted.remarks)))
 

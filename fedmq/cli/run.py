@@ -226,7 +226,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
     """The folder of the run to resume.
 
     Raises:
-        InputError: it has another scenario, or is finished and not to be extended.
+        InputError: it has another scenario, or is finished and --extend is not given.
     """
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
@@ -239,7 +239,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
 
 
 def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
-    """A run with further rounds; None for none."""
+    """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
     from fedmq.runs.extension import extended  # noqa: PLC0415
 
     return run if extend is None else again(extended(run.scenario, extend))

@@ -55,7 +55,7 @@ def plug_in_names() -> dict[str, tuple[str, ...]]:
 
 
 def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
-    """Read a scenario whose data are on this machine, and refuse in no time what needs no torch to be refused."""
+    """Read a scenario whose data are on this machine, and refuse quickly whatever can be refused without torch."""
     from fedmq.config.resolve import read  # noqa: PLC0415
     from fedmq.data.first_check import refuse_first  # noqa: PLC0415
 

@@ -3,8 +3,8 @@
 An item has three SHA-256 digests: of its key, split and label names (as JSON), of its image, and of its captions. An
 image's is over its stamp (``Pictures.stamps``: the content and how it is decoded), of a row of features over its
 float32 values; captions' is over their texts, or over the float32 values. None of them depends on the machine. The
-salted digest hashes them together with the run's id, so that it reveals nothing to anyone who does not have the data,
-and does not link two runs.
+salted digest hashes them together with the run's id, so that it reveals nothing to anyone without the data, and does
+not link two runs.
 """
 
 from __future__ import annotations

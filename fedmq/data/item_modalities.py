@@ -57,7 +57,7 @@ def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRo
 def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[bool, bool]:
     """The modalities that a silo trains, out of those it may have: (image, text).
 
-    A silo has a modality if one of its items has it. Without a single pair it trains the modality of which it has more
+    A silo has a modality if one of its items has it. Without any pair it trains the modality of which it has more
     items, images if there are as many, because no method is defined on a silo with both modalities but no pair.
 
     Args:

@@ -189,7 +189,7 @@ class Prepared:
             raise InputError(str(path), str(error), _AGAIN) from None
 
     def pairs(self, split: str) -> npt.NDArray[np.int64]:
-        """Rows of the items of a split that have both modalities: int64 [m], ascending; errors as of :meth:`rows`."""
+        """Rows of the items of a split that have both modalities: int64 [m], ascending; errors as in :meth:`rows`."""
         rows = self.rows(split)
         return rows[np.asarray(self.present)[rows].all(axis=1)]
 

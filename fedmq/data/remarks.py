@@ -15,7 +15,7 @@ class Remarks(Stored):
     """Counts of what is allowed but probably unintended.
 
     Args:
-        padding: rows of zeros behind an item's captions, which were taken for padding.
+        padding: rows of zeros after an item's captions, which were treated as padding.
         merged: rows of a file of features whose image equals an earlier row's: their captions joined that item.
         zero_images: items with an image vector of zeros.
         zero_texts: captions with a vector of zeros.
@@ -73,7 +73,7 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
         equal: also report equal vectors, which many data sets have.
     """
     notes = (
-        (remarks.padding, "rows of zeros behind the captions were taken for padding"),
+        (remarks.padding, "rows of zeros after the captions were treated as padding"),
         (remarks.merged, "rows with the image of an earlier row were read as captions of one item"),
         (remarks.zero_images, "image vectors are zeros"),
         (remarks.zero_texts, "caption vectors are zeros"),

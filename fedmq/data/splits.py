@@ -145,7 +145,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
         n: number of items.
         sizes: number of items of each split.
         seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
-        same: as of :func:`draw_split`.
+        same: as in :func:`draw_split`.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.

@@ -25,7 +25,7 @@ from fedmq.progress import Progress
 FEATURES = (".npz", ".safetensors")
 #: Minimum number of training items of a silo: methods that compare the pairs of a batch need two.
 LEAST = 2
-#: Number of items below which a fifth of them is for the test instead of a tenth.
+#: Number of items below which a fifth of the items is held out for the test instead of a tenth.
 FEW = 200
 _FORMS = (
     f"a folder of pictures with .txt files or metadata.csv, a list ({', '.join(manifest.READERS)}), "
@@ -182,7 +182,7 @@ class Plan:
 
 
 def most_silos(data: OwnData) -> int:
-    """Largest number of silos that get enough items to train on and at least one to be tested on."""
+    """Maximum number of silos that get enough training items and at least one test item."""
     if data.split is not None:
         return min(data.split[0] // LEAST, data.split[1])
     return data.pairs // (LEAST + 1)

@@ -207,7 +207,7 @@ def _tokeniser(name: str) -> open_clip.SimpleTokenizer:
 
 
 def cut(name: str, texts: Sequence[str]) -> list[bool]:
-    """Whether each text has more tokens than the model reads; errors as of :func:`tokenise`."""
+    """Whether each text has more tokens than the model reads; errors as in :func:`tokenise`."""
     limit = context_length(config_of(name))
     # A token stands for at least one byte, so that most texts need not be tokenised.
     long = [len(text.encode()) + 2 > limit for text in texts]

@@ -316,7 +316,7 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def cut(texts: Sequence[str]) -> list[bool]:
-    """Whether each text has more than ``MAX_TOKENS`` tokens; errors as of :func:`text_features`."""
+    """Whether each text has more than ``MAX_TOKENS`` tokens; errors as in :func:`text_features`."""
     # A token stands for at least one byte, so that most texts need not be tokenised.
     long = [len(text.encode()) + 2 > MAX_TOKENS for text in texts]
     doubtful = [text for text, is_long in zip(texts, long, strict=True) if is_long]

@@ -12,7 +12,7 @@ from fedmq.errors import InputError
 
 @dataclass(frozen=True)
 class WithGaps:
-    """The pictures of n items, some of which have none.
+    """The pictures of n items, some of which have no picture.
 
     Args:
         held: the m existing pictures.

@@ -25,7 +25,7 @@ class Stack(Protocol):
 
     @property
     def stamp(self) -> str:
-        """Fingerprint of the pictures and their order, which changes if a file of theirs is replaced."""
+        """Fingerprint of the pictures and their order, which changes if one of their files is replaced."""
         ...
 
     def picture(self, row: int) -> Pixels:

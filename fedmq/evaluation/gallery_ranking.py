@@ -56,7 +56,7 @@ def comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.n
     """Vectors to rank by inner product: embeddings scaled to unit length, codes as signs in shuffled order.
 
     Codes have many ties, which are broken by index. Without shuffling, all captions of an image would rank together.
-    Embeddings do not tie, and all but DSCMR's have unit length already.
+    Embeddings do not tie, and all except DSCMR's already have unit length.
 
     Args:
         items: embeddings or codes.

@@ -95,7 +95,7 @@ class HeldOut:
         return Metrics(measure(whole, self.measures, whole_split=True), per_silo)
 
     def own_metrics(self, encoders: Encoders, *, binary: bool, name: str) -> OwnMetrics:
-        """Evaluate a model on a silo's own held-out items; those of other silos are not here.
+        """Evaluate a model on a silo's own held-out items; this process does not have those of other silos.
 
         Folds larger than the number of items are left out.
         """

@@ -29,7 +29,7 @@ HEADLINE = "mean_r1"
 BRIEF = (HEADLINE, "mean_r10")
 #: Tolerance of the bounds, for rounding errors.
 ROUNDING = 1e-6
-#: Prefixes of a summary's cost values, of which less is better.
+#: Prefixes of a summary's cost values; lower is better.
 _COSTS = ("bytes.", "seconds.", "messages.", "processes.", "seconds to ")
 
 #: Directions of retrieval in names of metrics; ``mean`` is the mean of ``i2t`` and ``t2i``.
@@ -445,7 +445,7 @@ def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metri
     """Entries of the measured values that tables and curves show, in the order of the values.
 
     Args:
-        values: by name.
+        values: values by name.
         own: entries of user-defined metrics.
     """
     metrics = (*_KNOWN, *own)
@@ -482,7 +482,7 @@ def objection(
     """What is wrong with values that another process reported; None if they are valid.
 
     Args:
-        values: by name.
+        values: values by name.
         own: entries of user-defined metrics.
         names: allowed names; None allows all known ones.
     """

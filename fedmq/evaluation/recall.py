@@ -92,7 +92,7 @@ def median_rank(ranks: I64) -> int:
 
 def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS) -> dict[str, float]:
     """Recall@k in both directions and their mean (``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...), and the median ranks
-    ``i2t_medr`` and ``t2i_medr``; arguments as of :func:`retrieval_ranks`.
+    ``i2t_medr`` and ``t2i_medr``; arguments as in :func:`retrieval_ranks`.
     """
     return recalls_of(*retrieval_ranks(image, text, owner), ks)
 

@@ -167,7 +167,7 @@ def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _instead(metric: str, known: Sequence[str]) -> str:
-    """Advice in place of a metric that no run has."""
+    """Advice for a metric that no run has."""
     if metric.removeprefix("personal.").startswith(_OF_LABELS) and not any(name.startswith("map") for name in known):
         return ", which needs labels, and the data has none"
     return f"; nearest: {', '.join(nearest(metric, known)[:8])}"

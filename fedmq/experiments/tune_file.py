@@ -153,10 +153,10 @@ class TunedMethod:
     """A method with its search space.
 
     Args:
-        name: of the method.
+        name: name of the method.
         entry: scenario file and settings.
         space: scenario key to range or values.
-        rounds: of a trial.
+        rounds: number of rounds of a trial.
         evaluate_every: rounds between evaluations; 0 evaluates at the end only.
     """
 
@@ -174,7 +174,7 @@ class TunePlan:
     Args:
         source: the file.
         spec: its content.
-        methods: in order.
+        methods: methods in order.
     """
 
     source: Path
@@ -246,7 +246,7 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
 
 
 def _no_path(metric: str, known: Collection[str]) -> str | None:
-    """What is allowed in place of a path that no summary has; None for a path that one may have."""
+    """What is allowed instead of a path that no summary has; None for a path that a summary may have."""
     head, _, name = metric.partition(".")
     if head not in RunSummary.model_fields:
         return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"

@@ -55,7 +55,7 @@ class Trial:
         number: from 0.
         state: its outcome.
         value: mean of the metric over seeds; for a pruned trial, the last one.
-        values: by scenario key.
+        values: values by scenario key.
         reason: why it was refused or failed; empty otherwise.
     """
 
@@ -111,8 +111,8 @@ def tune(
     """Search, or continue a search in a folder.
 
     Args:
-        plan: of the search.
-        folder: of the search; ``study.journal`` in it holds the trials.
+        plan: plan of the search.
+        folder: folder of the search; its ``study.journal`` holds the trials.
         place: where and how runs are executed.
         report: called with the current step and its progress.
         until_stopped: called before the first run is started; returns a function that says whether to stop.
@@ -219,9 +219,9 @@ class _Search:
 
     Args:
         optuna: the package.
-        plan: of the search.
+        plan: plan of the search.
         place: where and how runs are executed.
-        studies: by method.
+        studies: studies by method.
         report: called with the progress.
         stop_wanted: whether to stop.
     """

@@ -35,7 +35,7 @@ from fedmq.text import printable
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
 SHOWN = 20  # names printed of each kind; JSON has all
-_CONSTANT = 8  # largest difference of the values, 0 to 255, of a picture that shows next to nothing
+_CONSTANT = 8  # maximum difference of the values, 0 to 255, of a picture that counts as blank
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Decoded:
     Args:
         problem: ``name: reason`` if it cannot be read; else empty.
         pixels: digest of its pixels; empty if there are none.
-        constant: whether its values differ by at most :data:`_CONSTANT`, so that it shows next to nothing.
+        constant: whether its values differ by at most :data:`_CONSTANT`, so that it is practically blank.
     """
 
     problem: str = ""
@@ -329,7 +329,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
     """Check a scenario's data, and its partition as far as possible without encoding.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         fits: raises InputError if a run would refuse the scenario with its data.
         progress: called during long steps.
 

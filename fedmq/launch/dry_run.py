@@ -133,7 +133,7 @@ class Estimate:
         rounds: time of all rounds and evaluations [s].
         down: size of all tasks [bytes].
         up: size of all replies [bytes].
-        memory: of all processes [bytes].
+        memory: memory of all processes [bytes].
         processes: number of silo processes.
         tasks: number of tasks.
         seconds: mean time of a task in its silo [s].
@@ -211,7 +211,8 @@ def _mean(values: Sequence[float]) -> float:
 def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Number of tasks of each silo in a run, and of its replies that are merged, if nothing fails.
 
-    In synchronous rounds it is known who is selected, unless that depends on losses; otherwise all are as likely.
+    In synchronous rounds the selected silos are known, unless selection depends on losses; otherwise all are equally
+    likely.
     """
     plan = run_context_of(run.scenario, population.counted(run.scenario), RunFolder(Path()))[0].plan
     sent, merged = Counter[str](), 0

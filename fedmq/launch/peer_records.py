@@ -110,7 +110,7 @@ class PeerTask(_Record):
         """The task of a process.
 
         Args:
-            arguments: as for a process of the coordinator's machine.
+            arguments: arguments as for a process of the coordinator's machine.
             gpu: whether the engine gives it a GPU. The process can then use only the GPU that the engine assigned to
                 it.
         """
@@ -247,7 +247,7 @@ def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], plac
 
     Args:
         out: the run folder.
-        names: of the silos, or of the evaluator.
+        names: names of the silos, or the evaluator's.
         files: what their machine returned.
         place: its name or origin, for the error message.
 

@@ -55,7 +55,7 @@ class GalleryMeta(Stored):
     Args:
         format: format of the folder.
         model_digest: SHA-256 (hex) of the model.
-        silo: whose personal model it is; None for the shared model.
+        silo: the silo whose personal model it is; None for the shared model.
         made_of: description of the source.
         binary: whether it holds codes, ranked by Hamming distance.
         bits: length of a code; None for embeddings.
@@ -162,7 +162,7 @@ def pictures_below(folder: Path, place: str) -> list[Path]:
     """The image files below a folder, in the order of their paths.
 
     Args:
-        folder: to search; links to folders are followed.
+        folder: folder to search; links to folders are followed.
         place: the option or argument that names it, for the error.
 
     Raises:

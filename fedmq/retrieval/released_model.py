@@ -86,8 +86,8 @@ class ModelFolder:
     Args:
         folder: with ``config.json`` and ``model.safetensors``.
         config: ``config.json``.
-        backbone: as in the configuration; a local copy may have other paths of the frozen weights.
-        objective: as in the run's scenario.
+        backbone: backbone as in the configuration; a local copy may have other paths of the frozen weights.
+        objective: objective as in the run's scenario.
         cache: folder of shared frozen weights.
         device: ``cpu`` or ``cuda:N``.
         default_seed: seed of random frozen weights, for configurations that do not record it.
@@ -112,7 +112,7 @@ class ModelFolder:
         return self.config.model_digest
 
     def alone(self, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
-        """The model's encoders, without its run or its training data; arguments and errors as of :meth:`build`.
+        """The model's encoders, without its run or its training data; arguments and errors as in :meth:`build`.
 
         Raises:
             InputError: also if :func:`described` cannot describe it.
@@ -171,7 +171,7 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on pictures and texts, which has encoders of them"
+            allowed = "a model trained on pictures and texts, which has encoders for them"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
             raise InputError(str(self.folder), "a model whose texts are bags of words", "pictures only")
@@ -235,7 +235,7 @@ class Release:
 
     Args:
         run: its folder.
-        scenario: as resolved.
+        scenario: the resolved scenario.
         files: its released model.
         own: the personal model to use instead of the shared model; None uses the shared one.
     """
@@ -271,7 +271,7 @@ class Release:
         return self.digest if self.own is None else self.own.digest
 
     def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
-        """The shared model, or the personal model if one is selected; arguments and errors as of :meth:`model`."""
+        """The shared model, or the personal model if one is selected; arguments and errors as in :meth:`model`."""
         if self.own is not None:
             return self.own.retriever
         model = self.model(prepared, modalities)

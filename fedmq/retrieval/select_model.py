@@ -40,7 +40,7 @@ def opened(
     Args:
         root: the run folder.
         device: None takes the scenario's.
-        silo: whose personal model to use; None uses the shared model.
+        silo: the silo whose personal model to use; None uses the shared model.
         programs: rebuild personal models.
         progress: called while data are prepared.
 

@@ -38,7 +38,7 @@ class Gallery:
         """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
 
         Args:
-            name: of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
+            name: name of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
         """
         found = _RECALL.fullmatch(name.rpartition(".")[2])
         if found is None:

@@ -85,7 +85,7 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
     """The result in one sentence: the headline metric before and after training.
 
     Args:
-        summary: of the run.
+        summary: summary of the run.
         first: metrics of the untrained model.
     """
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)

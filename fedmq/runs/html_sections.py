@@ -47,8 +47,8 @@ def curves(
     """Retrieval and training loss over a run.
 
     Args:
-        evaluations: of the shared model; may be empty while a run begins.
-        merges: of the run.
+        evaluations: evaluations of the shared model; may be empty while a run begins.
+        merges: merges of the run.
         personal: evaluations of the personal models.
         own: user-defined metrics.
         bytes_at: payload bytes in both directions until the first message about each version.
@@ -82,7 +82,7 @@ def retrieval(
     """Metrics over the run: one figure for all that are fractions, and one for each other metric.
 
     Args:
-        title: of the first figure.
+        title: title of the first chart.
         found: version and metrics of each evaluation.
         own: user-defined metrics.
         axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
@@ -173,8 +173,8 @@ def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]
     """Values that the method reports of its merges; weights of single silos are stacked.
 
     Args:
-        merges: of the run.
-        modalities: of each silo, by name; empty for a silo whose modalities are not known.
+        merges: merges of the run.
+        modalities: modalities of each silo, by name; empty for a silo whose modalities are not known.
     """
     found: dict[str, dict[int, float]] = {}
     for line in merges:
@@ -309,7 +309,7 @@ def traffic(facts: LogFacts, summary: RunSummary) -> list[Figure]:
 def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
     """Groups of examples: title, a sentence if the group needs none, and its examples, in the order of the page.
 
-    A case that is right at rank 1, or already among the best, is none of the worst.
+    A case that is right at rank 1, or already among the best, does not count as one of the worst.
     """
     ways, found = (("t2i", "text to image"), ("i2t", "image to text")), []
     best = [each for each in data.examples if each.best]

@@ -33,7 +33,7 @@ class _Read:
 
 
 def write(folders: Sequence[RunFolder], path: Path) -> None:
-    """Write the page into a file; arguments and errors as of :func:`page`, or the file cannot be written."""
+    """Write the page into a file; arguments and errors as in :func:`page`, and DiskError."""
     write_text(path, page(folders))
 
 
@@ -41,7 +41,7 @@ def page(folders: Sequence[RunFolder]) -> str:
     """The page of several runs.
 
     Args:
-        folders: of finished runs, at least two.
+        folders: folders of finished runs, at least two.
 
     Raises:
         InputError: a run is not finished, or its files are invalid.

@@ -89,8 +89,8 @@ class LogFacts:
     """What a coordinator's log shows.
 
     Args:
-        tasks: by silo and number.
-        incidents: in order.
+        tasks: tasks by silo and number.
+        incidents: incidents in order.
         up: payload bytes by silo and payload kind, sent by the silos.
         down: the same, sent to them.
         messages_up: number of messages by silo.
@@ -195,7 +195,7 @@ def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure
     """Every silo's tasks and incidents over the run's time; None if the log has neither.
 
     Args:
-        facts: of the coordinator's log.
+        facts: facts from the coordinator's log.
         silos: names, in order from the top.
         clock: title of the time axis.
     """

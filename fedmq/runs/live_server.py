@@ -22,6 +22,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import metric_of
 from fedmq.extras import package
 from fedmq.runs import html_sections as sections
 from fedmq.runs import html_side_by_side
@@ -50,7 +51,7 @@ class GrowingRun:
     """The records of a run as they are written; each call of :meth:`update` reads only what is new.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
     """
 
     folder: RunFolder
@@ -137,8 +138,8 @@ def live_app(folder: RunFolder, token: str) -> Any:
     """The pages of one run: ``/`` and the stream ``/events``.
 
     Args:
-        folder: of the run, which may not exist yet.
-        token: that every request must carry.
+        folder: the run folder, which may not exist yet.
+        token: the token that every request must carry.
     """
     responses = package("starlette.responses", "live", "--live")
     routing = package("starlette.routing", "live", "--live")
@@ -155,7 +156,8 @@ def live_app(folder: RunFolder, token: str) -> Any:
 
 
 def _live_page(folder: RunFolder, events: str, token: str) -> str:
-    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token)
+    titles = {name: metric_of(name).heading for name in _SHOWN}
+    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token, titles=titles)
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:
@@ -187,7 +189,7 @@ class RunRow:
     """A run on the board.
 
     Args:
-        name: of its folder.
+        name: name of its folder.
         method: training method; empty while it is not known.
         seed: seed of the run; None while it is not known.
         state: ``finished``, or the phase of a run that is in progress or was stopped.
@@ -236,7 +238,7 @@ def board_app(root: Path, token: str) -> Any:
 
     Args:
         root: folder of run folders.
-        token: that every request must carry.
+        token: the token that every request must carry.
     """
     responses = package("starlette.responses", "live", "fedmq board")
     routing = package("starlette.routing", "live", "fedmq board")

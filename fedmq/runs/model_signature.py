@@ -26,7 +26,7 @@ from fedmq.wire.keys import Identity
 
 SIGNATURE: Final = "signature.json"
 _GALLERY = "gallery"
-_DOMAIN = b"fedmq model folder 1\n"  # so that no other signature of the key can be taken for this one
+_DOMAIN = b"fedmq model folder 1\n"  # so that no other signature of the key can be mistaken for this one
 _ALLOWED = "the signature of a model's folder, made by fedmq sign"
 _MAX_FILES = 1000
 _BLOCK = 1 << 20

@@ -1,4 +1,4 @@
-"""``report_data.json``: what a report shows beside the run's own records, computed once from the data and the model."""
+"""``report_data.json``: a report's content beyond the run's records, computed once from the data and the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Example(Stored):
         way: ``t2i`` or ``i2t``.
         best: one of the best cases, otherwise one of the worst.
         query: the query's item.
-        rank: of the right item, from 1.
+        rank: rank of the right item, from 1.
         hits: the first five results.
     """
 
@@ -73,8 +73,8 @@ class ReportData(Stored):
     """Pictures, projections and holdings for a report.
 
     Args:
-        format: of this file.
-        model_digest: of the model that was used.
+        format: format version of this file.
+        model_digest: digest of the model that was used.
         items: number of held-out items in the gallery of the examples.
         examples: queries with their results.
         before: the space before training; None if it was not computed.

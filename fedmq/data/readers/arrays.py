@@ -74,7 +74,7 @@ def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
 
 
 def _stored_column(path: Path, column: str, sizes: Mapping[str, int]) -> Array:
-    """The array by whose values the partition deals the items, strings or whole numbers [n].
+    """The array by whose values the partition distributes the items, strings or whole numbers [n].
 
     Raises:
         InputError: there is none, the items are in parts, or its length is wrong.

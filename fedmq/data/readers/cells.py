@@ -32,7 +32,7 @@ def captions_of(place: str, cell: str) -> list[str]:
     """The captions in a CSV cell: separated by ``|``, or a list of quoted texts; none if the cell says ``nan``.
 
     Raises:
-        InputError: the cell looks like a list of another form, which would be taken for one caption.
+        InputError: the cell looks like a list of another form, which would be mistaken for one caption.
     """
     found = _list_of(place, cell, _TEXTS)
     return [text for text in cell.split("|") if text.strip() not in MISSING] if found is None else found
@@ -42,7 +42,7 @@ def labels_of(place: str, cell: str) -> list[str]:
     """The labels in a CSV cell: separated by ``|``, or a list; none if the cell says ``nan``.
 
     Raises:
-        InputError: the cell looks like several labels of another form, which would be taken for one label.
+        InputError: the cell looks like several labels of another form, which would be mistaken for one label.
     """
     found = _list_of(place, cell, _TEXTS_OR_NUMBERS)
     if found is None and "|" not in cell and (separator := _SEPARATOR.search(cell.strip())):
@@ -63,7 +63,7 @@ def one_text(place: str, text: str, *, label: bool) -> str:
 
 
 def one_label(place: str, text: str) -> str:
-    """A label that JSON has as a text in place of a list, unchanged.
+    """A label that is a string in JSON instead of a list, unchanged.
 
     Raises:
         InputError: it looks like several labels.

@@ -111,7 +111,7 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
 
 
 def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
-    """Read the arrays of the known keys, and of the key by which the partition deals the items.
+    """Read the arrays of the known keys, and of the key by which the partition distributes the items.
 
     Raises:
         InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
@@ -202,7 +202,7 @@ def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
 def _captions(
     path: Path, value: Array | None, text: npt.NDArray[np.float32], present: Present | None
 ) -> npt.NDArray[np.int64]:
-    """Number of captions of each item; 0 for items without text, whatever the file says.
+    """Number of captions of each item; 0 for items without text, even if the file states another number.
 
     Without the key ``captions``, rows of zeros at the end of an item's captions are padding.
     """
@@ -216,7 +216,7 @@ def _captions(
         counts[~filled.any(axis=1)] = 0
         gaps = np.flatnonzero((filled.sum(axis=1) < counts) & with_text)
         if len(gaps):
-            allowed = f"zeros only behind an item's captions, or a key captions [{n}] with their numbers"
+            allowed = f"zeros only after an item's captions, or a key captions [{n}] with their numbers"
             raise InputError(f"{path}: text", f"a row of zeros before another caption in row {gaps[0]}", allowed)
         none = np.flatnonzero((counts == 0) & with_text)
         if len(none):
@@ -314,7 +314,7 @@ def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.
 
 
 def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
-    """The values of the key by which the partition deals the items."""
+    """The values of the key by which the partition distributes the items."""
     if value.shape != (n,) or value.dtype.kind not in "USiu":
         raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings or whole numbers [{n}]")
     try:
@@ -346,7 +346,7 @@ def checked(
         path: the file, for error messages.
         arrays: arrays by key.
         seed: seed of the split if ``arrays`` has none.
-        column: further key by whose values the partition deals the items.
+        column: further key by whose values the partition distributes the items.
         merge: join rows with the same image to one item, if the file does not name its items.
 
     Raises:
@@ -441,7 +441,7 @@ def read_features(path: Path, seed: int = 0, column: str | None = None) -> Featu
     Args:
         path: .npz or .safetensors file.
         seed: seed of the 80/10/10 split if the file has no ``split``.
-        column: further key [n] by whose values the partition deals the items.
+        column: further key [n] by whose values the partition distributes the items.
 
     Raises:
         InputError: the file or an array is invalid; the message gives file, key, found and allowed values.

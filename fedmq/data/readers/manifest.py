@@ -43,7 +43,7 @@ Record = Mapping[str, object]
 
 def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
     text = read_text(path)
-    # Files of open_clip have tabs, whatever they are called.
+    # Files of open_clip have tabs, whatever their extension.
     tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:
@@ -160,7 +160,7 @@ def _key(place: str, record: Record, image: str, number: int) -> str:
 
 
 def _value(place: str, record: Record, column: str) -> str:
-    """The item's value in the column that the partition deals by."""
+    """The item's value in the column by which the partition distributes items."""
     value = record.get(column)
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
         raise InputError(f"{place}: {column}", repr(value)[:80], "a text or a whole number for every item")
@@ -181,7 +181,7 @@ class Item:
         line: number of its first line.
         file: its image, video or folder of frames; None if it has none.
         split: name of its split; empty if it has none.
-        value: its value of the column that the partition deals by; empty without one.
+        value: its value of the column by which the partition distributes items; empty without one.
         captions: its distinct captions in order, as keys.
         labels: its distinct labels in order, as keys.
     """
@@ -200,7 +200,7 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
     Args:
         path: the file.
         root: folder that the paths of images are relative to.
-        column: by which the partition assigns the items; None without one.
+        column: column by which the partition assigns the items; None without one.
         strict: refuse unknown fields; otherwise they are ignored.
 
     Raises:
@@ -278,7 +278,7 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
 
     Args:
         path: the file or folder, for error messages.
-        items: by key, in order.
+        items: items by key, in order.
         data: the scenario's data section.
 
     Raises:

@@ -17,7 +17,7 @@ from fedmq.storage.regular_files import check_regular
 
 #: Size up to which arrays may be compressed to any degree, as labels are mostly zeros [bytes].
 _FREE_BYTES = 1 << 30
-#: Largest ratio of an array's size to that of its compressed form, beyond that size.
+#: Maximum ratio of an array's size to its compressed size, for larger arrays.
 _MAX_RATIO = 100
 
 
@@ -30,7 +30,7 @@ def check_npz(path: Path) -> None:
     """
     check_regular(path, 1 << 62, "a .npz file")
     if not zipfile.is_zipfile(path):
-        return  # the caller says what it is instead
+        return  # the caller reports what it is instead
     with zipfile.ZipFile(path) as archive:
         size = sum(member.file_size for member in archive.infolist())
     free, packed = psutil.virtual_memory().available, path.stat().st_size

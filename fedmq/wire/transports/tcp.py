@@ -39,6 +39,11 @@ def unknown_host(uri: str) -> str:
 
 
 def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = None) -> Listener:
+    host = uri.removeprefix("tcp://").rpartition(":")[0]
+    interfaces = [name for _, name in socket.if_nameindex()]  # ZeroMQ knows them, too
+    if host not in ("*", *interfaces) and unknown_host(uri):
+        found = f"the name {host}, which is unknown on this machine"
+        raise InputError(uri, found, "an address or a name of this machine, or * for all of its addresses")
     return _zeromq.bind(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
 
 

@@ -12,6 +12,7 @@ from fedmq.storage.run_folder import RunFolder
 #: Files of a run folder that nothing changes after the run has ended, unless it is resumed or extended.
 FILES = ("scenario.yaml", "agreement.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
 SUMMARY = "summary.json"
+_BLOCK = 1 << 20  # bytes per read
 #: Keys of a summary that the command completes after the coordinator has ended: real times, and memory.
 _COMPLETED_LATER = {"seconds", "processes"}
 
@@ -28,7 +29,10 @@ def result_digest(folder: RunFolder, name: str) -> str:
     """
     if name != SUMMARY:
         with open_regular(folder.root / name, "a file of a finished run") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            hashed = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                hashed.update(block)
+            return hashed.hexdigest()
     summary = read_summary(folder)
     plain = summary.plain()
     kept = {key: value for key, value in plain.items() if key not in _COMPLETED_LATER}

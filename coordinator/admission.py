@@ -193,7 +193,7 @@ class OwnDataAdmission:
             detail = "this run has no evaluator: evaluation.heldout is own, the silos evaluate"
             raise RemoteWireError(Reason.DATA, detail)
         if message.header.kind is Kind.AGREEMENT:
-            # A silo that was included meanwhile changed the list of silos, not what is agreed on.
+            # A silo that was included in the meantime changed the list of silos, not the agreement.
             if [*map(digest, message.payloads)] not in self._confirmable or name not in self.stated:
                 raise RemoteWireError(Reason.DATA, f"{name} confirmed another agreement than it was sent")
             return Admitted()

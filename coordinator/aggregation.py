@@ -89,7 +89,7 @@ def merged_state(
     Args:
         run_context: fixed facts of the run.
         state: the method's current state.
-        replies: at least one.
+        replies: replies, at least one.
         round_: number of the round.
 
     Returns:

@@ -8,7 +8,7 @@ from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 LEAST_BODY = 1 << 26
-#: Largest accepted body of a run whose silos have their own data, before the model is known [bytes].
+#: Maximum accepted body of a run whose silos have their own data, before the model is known [bytes].
 _OWN_BODY = 1 << 28
 
 

@@ -29,7 +29,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     """The fixed facts of a run, and the initial parameters (float32 [P]).
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         data: the run's data, with the numbers of items.
         folder: the run folder.
 
@@ -83,7 +83,7 @@ def selectable(scenario: Scenario, data: RunData) -> tuple[str, ...]:
     """The silos that the method can select, by what they hold at the start of the run.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         data: the run's data.
     """
     context = data.context(scenario, data.build_model(scenario, "cpu", ()))

@@ -124,7 +124,7 @@ def included(
     Args:
         roster: the run's peers.
         admission: has the late silos.
-        scenario: as resolved.
+        scenario: the resolved scenario.
         folder: the run folder.
         log: the coordinator's message log.
     """

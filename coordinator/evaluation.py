@@ -29,7 +29,7 @@ from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
-#: Shortest time without an answer from any silo after which connected silos are given up, by default [s].
+#: Minimum of the default time without an answer from any silo after which connected silos are given up [s].
 _LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Default limit: a multiple of the longest time until an answer, and the shortest default limit [s].
+#: Default limit: a multiple of the longest time until an answer, and the minimum of the default limit [s].
 _FACTOR, _LEAST = 10.0, 600.0
 #: Time after which the display names the evaluator: a factor times its longest time, and a fixed minimum [s].
 _NAMED_FACTOR, _NAMED_LEAST = 2.0, 30.0

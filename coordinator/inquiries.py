@@ -32,7 +32,7 @@ class Inquiries:
         run: the run's id.
         silos: names of all silos.
         rounds: total number of rounds.
-        clock: for the time stamp.
+        clock: clock for the time stamp.
         log: the coordinator's message log, which notes each sender of an inquiry once.
         admission: knows what the silos stated about their data.
 

@@ -256,7 +256,7 @@ class Loop:
                     self._on_message(taken)
 
     def _note_answer(self, header: Header) -> None:
-        """Note that a silo answered a task, also if its answer is of no use; an overdue silo can be selected again."""
+        """Note that a silo answered a task, even if its answer is unusable; an overdue silo can be selected again."""
         number, now = header.reply_to, self.clock.stopwatch()
         if header.sender in self._facts and number is not None and self._limits.replied(header.sender, number, now):
             self._join(header.sender)

@@ -28,12 +28,12 @@ from fedmq.wire.payloads import (
 from protocols._aggregation import read_only
 from protocols._missing_branch import layers_of, trainable
 
-#: Largest change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
+#: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
 LARGEST = 1e15
-#: Largest norm of an update, relative to max(1, norm of its base model). Sound training moves a model by a small part
+#: Maximum norm of an update, relative to max(1, norm of its base model). Sound training moves a model by a small part
 #: of its norm; merging one larger update leaves a model that honest silos can no longer train.
 LONGEST = 1e4
-#: Largest loss per sample of a silo: losses are means, but some terms are not divided by the batch size.
+#: Maximum loss per sample of a silo: losses are means, but some terms are not divided by the batch size.
 LARGEST_LOSS = 1e6
 #: The usual cause of an implausibly large value, for the messages of refusals.
 _CAUSE = "; if training diverged, lower training.learning_rate"

@@ -95,7 +95,7 @@ class ReconnectThrottle:
         Args:
             name: name of the peer.
             now: stopwatch time [s].
-            beat: least interval between two reconnects [s].
+            beat: minimum interval between two reconnects [s].
         """
         if now - self._last.get(name, -math.inf) < beat:
             self.waiting.add(name)
@@ -119,7 +119,7 @@ class Roster:
         run: name of the run.
         log: the coordinator's message log.
         clock: clock for liveness and time stamps.
-        max_body: largest accepted message body [bytes].
+        max_body: maximum size of an accepted message body [bytes].
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides from the data that peers state which of them join; None admits all peers that prove their
             key.

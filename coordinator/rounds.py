@@ -435,7 +435,7 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
-        """The machine as the checkpoint of the present merge stores it: merged, the next round not started."""
+        """The state machine as stored in the current merge's checkpoint: merged, with the next round not started."""
         return replace(self._cleared(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
     def to_record(self) -> RoundsRecord:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 #: Default limit of a task: a multiple of the longest one known.
 _FACTOR = 10.0
-#: Shortest default limit of a silo that has replied before [s].
+#: Minimum of the default limit for a silo that has replied before [s].
 _LEAST = 60.0
-#: Shortest default limit of a silo that has not replied yet: its first task may load weights or warm up a GPU [s].
+#: Minimum of the default limit for a silo that has not replied yet: its first task may load weights or warm up a GPU
+#: [s].
 _LEAST_FIRST = 600.0
 #: Time after which the display names a silo: its longest task, times a factor; a fixed time for its first task [s].
 _NAMED_FACTOR, _NAMED_LEAST, _NAMED_FIRST = 2.0, 10.0, 30.0

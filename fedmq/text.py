@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Collection
 from types import TracebackType
 
-#: Smallest similarity (difflib ratio) at which a name is suggested.
+#: Minimum similarity (difflib ratio) at which a name is suggested.
 _NEAR = 0.75
 
 
@@ -100,7 +100,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """``did you mean rcsr?`` if there are similar known names, otherwise an empty text."""
+    """``did you mean rcsr?`` if there are similar known names, otherwise an empty string."""
     near = difflib.get_close_matches(name, known, 3, _NEAR) or difflib.get_close_matches(name.lower(), known, 3, _NEAR)
     *others, last = near or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if near else ""

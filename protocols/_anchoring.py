@@ -114,7 +114,7 @@ class Anchoring:
 
         Args:
             tensors: before.
-            replies: in the fixed silo order.
+            replies: replies in the fixed silo order.
             weights: float64 [M] of the replies.
         """
         if not self._active:

@@ -30,7 +30,7 @@ VERSIONS = "table_class_versions"
 GLOBAL = "class_prototypes"
 VALID = "class_prototypes_valid"
 
-#: Largest accepted root mean square of the entries of an unbounded output. Losses pull codes to -1 and 1 and common
+#: Maximum accepted root mean square of the entries of an unbounded output. Losses pull codes to -1 and 1 and common
 #: spaces to a few units: honest means stay near 1 on every base, and below 30 if features are thirty times too long.
 #: Adam's steps do not grow with the gradient, so a forged row of this size spoils a mean but not the run. Plain SGD's
 #: do, and no bound that leaves room for honest silos makes SGD safe at every learning rate.
@@ -198,7 +198,7 @@ def updated(
 
     Args:
         tensors: from :func:`initial` or an earlier merge.
-        replies: in the fixed silo order, each with its prototypes.
+        replies: replies in the fixed silo order, each with its prototypes.
         version: version of the model before this merge.
         max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.

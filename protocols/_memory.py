@@ -81,7 +81,7 @@ def local_memory(
         features: enhanced features V_E [n, r] of each modality the silo has.
         labels: multi-hot [n, C].
         kind: see :data:`Kind`.
-        generator: for random seeds.
+        generator: random generator that draws the initial centres.
 
     Returns:
         Centroids [C, r] and supports int64 [C]: samples per class, or per cluster if rows have no class. Rows of
@@ -123,7 +123,7 @@ def global_memory(
         support: int64 [K, C].
         previous: [C, r] memory before; rows that no silo supports keep their values.
         kind: see :data:`Kind`.
-        generator: for random seeds.
+        generator: random generator that draws the initial centres.
 
     Returns:
         P_g [C, r], rows of unit length, and bool [C], which rows at least one silo supports.

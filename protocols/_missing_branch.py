@@ -37,7 +37,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
 
     Args:
-        payload: from the method; an update's buffer is float32.
+        payload: payload from the method; an update's buffer is float32.
         layout: layout of the whole model.
         silo: the sender.
     """
@@ -55,7 +55,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
 
     Args:
-        payload: as received, checked by ``coordinator.reply_validation``.
+        payload: payload as received, checked by ``coordinator.reply_validation``.
         layout: layout of the whole model.
         layers: the layers that the method's updates cover; None for the whole model.
         silo: the sender.

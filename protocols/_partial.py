@@ -91,8 +91,8 @@ class PartialFedAvg:
         """Add the weighted average of the shared layers' updates, with stale updates damped.
 
         Args:
-            state: before the merge.
-            replies: in any order.
+            state: state before the merge.
+            replies: replies in any order.
             weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
         """
         layout, replies = self.context.layout, _aggregation.ordered(replies)

@@ -60,7 +60,7 @@ def trimmed_mean(updates: F64, trim: float) -> F64:
     At least one is cut at either end, because with few updates the paper's formula cuts none.
 
     Args:
-        updates: at least 3.
+        updates: updates, at least 3.
         trim: below 0.5.
     """
     cut = max(1, math.floor(trim * len(updates) + 1e-9))
@@ -127,7 +127,7 @@ def robust_replies(
     Args:
         replies: as received. Only their updates (Delta, PartialDelta) are read and changed, and only if all cover the
             same parameters; updates that are zero throughout stay unchanged.
-        rule: from the scenario.
+        rule: rule of the scenario.
         layout: layout of the shared parameters.
         left: called with each module that is left as it is because too few silos trained it.
 

@@ -368,7 +368,7 @@ def _train_epoch(
     Args:
         local: the silo.
         steps: steps of the epoch.
-        optimisers: by branch.
+        optimisers: optimisers by branch.
         base: float32 [P] parameters before training.
         change: float32 [P], overwritten.
         sums: float64 [] sum of losses so far, updated in place; number of samples; whether any step was taken.

@@ -39,12 +39,13 @@ from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
 from protocols._aggregation import as_tensor
+from protocols._losses import nothing
 from protocols._options import check, refuse_other_bases
 from protocols.creamfl import LAST, Weights, contrasts, distillation
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
-#: Largest number of scores per block in :func:`item_weights`; 64 MiB of float32.
+#: Maximum number of scores per block in :func:`item_weights`; 64 MiB of float32.
 _SCORES = 1 << 24
 
 
@@ -89,7 +90,7 @@ def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) ->
     Args:
         representations: [M, N, d] of one modality by M silos.
         other: [N, d] global representations of the other modality.
-        most: largest number of scores per block.
+        most: maximum number of scores per block.
 
     Returns:
         [M, N], columns sum to 1.
@@ -106,11 +107,6 @@ def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) ->
 def ensemble(representations: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over silos for each item: [M, N, d] and [M, N] -> [N, d] (CreamFL)."""
     return (weights[..., None] * representations).sum(0)
-
-
-def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
-    """Zero base loss: public pairs are trained on the contrasts alone."""
-    return torch.zeros(())
 
 
 class CreamFlPublic(FederatedProtocol):

@@ -53,7 +53,7 @@ class StateStore:
         """Snapshots of the task that starts now.
 
         Args:
-            clock: for the interval between snapshots.
+            clock: clock for the interval between snapshots.
         """
         return TaskEpochs(self._folder / _EPOCHS, clock)
 
@@ -111,7 +111,7 @@ class TaskEpochs:
 
     Args:
         path: path of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
-        clock: for the interval between snapshots.
+        clock: clock for the interval between snapshots.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:

@@ -64,7 +64,7 @@ class SiloArguments:
     """How a silo is started.
 
     Args:
-        run: as the coordinator has it.
+        run: run as the coordinator has it.
         name: the silo's name.
         connect: the coordinator's URI.
         keys: folder of the silo's key and of the coordinator's public key.
@@ -72,7 +72,7 @@ class SiloArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
         data: folder of the prepared data, if known; None locates it.
         site: the silo's site, which has its data if the silos have their own data; None without a site file.
-        logs: options of the log for operators; None for none.
+        logs: options of the log for operators; None for no log.
         policy: file of the policy for what may leave the silo; None allows everything.
     """
 
@@ -231,7 +231,7 @@ class Silo:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
 
         Args:
-            message: a message of kind evaluate_own, with the model and what else its inference needs.
+            message: a message of kind evaluate_own, with the model and the other payloads that its inference needs.
 
         Raises:
             RemoteWireError: no model, more than one, or one of another layout.

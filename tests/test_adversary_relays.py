@@ -239,7 +239,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
 
 
 @pytest.mark.slow
-def test_a_welcome_to_an_earlier_hello_is_no_refusal(tmp_path: Path) -> None:
+def test_a_welcome_to_an_earlier_hello_does_not_count_as_a_refusal(tmp_path: Path) -> None:
     init_keys(tmp_path / "keys", (COORDINATOR, SILO))
     coordinator, accepted = load_identity(tmp_path / "keys", COORDINATOR), load_accepted(tmp_path / "keys")
     uri, hellos = f"memory://{tmp_path.name.replace('_', '-')}", list[list[memoryview]]()

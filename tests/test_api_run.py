@@ -158,7 +158,9 @@ def test_an_interrupt_stops_real_processes_cleanly(tiny: Path, tmp_path: Path) -
     assert "coordinator" in set(stopped.messages["process"])
 
 
-def test_a_plain_script_needs_no_main_guard_and_runs_a_method_of_its_own_file(tiny: Path, tmp_path: Path) -> None:
+def test_a_plain_script_needs_no_main_guard_and_runs_a_method_defined_in_its_own_file(
+    tiny: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(METHOD)
     script = tmp_path / "script.py"
     script.write_text(

@@ -148,7 +148,7 @@ def test_a_record_cut_off_the_end_is_found_by_comparing_with_the_log_of_the_othe
     assert [f.what for f in audit_run(run).findings] == ["reply from silo-00 received, but never logged as sent"]
 
 
-def test_messages_undelivered_at_the_end_are_counted_and_are_no_finding(run: Path) -> None:
+def test_messages_undelivered_at_the_end_are_counted_without_a_finding(run: Path) -> None:
     rewrite(run, "coordinator", lines(run, "coordinator")[:2])
     audit = audit_run(run)
     assert (audit.findings, audit.undelivered) == ([], 1)

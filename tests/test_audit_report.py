@@ -208,7 +208,7 @@ def answers() -> Iterator[tuple[str, dict[str, object]]]:
     server.server_close()
 
 
-def test_an_answer_that_is_no_time_stamp_of_the_request_is_refused_and_nothing_is_written(
+def test_an_answer_other_than_a_time_stamp_of_the_request_is_refused_and_nothing_is_written(
     tmp_path: Path, authority: Path, address: str, answers: tuple[str, dict[str, object]]
 ) -> None:
     heads, earlier, (url, chosen) = tmp_path / "heads.json", tmp_path / "earlier.json", answers

@@ -25,14 +25,7 @@ from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line in this process and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
+from tests.command_line import fedmq
 
 
 @pytest.mark.slow
@@ -326,7 +319,7 @@ def test_relative_paths_of_weights_become_absolute_and_tag_names_stay(
     assert backbone("{name: ViT-B-32, pretrained: not/there.pt}") == ("ViT-B-32", "not/there.pt", None)
 
 
-def test_a_linked_manifest_finds_its_images_beside_the_link(
+def test_a_linked_manifest_finds_its_images_next_to_the_link(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "blobs").mkdir()

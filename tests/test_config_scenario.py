@@ -85,7 +85,7 @@ def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> 
         ("[" * 20000, "nested"),
     ],
 )
-def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, found: str) -> None:
+def test_files_other_than_scenarios_are_refused(tmp_path: Path, content: str, found: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(content)
     with pytest.raises(InputError) as caught:

@@ -129,5 +129,5 @@ def test_halves_of_a_character_are_refused_by_every_reader_and_pairs_are_joined(
     for half in ("\\ud83d", "\\ude00\\ud83d"):
         path.write_text(f'a: 1\nup: {{fields: {{delta: ["{half}"]}}}}\n')
         for reader in (yaml_files.read_yaml, loader.load, spec_file.read, read_policy):
-            with pytest.raises(InputError, match=r"x\.yaml: line 2: found 'half of a character"):
+            with pytest.raises(InputError, match=r"x\.yaml: line 2: found 'half of a UTF-16 character"):
                 reader(path)

@@ -84,7 +84,7 @@ def digest_of(tiny: Path, out: Path, *settings: str) -> str:
 
 
 @pytest.mark.parametrize("heading", ["A method", "A variant of FedAvg"])
-def test_the_method_trains_a_model_of_its_own(
+def test_the_method_trains_its_own_model(
     heading: str, tiny: Path, tmp_path: Path, printed: Callable[[str], Path]
 ) -> None:
     scenario = resolved(tiny, f"protocol={printed(heading)}")
@@ -124,7 +124,7 @@ def test_the_option_is_explained_bounded_and_has_an_effect(
     assert digest_of(tiny, tmp_path / "0.1", f"protocol={file}") != digest_of(tiny, tmp_path / "fedavg-2", fedavg)
 
 
-def test_the_objective_trains_a_network_of_its_own(tiny: Path, tmp_path: Path, printed: Callable[[str], Path]) -> None:
+def test_the_objective_trains_its_own_network(tiny: Path, tmp_path: Path, printed: Callable[[str], Path]) -> None:
     chosen = f"objective={{base: {printed('An objective')}, weight: %d}}"
     summary = in_process_run.run(resolved(tiny, "protocol=fedavg", chosen % 1), tmp_path / "1").summary
     assert not summary.unchanged

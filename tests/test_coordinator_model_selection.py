@@ -49,7 +49,7 @@ def test_the_test_split_must_not_choose_the_model(tiny: Path, setting: str) -> N
 
 
 @pytest.mark.slow
-def test_the_best_version_is_kept_beside_the_last_one(tiny: Path, tmp_path: Path) -> None:
+def test_the_best_version_is_kept_in_addition_to_the_last_one(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, *SETTINGS, "evaluation.keep=best"), tmp_path)
     assert outcome.summary is not None
     lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, EvaluationLine)]

@@ -153,7 +153,7 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ scenarios
-def test_a_bare_number_is_the_participation_rate_and_other_keys_can_be_set_beside_it(tiny: Path) -> None:
+def test_a_bare_number_is_the_participation_rate_and_other_keys_can_be_set_in_addition(tiny: Path) -> None:
     assert scenarios.load(tiny).participation == Participation(rate=0.75)
     assert scenarios.load(tiny, ["participation=0.5"]).participation == Participation(rate=0.5)
     reached = scenarios.load(tiny, ["participation.kind=by_data"]).participation

@@ -15,7 +15,8 @@ from fedmq.cli import compare as cli_compare
 from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
 from fedmq.experiments import spec_file, tune_file
-from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
+from tests.command_line import fedmq
+from tests.comparisons import ROOTS, comparison_file, resolve
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_an_unknown_key_of_a_comparison_file_is_named_with_its_line(tmp_path: Pa
         spec_file.read(path)
 
 
-def test_a_scenario_with_a_name_that_is_too_long_is_no_file(tmp_path: Path) -> None:
+def test_a_scenario_with_too_long_a_name_is_not_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     for text, reader in (("compare: NAME", spec_file.read), ("tune: NAME\nsearch: {rate: [1, 2]}", tune_file.read)):
         path.write_text(text.replace("NAME", "a" * 5000))

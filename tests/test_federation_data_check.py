@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import yaml
 from rich.console import Console
 
-from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
@@ -25,6 +23,7 @@ from fedmq.federation import data_check
 from fedmq.federation.population import build_population
 from fedmq.progress import Progress
 from tests import data_set_folders
+from tests.command_line import fedmq
 from tests.test_data_extract import tiny_clip
 
 pytest.importorskip("PIL")
@@ -39,13 +38,6 @@ def scenario(folder: Path, data: dict[str, Any], objective: str = "djsrh") -> Pa
         "objective": objective,
     }  # fmt: skip
     return data_set_folders.write(folder / "disk.yaml", yaml.safe_dump(content))
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 @pytest.fixture
@@ -146,7 +138,7 @@ def test_labels_are_counted_over_the_remaining_items(
     assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
 
 
-def test_item_counts_that_differ_from_the_papers_are_reported_but_are_no_error(
+def test_item_counts_that_differ_from_the_papers_are_reported_but_not_an_error(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.coco(tmp_path / "set")

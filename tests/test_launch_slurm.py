@@ -220,7 +220,7 @@ def test_a_job_that_waits_is_cancelled_and_one_that_runs_may_end_by_itself(comma
     assert (tmp_path / "said").read_text() == "--state=PENDING 17\n--full --signal=TERM 17\n"
 
 
-def test_jobs_of_a_command_that_was_killed_are_cancelled_before_the_run_goes_on(
+def test_jobs_of_a_killed_command_are_cancelled_before_the_run_continues(
     tiny: Path, tmp_path: Path, commands: Path
 ) -> None:
     # Job 18 is another one of the user's.

@@ -132,7 +132,7 @@ def test_the_command_exits_with_1_if_a_check_failed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "held"), [("silo-02", "images and captions ("), ("silo-01", "images only")])
-def test_a_site_with_data_of_its_own_trains_a_step_before_there_is_an_agreement(
+def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.1)

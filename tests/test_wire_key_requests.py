@@ -83,7 +83,7 @@ def test_a_changed_request_is_refused(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"key_request": 2}', "x" * 5000, '{"key_request": 1, "name": "../a"}']
 )
-def test_a_file_that_is_no_request_is_an_input_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_request_is_an_input_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.request"
     path.write_text(text)
     with pytest.raises(InputError, match=r"fedmq keys new|allowed"):

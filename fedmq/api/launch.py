@@ -126,7 +126,7 @@ def resume(
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse a function, which is no scenario key but a callback of another name.
+    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name.
 
     Raises:
         InputError: as said.

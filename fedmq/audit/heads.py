@@ -39,7 +39,7 @@ class Heads(Stored):
 
     Args:
         run: the run's name; empty if no log is signed.
-        heads: by process.
+        heads: heads by process.
     """
 
     run: str
@@ -52,7 +52,7 @@ class Heads(Stored):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the file, a single number that stands for all logs."""
+        """SHA-256 (hex) of the file, a single digest for all logs."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
@@ -77,11 +77,11 @@ def write_heads(heads: Heads, path: Path) -> None:
 
 
 def differences(expected: str, audit: Audit) -> Iterator[Finding]:
-    """Compare logs with heads that were noted before. Records added since then do not count as a difference.
+    """Compare logs with heads that were noted earlier. Records added since then do not count as a difference.
 
     Args:
-        expected: a heads file; the digest of one, which only the same logs without further records have; or the head of
-            one log, as programs print it at their end.
+        expected: a heads file; the digest of such a file, which only the same logs without further records have; or the
+            head of one log, which programs print at their end.
         audit: the audit of the logs.
 
     Raises:
@@ -96,9 +96,11 @@ def differences(expected: str, audit: Audit) -> Iterator[Finding]:
     for process, head in sorted(noted.heads.items()):
         log = audit.signatures.get(process)
         if log is None:
-            yield Finding(f"{process}.jsonl", f"no such log, though {expected} has its head")
+            yield Finding(f"{process}.jsonl", f"no such log, although {expected} has its head")
         elif log.records < head.records:
-            yield Finding(f"{process}.jsonl", f"has {log.records} records, but had {head.records} by {expected}")
+            yield Finding(
+                f"{process}.jsonl", f"has {log.records} records, but had {head.records} according to {expected}"
+            )
         elif log.hashes.get(head.head) != head.records - 1:
             yield Finding(f"{process}.jsonl", f"its first {head.records} records are not those of {expected}")
     for process in sorted(present.heads.keys() - noted.heads.keys()):

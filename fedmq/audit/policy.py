@@ -182,7 +182,7 @@ class PolicyResult:
         file: the policy file.
         checked: number of messages to which a rule applies; a message that both ends logged counts once.
         free: number of messages to which no rule applies.
-        breaches: in the order of the logs.
+        breaches: breaches in the order of the logs.
         unknown: silos that the policy names and no log mentions.
     """
 

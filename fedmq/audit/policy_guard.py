@@ -42,7 +42,7 @@ class PolicyGuard:
         """What forbids a message, which is counted as sent if nothing does.
 
         Args:
-            message: to be sealed.
+            message: message to be sealed.
             size: total size of all its frames [bytes].
         """
         payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]
@@ -62,7 +62,7 @@ class PolicyGuard:
 
 
 def _only_allowed_fields(payload: Payload, fields: Mapping[str, list[str]]) -> bool:
-    """Whether no field of a payload has a value that a rule does not list; None and empty values are none."""
+    """Whether no field of a payload has a value that a rule does not list; None and empty values do not count."""
     allowed = fields.get(payload.KIND)
     if allowed is None:
         return True

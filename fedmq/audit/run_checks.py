@@ -371,7 +371,7 @@ def _of_the_last_evaluation(
     Args:
         place: file of the summary.
         metrics: name of the file of the evaluations.
-        evaluations: in the order of that file.
+        evaluations: evaluations in the order of that file.
         summary: summary of the run.
     """
     last = max(evaluations, key=lambda line: line.version, default=None)

@@ -17,17 +17,17 @@ from fedmq.storage.run_folder import write_bytes
 from fedmq.text import printable
 
 _TIMEOUT_SECONDS = 30.0
-#: Largest response of an authority [bytes].
+#: Maximum size of an authority's response [bytes].
 _MAX_RESPONSE = 1 << 20
 _TYPES = {"Content-Type": "application/timestamp-query", "Accept": "application/timestamp-reply"}
 
 
-#: What the package says about certificates that do not lead to the given ones.
+#: Beginning of the package's error for certificates that do not lead to the given ones.
 _CHAIN = "Error while verifying certificates: "
 
 
 class StampError(FedmqError):
-    """A time stamp does not prove what it should; the text says why."""
+    """A time stamp does not prove what it should; the text gives the reason."""
 
 
 def token_of(heads: Path) -> Path:
@@ -78,7 +78,7 @@ def _decoded(client: Any, raw: bytes) -> Any:
     """The response in an authority's answer.
 
     Raises:
-        StampError: it is none, or no time stamp was granted.
+        StampError: it is not a response, or no time stamp was granted.
     """
     try:
         response = client.decode_timestamp_response(raw)
@@ -92,10 +92,10 @@ def _decoded(client: Any, raw: bytes) -> Any:
 
 
 def _require_of(response: Any, content: bytes, heads: Path) -> None:
-    """Refuse the time stamp of other content.
+    """Refuse a time stamp of different content.
 
     Raises:
-        StampError: it is one.
+        StampError: the stamp is of different content.
     """
     stamped = response.tst_info.message_imprint.message
     if stamped not in (hashlib.new(name, content).digest() for name in ("sha256", "sha384", "sha512")):

@@ -60,7 +60,7 @@ data_app = typer.Typer(
 app.add_typer(keys.keys_app, name="keys")
 app.add_typer(data_app, name="data")
 
-#: Most characters shown of a path that is too long.
+#: Maximum length of a too long path as shown [characters].
 _SHOWN_NAME = 60
 #: Exit code that typer returns after Ctrl-C.
 _INTERRUPTED = 130

@@ -239,7 +239,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
 
 
 def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
-    """A run with further rounds; None for none."""
+    """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
     from fedmq.runs.extension import extended  # noqa: PLC0415
 
     return run if extend is None else again(extended(run.scenario, extend))

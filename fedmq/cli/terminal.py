@@ -110,7 +110,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
     """Status of a run, for a live display.
 
     Args:
-        status: as reported by the coordinator.
+        status: status as reported by the coordinator.
         left: time left, formatted.
         title: title of the run.
         own: user-defined metrics.
@@ -161,7 +161,7 @@ def display(
     """A live display; yields the function that updates it.
 
     Args:
-        scenario: for the title.
+        scenario: scenario, for the title.
         console: where to show it; if it is not a terminal, plain lines every ten seconds.
         quiet: show nothing.
         line: prints a plain line; None prints it on the console.

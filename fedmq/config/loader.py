@@ -302,7 +302,7 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
     """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link.
 
     Args:
-        scenario: as read; relative paths start at the working directory.
+        scenario: scenario as read; relative paths start at the working directory.
         weights: also make paths of existing backbone files and folders absolute.
 
     Raises:

@@ -85,7 +85,7 @@ def _str(loader: _Loader, node: yaml.ScalarNode) -> str:
     try:  # JSON writes a character beyond U+FFFF as two escapes
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
-        what = "half of a character of UTF-16, which is no text"
+        what = "half of a UTF-16 character, which is not text"
         raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
 

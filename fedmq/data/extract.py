@@ -180,7 +180,7 @@ def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
 def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     """The set without incomplete items if ``data.missing`` is ``skip``; otherwise every item must be complete.
 
-    In a set that says so of each item, items without a picture or without captions are complete, too.
+    In a set that states which modalities each item has, items without a picture or without captions are complete, too.
 
     Raises:
         InputError: an item lacks its picture or its text (``data.missing: refuse``), or the kind of text is invalid.

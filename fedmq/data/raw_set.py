@@ -28,7 +28,7 @@ from fedmq.errors import InputError, line_of
 from fedmq.progress import Progress, tell
 from fedmq.storage.regular_files import check_regular
 
-#: Largest text file of a data set [bytes].
+#: Maximum size of a data set's text file [bytes].
 _MAX_TEXT = 1 << 31
 
 Array = npt.NDArray[Any]

@@ -29,7 +29,7 @@ IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".t
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
 #: Maximum number of pixels, against decompression bombs.
 MAX_PIXELS = 300_000_000
-#: Largest image file [bytes].
+#: Maximum size of an image file [bytes].
 MAX_FILE = 1 << 31
 #: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100
@@ -116,7 +116,7 @@ def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
     ``folder``.
 
     Args:
-        folder: where they are.
+        folder: folder in which they are.
         leave: also follow links to folders that are not below ``folder``.
 
     Raises:
@@ -166,7 +166,7 @@ def decode(path: Path, hint: str = "") -> Pixels:
 
     Args:
         path: path of the file.
-        hint: for the user, added to an error.
+        hint: hint for the user, added to an error.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
@@ -210,7 +210,7 @@ def _decoded(source: Path | io.BytesIO, place: str, hint: str = "") -> Pixels:
 
 
 def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: str = "") -> T:
-    """Open an image and use it; whatever fails is an InputError."""
+    """Open an image and use it; every failure becomes an InputError."""
     image = package("PIL.Image", "embedded", place)
     try:
         with image.open(source) as opened:

@@ -445,7 +445,7 @@ def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metri
     """Entries of the measured values that tables and curves show, in the order of the values.
 
     Args:
-        values: by name.
+        values: values by name.
         own: entries of user-defined metrics.
     """
     metrics = (*_KNOWN, *own)
@@ -482,7 +482,7 @@ def objection(
     """What is wrong with values that another process reported; None if they are valid.
 
     Args:
-        values: by name.
+        values: values by name.
         own: entries of user-defined metrics.
         names: allowed names; None allows all known ones.
     """

@@ -43,7 +43,7 @@ class EvaluatorArguments:
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
         data: folder of the prepared data; None looks it up.
         site: the evaluator's site, which has its held-out set if the silos have their own data.
-        logs: options of the log for operators; None for none.
+        logs: options of the log for operators; None for no log.
     """
 
     run: ResolvedRun
@@ -65,7 +65,7 @@ class Evaluator:
     """Evaluates shared models on the held-out split.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         population: the data and its partition.
         device: ``cpu`` or ``cuda:N``.
     """
@@ -80,7 +80,7 @@ class Evaluator:
         """Evaluate a model.
 
         Args:
-            payloads: the model, and what else its inference needs.
+            payloads: the model, and the other payloads that its inference needs.
 
         Raises:
             RemoteWireError: no model, or more than one.
@@ -94,7 +94,7 @@ class EvaluatorStart:
     """The evaluator before it joins: its data are loaded and described.
 
     Args:
-        scenario: as resolved, with the evaluator's device.
+        scenario: the resolved scenario, with the evaluator's device.
         statement: what it states about its data.
         items: number of its held-out items.
         content: digest of its data, which it declares in its log.

@@ -414,7 +414,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
     that names of existing runs stay valid.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         leave_out: parts and keys to leave out.
     """
     facts = scenario.model_dump(mode="json", exclude={"track": True, **(leave_out or {})})

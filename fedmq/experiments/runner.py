@@ -55,7 +55,7 @@ class Comparison:
     """The result of a comparison.
 
     Args:
-        rows: in order.
+        rows: rows in order.
         errors: one line for each failed run, by its title.
         stopped: whether it was stopped before all runs were done; there are no rows then.
         warnings: one line for each trial that could not be chosen, and for each column without values.
@@ -73,9 +73,9 @@ class Run:
 
     Args:
         name: scenario, method, seed and a digest of the rest.
-        title: for display: row and seed.
+        title: title for display: row and seed.
         folder: the run folder.
-        scenario: as resolved.
+        scenario: the resolved scenario.
     """
 
     name: str

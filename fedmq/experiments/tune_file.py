@@ -174,7 +174,7 @@ class TunePlan:
     Args:
         source: the file.
         spec: its content.
-        methods: in order.
+        methods: methods in order.
     """
 
     source: Path

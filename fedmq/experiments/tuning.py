@@ -55,7 +55,7 @@ class Trial:
         number: from 0.
         state: its outcome.
         value: mean of the metric over seeds; for a pruned trial, the last one.
-        values: by scenario key.
+        values: values by scenario key.
         reason: why it was refused or failed; empty otherwise.
     """
 
@@ -221,7 +221,7 @@ class _Search:
         optuna: the package.
         plan: plan of the search.
         place: where and how runs are executed.
-        studies: by method.
+        studies: studies by method.
         report: called with the progress.
         stop_wanted: whether to stop.
     """

@@ -329,7 +329,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
     """Check a scenario's data, and its partition as far as possible without encoding.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         fits: raises InputError if a run would refuse the scenario with its data.
         progress: called during long steps.
 

@@ -25,7 +25,7 @@ def refuse_before_extraction(made: ExtractionPlan, scenario: Scenario, fits: Fit
 
     Args:
         made: what would be extracted.
-        scenario: as resolved.
+        scenario: the resolved scenario.
         fits: raises InputError if a run would refuse the scenario with prepared data.
 
     Raises:

@@ -217,7 +217,7 @@ def build_population(
     """Prepare and partition the data, or load both from the cache.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         progress: called with (what, done, total) during long steps.
         cache: the cache folder; None takes the default.
         folder: folder of the prepared data, if known. It saves half a second of hashing and 20 MB of memory per
@@ -278,7 +278,7 @@ def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: Ru
     """The population as a process with its own data sees it: only its own rows.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         name: name of the silo, or of the evaluator, which trains on nothing.
         prepared: its data set.
         agreed: what the silos have agreed on.

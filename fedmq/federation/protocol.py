@@ -333,8 +333,9 @@ class FederatedProtocol(ABC):
         """Merge replies, at the coordinator.
 
         Args:
-            state: before the merge.
-            replies: in the fixed order of silos, so that the result does not depend on their order of arrival.
+            state: the state before the merge.
+            replies: the replies in the fixed order of silos, so that the result does not depend on their order of
+                arrival.
             round_: number of the merge, from 0.
         """
 
@@ -387,7 +388,7 @@ class FederatedProtocol(ABC):
 
         Args:
             local: the silo's dataset, model and personal state.
-            payloads: those of a task at the current version.
+            payloads: the payloads of a task at the current version.
         """
         raise NotImplementedError
 

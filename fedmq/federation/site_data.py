@@ -29,7 +29,7 @@ class SiteData:
     """The data of a site, ready to be stated.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         prepared: the data set.
         statement: its description for the coordinator.
     """
@@ -43,7 +43,7 @@ class SiteData:
         """Load and describe a site's data.
 
         Args:
-            scenario: as resolved; its device extracts features.
+            scenario: the resolved scenario; its device extracts features.
             site: the site; its file is required.
             run: the run's id, the salt of the digest.
             progress: called with (what, done, total) during long steps.

@@ -110,7 +110,7 @@ class PeerTask(_Record):
         """The task of a process.
 
         Args:
-            arguments: as for a process of the coordinator's machine.
+            arguments: arguments as for a process of the coordinator's machine.
             gpu: whether the engine gives it a GPU. The process can then use only the GPU that the engine assigned to
                 it.
         """

@@ -16,7 +16,8 @@ from fedmq.storage.locks import try_lock
 _PRIVATE = "fedmq-run-"
 #: File in such a folder that its run has locked.
 _LOCK = "lock"
-#: Longest path of a folder for sockets [bytes]. Unix sockets have at most 107, and the forkserver's is 32 longer.
+#: Maximum length of the path of a folder for sockets [bytes]. Unix sockets have at most 107, and the forkserver's is 32
+#: longer.
 _SOCKET_FOLDER_BYTES = 72
 
 
@@ -53,7 +54,7 @@ def private_folder() -> Iterator[Path]:
                 shutil.rmtree(lock.parent)
     private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=parent))
     try:
-        # Locked under another name first, so that no other run takes the folder for an abandoned one.
+        # Locked under another name first, so that no other run mistakes the folder for an abandoned one.
         with (private / "fresh").open("xb") as file:
             with contextlib.suppress(OSError):  # without support for locks, no other run gets this one
                 try_lock(file)

@@ -82,7 +82,7 @@ class RayCluster:
 
     Args:
         ray: the package.
-        bind: where the coordinator listens.
+        bind: URI at which the coordinator listens.
         folder: the run folder.
         options: Ray's options for each process: cores, GPUs, memory, environment.
     """

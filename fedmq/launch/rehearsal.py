@@ -81,7 +81,7 @@ class Rehearsal:
 
     @property
     def merge_seconds(self) -> float:
-        """Time of a merge and of what else the coordinator does for a round [s]."""
+        """Time of a merge and of the coordinator's other work for a round [s]."""
         others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
         return max(0.0, self.seconds - others) / max(1, self.merges)
 

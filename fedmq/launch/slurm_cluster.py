@@ -93,7 +93,7 @@ class Jobs(Protocol):
     """An executor of jobs: Slurm, or this machine."""
 
     def ended(self, job: Any) -> str:
-        """How the job ended, in capitals; empty while it waits or runs, or as long as that is unknown."""
+        """The job's final state, in capitals; empty while it waits or runs, or while its state is unknown."""
 
     def terminate(self, job: Any) -> None:
         """Cancel the job if it waits for a place, and send SIGTERM to its process if it runs."""
@@ -244,7 +244,7 @@ class SlurmCluster:
         submitit: the package.
         executor: submits the jobs.
         jobs: what runs them.
-        bind: where the coordinator listens.
+        bind: URI at which the coordinator listens.
         folder: the run folder.
         gpus: number of GPUs of each process.
     """

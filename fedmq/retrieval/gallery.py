@@ -162,7 +162,7 @@ def pictures_below(folder: Path, place: str) -> list[Path]:
     """The image files below a folder, in the order of their paths.
 
     Args:
-        folder: to search; links to folders are followed.
+        folder: folder to search; links to folders are followed.
         place: the option or argument that names it, for the error.
 
     Raises:

@@ -30,7 +30,7 @@ from fedmq.runs.model_files import BESIDE
 from fedmq.storage.regular_files import check_regular, read_regular
 from fedmq.storage.run_folder import writing
 
-#: Largest difference of an exported model's outputs from the model's own.
+#: Maximum difference between an exported model's outputs and the model's own.
 PARITY: Final = 1e-5
 _OPSET: Final = 17
 _CHECKED = (1, 5)  # batch sizes with which an exported model is compared
@@ -55,7 +55,7 @@ class OnnxFile:
 
     Args:
         path: path of the file.
-        difference: largest difference of its outputs from the model's own, over random inputs.
+        difference: maximum difference between its outputs and the model's own, over random inputs.
     """
 
     path: Path
@@ -71,7 +71,7 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
 
     Args:
         files: the released model, on the CPU.
-        folder: to create.
+        folder: folder to create.
 
     Returns:
         The two files.
@@ -201,7 +201,7 @@ def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
 
     Args:
         files: the released model.
-        folder: to create.
+        folder: folder to create.
 
     Returns:
         Names of its files.
@@ -238,7 +238,7 @@ def front_matter(card: str, place: str) -> dict[str, Any]:
     """The metadata at the head of a model card, which the Hub reads.
 
     Raises:
-        InputError: there are none, or they are no valid YAML.
+        InputError: there are none, or they are not valid YAML.
     """
     lines = card.splitlines()
     if lines[:1] == ["---"] and "---" in lines[1:]:

@@ -28,7 +28,7 @@ from fedmq.runs.tables import as_csv
 
 Key = TypeVar("Key")
 
-#: Largest number of points of a curve by rank, in figures and files.
+#: Maximum number of points of a curve by rank, in figures and files.
 _POINTS = 200
 
 

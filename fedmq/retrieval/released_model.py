@@ -86,8 +86,8 @@ class ModelFolder:
     Args:
         folder: with ``config.json`` and ``model.safetensors``.
         config: ``config.json``.
-        backbone: as in the configuration; a local copy may have other paths of the frozen weights.
-        objective: as in the run's scenario.
+        backbone: backbone as in the configuration; a local copy may have other paths of the frozen weights.
+        objective: objective as in the run's scenario.
         cache: folder of shared frozen weights.
         device: ``cpu`` or ``cuda:N``.
         default_seed: seed of random frozen weights, for configurations that do not record it.
@@ -235,7 +235,7 @@ class Release:
 
     Args:
         run: its folder.
-        scenario: as resolved.
+        scenario: the resolved scenario.
         files: its released model.
         own: the personal model to use instead of the shared model; None uses the shared one.
     """

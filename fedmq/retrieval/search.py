@@ -156,7 +156,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
     """The items nearest to a vector; ties in the gallery's order.
 
     Args:
-        gallery: to search.
+        gallery: gallery to search.
         vector: packed code uint8 [1, bytes], or embedding float32 [1, d].
         among: images or captions; with captions, an item is ranked by its nearest one.
         top: number of items to return.

@@ -64,7 +64,7 @@ def placed(
     Args:
         name: name of the model.
         release: its run.
-        items: largest number of items, sampled with the run's seed.
+        items: maximum number of items, sampled with the run's seed.
         classes: number of classes, the most frequent ones. An item with several of them counts as the first, an item
             with none is left out.
         sides: image, text or both; an item has one point per modality, all in one plane.

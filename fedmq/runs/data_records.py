@@ -111,7 +111,7 @@ class AgreementRecord(Stored):
 
     Args:
         run: the run's id, the salt of the digests.
-        stated: by process.
+        stated: statements by process.
         agreed: what the silos agreed on; with ``partition.kind own`` only.
         late: silos that stated their data after the agreement, in the order in which they were included.
     """

@@ -19,7 +19,7 @@ def extended(scenario: Scenario, rounds: int) -> Scenario:
     ``training.schedule_rounds`` from the start.
 
     Args:
-        scenario: as resolved.
+        scenario: the resolved scenario.
         rounds: number of further rounds.
     """
     training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})

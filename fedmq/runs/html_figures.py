@@ -19,7 +19,8 @@ from markupsafe import Markup
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Significant digits of numbers in figures, more than a screen can show.
 _DIGITS = 6
-#: Most rounds for which each has a tick of its own. With few rounds, plotly.js would label halves of rounds, too.
+#: Maximum number of rounds for which each round has its own tick. With few rounds, plotly.js would also label halves of
+#: rounds.
 _MOST_TICKS = 12
 #: Colours of traces, distinguishable on white and on black, and by most colour-blind readers (after Okabe and Ito).
 COLOURS = (

@@ -309,7 +309,7 @@ def traffic(facts: LogFacts, summary: RunSummary) -> list[Figure]:
 def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
     """Groups of examples: title, a sentence if the group needs none, and its examples, in the order of the page.
 
-    A case that is right at rank 1, or already among the best, is none of the worst.
+    A case that is right at rank 1, or already among the best, does not count as one of the worst.
     """
     ways, found = (("t2i", "text to image"), ("i2t", "image to text")), []
     best = [each for each in data.examples if each.best]

@@ -89,8 +89,8 @@ class LogFacts:
     """What a coordinator's log shows.
 
     Args:
-        tasks: by silo and number.
-        incidents: in order.
+        tasks: tasks by silo and number.
+        incidents: incidents in order.
         up: payload bytes by silo and payload kind, sent by the silos.
         down: the same, sent to them.
         messages_up: number of messages by silo.

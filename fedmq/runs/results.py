@@ -155,7 +155,7 @@ class FinishedRun:
     Args:
         folder: the run folder.
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
-        evaluations: in order of versions.
+        evaluations: evaluations in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
         own_metrics: entries of the user-defined metrics that it measured.
         gallery: the gallery of its queries; None if unknown.
@@ -268,7 +268,7 @@ def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     """The error for a metric that no run has; it lists the metrics of one run."""
     last = outcome.evaluations[-1] if outcome.summary is None else outcome.summary
     known = ", ".join((*last.metrics, *(f"fairness.{name}" for name in last.fairness)))
-    return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
+    return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and similar paths")
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     """Mean, standard deviation, and paired difference to a baseline with the same seeds.
 
     Args:
-        values: by seed.
-        baseline: by seed; None for the baseline itself.
+        values: values by seed.
+        baseline: values by seed; None for the baseline itself.
     """
     import numpy as np  # noqa: PLC0415
     from scipy import stats  # noqa: PLC0415 - takes a second to import

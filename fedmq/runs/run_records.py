@@ -113,7 +113,7 @@ class OwnHeldOut(Stored):
     Args:
         items: number of held-out pairs of all silos.
         metrics: means over silos, weighted by their items; metrics that every silo has.
-        per_silo: by silo.
+        per_silo: metrics by silo.
         per_silo_mean: unweighted means over silos.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
         missing: why a silo with held-out pairs has no metrics, by silo.
@@ -319,7 +319,7 @@ class RunSummary(Stored):
 
     @property
     def silo_gallery(self) -> Literal["whole", "own"] | None:
-        """What silos' queries retrieved from in runs that did not record it; None where the scenario says so."""
+        """The gallery of silos' queries in runs that did not record it; None if the scenario determines it."""
         return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
 
     @property
@@ -379,8 +379,8 @@ class EvaluationLine(Stored):
     Args:
         kind: ``evaluation``.
         version: version of the model.
-        metrics: on the whole split.
-        per_silo: on each silo's part of the split.
+        metrics: metrics on the whole split.
+        per_silo: metrics on each silo's part of the split.
         wall: as for a merge.
     """
 

@@ -130,7 +130,7 @@ def status_of(text: str) -> StatusFile:
     """The status that a coordinator sent.
 
     Raises:
-        RunError: it is none, e.g. because the coordinator is of another release.
+        RunError: it cannot be read, e.g. because the coordinator is of another release.
     """
     try:
         return StatusFile.model_validate_json(text)

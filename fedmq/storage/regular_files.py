@@ -13,9 +13,10 @@ from typing import BinaryIO
 
 from fedmq.errors import InputError
 
-#: Largest line of a message log or of metrics [bytes]. A coordinator lists the keys of all silos in one line.
+#: Maximum length of a line of a message log or of metrics [bytes]. A coordinator lists the keys of all silos in one
+#: line.
 MAX_LINE = 1 << 22
-#: Largest JSON file [bytes].
+#: Maximum size of a JSON file [bytes].
 MAX_JSON = 1 << 26
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),

@@ -45,7 +45,7 @@ _LONGEST_HELLO_SECONDS = 30.0
 _QUIET_SECONDS = 10.0
 #: Earlier hellos whose late welcomes are recognised.
 _EARLIER_HELLOS = 16
-#: Longest wait of the thread before it checks the clock again [s].
+#: Maximum time that the thread waits before it checks the clock again [s].
 STEP_SECONDS = 0.25
 #: Nothing is hidden.
 _DEFAULTS = Wire()
@@ -61,12 +61,12 @@ class Channel:
     """An authenticated channel to the coordinator that re-establishes itself.
 
     Args:
-        uri: where the coordinator listens.
+        uri: URI at which the coordinator listens.
         identity: name and key of this process.
         accepted: accepted public keys; the coordinator's must be among them.
         run: the run's name.
         log: the message log of this process; only the channel's thread writes it.
-        clock: for liveness.
+        clock: clock for liveness.
         now: the run's time as this process knows it [s].
         forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
             forbidden message is not sealed: its refusal is sent instead.

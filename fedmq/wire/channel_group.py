@@ -28,7 +28,7 @@ class ChannelGroup:
     """Channels that share a thread and a connection.
 
     Args:
-        uri: where the coordinator listens, with the prefix ``shared+``.
+        uri: URI at which the coordinator listens, with the prefix ``shared+``.
         open_channel: ``(name, deliver)``: makes the channel of a peer that delivers what it receives to ``deliver``.
         names: the peers.
     """

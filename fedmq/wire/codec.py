@@ -68,7 +68,7 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
     Args:
         header: the unencrypted header, as bytes or decoded.
         body: the decrypted body; it stays alive as long as a decoded array does.
-        max_body: largest body accepted [bytes].
+        max_body: maximum size of an accepted body [bytes].
 
     Raises:
         RemoteWireError: reason ``malformed``, ``oversized``, ``not_finite`` or ``wire_version``.

@@ -29,7 +29,7 @@ LABEL = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,256}")
 #: A SHA-256 in lower-case hexadecimal.
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
-#: Largest size of each symbolic dimension.
+#: Maximum size of each symbolic dimension.
 DIMENSIONS: Mapping[str, int] = {"n": 1 << 30, "N": 1 << 24, "C": 1 << 20, "d": 1 << 16, "r": 1 << 16}
 U64 = (1 << 64) - 1
 I63 = (1 << 63) - 1

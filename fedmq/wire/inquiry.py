@@ -30,7 +30,7 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
     """Ask a coordinator for the status of its run.
 
     Args:
-        uri: where it listens.
+        uri: URI at which it listens.
         identity: the sender of the inquiry; the coordinator must have accepted this key under this name.
         accepted: accepted public keys, with that of the coordinator.
         patience: time to wait for the answer [s].

@@ -21,7 +21,7 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.fields import NAME
 from fedmq.wire.keys import Identity, accept_key, load_accepted, load_identity, new_key, words
 
-#: Longest request file [bytes].
+#: Maximum size of a request file [bytes].
 _MAX_BYTES = 4096
 _ALLOWED = "a request made by `fedmq keys new`"
 _Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]

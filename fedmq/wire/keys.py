@@ -30,7 +30,7 @@ _ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
 #: Environment variables with the passphrase of an encrypted private key, or with the file that holds it.
 PASSPHRASE_VARIABLE, PASSPHRASE_FILE_VARIABLE = "FEDMQ_KEY_PASSPHRASE", "FEDMQ_KEY_PASSPHRASE_FILE"
 _LONGEST_PASSPHRASE = 1024
-#: Largest key file [bytes].
+#: Maximum size of a key file [bytes].
 _LARGEST_KEY = 4096
 #: Words of a fingerprint, 11 bits each.
 _WORDS = 8

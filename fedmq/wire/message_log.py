@@ -82,7 +82,7 @@ class MessageLog:
     Args:
         path: path of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
         process: name of the process.
-        clock: for the date and time of records.
+        clock: clock for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
         logger: receives every record, too, as a log for operators.
 

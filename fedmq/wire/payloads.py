@@ -99,11 +99,11 @@ _MODALITY = re.compile(r"image|text|both")
 _DTYPE = re.compile(r"float32|uint8|int32|none")
 #: Digest of a frozen encoder, or none.
 ENCODER = re.compile(r"[0-9a-f]{64}|none")
-#: Most label names, and most words of a vocabulary.
+#: Maximum number of label names, and of words in a vocabulary.
 _MOST_LABELS, _MOST_WORDS = 10_000, 50_000
 _SHAPE = Tensor(("int64",), ("r",), low=1, least=0)
 _SCALE = Tensor(("float32",), ("C",), least=0)
-#: Largest status of a run [bytes].
+#: Maximum size of a run's status [bytes].
 MAX_STATUS = 1 << 20
 _RULE = re.compile(r"kinds|fields|bytes_per_payload|bytes_per_message|bytes_in_all")
 _DIGEST = Word(DIGEST)

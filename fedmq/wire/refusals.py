@@ -23,7 +23,7 @@ class RefusalLog:
 
     Args:
         log: the message log of this process.
-        clock: for the windows of one minute.
+        clock: clock for the windows of one minute.
     """
 
     def __init__(self, log: MessageLog, clock: Clock) -> None:

@@ -15,9 +15,9 @@ from fedmq.wire.codec import ALIGNMENT, MAX_BODY, MAX_HEADER, BytesLike, decode_
 from fedmq.wire.messages import Header, Reason
 
 _LENGTHS = 12
-#: Most that the sealed header adds to a body [bytes].
+#: Maximum number of bytes that the sealed header adds to a body.
 MAX_PREFIX = _LENGTHS + MAX_HEADER + ALIGNMENT
-#: Smallest size to which messages are padded [bytes].
+#: Minimum size to which messages are padded [bytes].
 LEAST_PADDED = 4096
 #: Steps between a power of two and the next.
 _STEPS = 4

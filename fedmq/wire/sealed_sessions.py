@@ -55,7 +55,7 @@ class Sealed:
     """A sealed message.
 
     Args:
-        header: as sent, with session and counter.
+        header: header as sent, with session and counter.
         frames: unencrypted header, sealed body.
         tag: the 16-byte GCM tag in hexadecimal, which identifies the message in the logs.
     """
@@ -217,7 +217,7 @@ class Session:
 
         Args:
             frames: unencrypted header, sealed body.
-            max_body: largest body accepted [bytes].
+            max_body: maximum size of an accepted body [bytes].
 
         Raises:
             RemoteWireError: ``malformed``, ``oversized``, ``wire_version``, ``wrong_run``, ``unknown_session``,

@@ -34,7 +34,7 @@ def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> 
     """Count the payloads that each process sent, from its own log, or from the receiver's if its own is missing.
 
     Args:
-        messages: as each end logged them.
+        messages: messages as each end logged them.
         logged: processes whose logs are available.
     """
     found = SentPayloads()

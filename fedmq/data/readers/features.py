@@ -202,7 +202,7 @@ def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
 def _captions(
     path: Path, value: Array | None, text: npt.NDArray[np.float32], present: Present | None
 ) -> npt.NDArray[np.int64]:
-    """Number of captions of each item; 0 for items without text, whatever the file says.
+    """Number of captions of each item; 0 for items without text, even if the file states another number.
 
     Without the key ``captions``, rows of zeros at the end of an item's captions are padding.
     """

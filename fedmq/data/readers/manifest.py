@@ -43,7 +43,7 @@ Record = Mapping[str, object]
 
 def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
     text = read_text(path)
-    # Files of open_clip have tabs, whatever they are called.
+    # Files of open_clip have tabs, whatever their extension.
     tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:
@@ -200,7 +200,7 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
     Args:
         path: the file.
         root: folder that the paths of images are relative to.
-        column: by which the partition assigns the items; None without one.
+        column: column by which the partition assigns the items; None without one.
         strict: refuse unknown fields; otherwise they are ignored.
 
     Raises:
@@ -278,7 +278,7 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
 
     Args:
         path: the file or folder, for error messages.
-        items: by key, in order.
+        items: items by key, in order.
         data: the scenario's data section.
 
     Raises:

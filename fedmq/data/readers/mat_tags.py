@@ -116,7 +116,7 @@ def _matrix(source: _Source, order: str, length: int, depth: int) -> None:
         kind, size, _ = _element(source, order, depth)
         kinds.append(kind)
         used += size
-    # After the flags: dimensions, name, and the values; SciPy looks for missing ones in whatever follows.
+    # After the flags: dimensions, name, and the values; SciPy reads missing ones from the data that follow.
     parts = {_SPARSE: 5, _CHARACTERS: 3}.get(of_class, 3) + bool(bits & _COMPLEX)
     simple = of_class in (_SPARSE, _CHARACTERS) or of_class in _NUMBERS
     if used > length + 7 or (simple and (len(kinds) != parts or _MATRIX in kinds)):

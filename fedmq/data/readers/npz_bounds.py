@@ -17,7 +17,7 @@ from fedmq.storage.regular_files import check_regular
 
 #: Size up to which arrays may be compressed to any degree, as labels are mostly zeros [bytes].
 _FREE_BYTES = 1 << 30
-#: Largest ratio of an array's size to that of its compressed form, beyond that size.
+#: Maximum ratio of an array's size to its compressed size, for larger arrays.
 _MAX_RATIO = 100
 
 

@@ -1,6 +1,6 @@
 """Read Parquet and Arrow files with pictures and captions, as Hugging Face's data sets are stored.
 
-Pictures are read row group by row group when they are needed; only captions and labels are read at once.
+Pictures are read row group by row group when they are needed; only captions and labels are read immediately.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fedmq.storage.file_digests import file_digests
 from fedmq.storage.regular_files import check_regular
 
 ENDINGS = (".parquet", ".arrow")
-#: Largest file [bytes], and most rows of all files.
+#: Maximum size of a file [bytes], and maximum number of rows of all files.
 MAX_FILE, MAX_ROWS = 1 << 40, 50_000_000
-#: Largest row group, as its file states it and as it is decoded [bytes].
+#: Maximum size of a row group, as stated in its file and after decoding [bytes].
 MAX_GROUP = 1 << 31
-#: Largest decoded column of texts [bytes]: an average per row, and a fixed allowance.
+#: Maximum size of a decoded column of texts [bytes]: an average per row, and a fixed allowance.
 MAX_MEAN_TEXT, MAX_MORE_TEXT = 4096, 1 << 26
 _IMAGES = ("image", "img", "picture", "jpg", "png")
 _CAPTIONS = ("captions", "caption", "text", "title", "sentences")

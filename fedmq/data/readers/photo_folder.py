@@ -16,7 +16,7 @@ from fedmq.errors import InputError
 from fedmq.storage.regular_files import check_regular
 
 METADATA = ("metadata.csv", "metadata.jsonl")
-#: Largest text file with the captions of one picture [bytes].
+#: Maximum size of the text file with a picture's captions [bytes].
 MAX_CAPTIONS = 1 << 20
 
 

@@ -23,11 +23,11 @@ from fedmq.storage.cache import key_of
 from fedmq.storage.file_digests import file_digests
 from fedmq.storage.regular_files import check_regular, open_regular
 
-#: Largest archive, and largest picture in one [bytes].
+#: Maximum size of an archive, and of a picture in it [bytes].
 MAX_TAR, MAX_PICTURE = 1 << 40, 1 << 28
-#: Largest header of a file in one [bytes]: its name and attributes.
+#: Maximum size of a file's header in an archive, with its name and attributes [bytes].
 MAX_HEADER = 1 << 20
-#: Largest number of files in one archive.
+#: Maximum number of files in an archive.
 MAX_FILES = 10_000_000
 _ALLOWED = "an uncompressed tar file of webdataset"
 _CAPTIONS = ("captions", "caption", "text")
@@ -107,8 +107,8 @@ class _Sample:
 
     Args:
         image: its picture.
-        captions: in order, as keys.
-        labels: in order, as keys.
+        captions: captions in order, as keys.
+        labels: labels in order, as keys.
     """
 
     image: Member | None = None

@@ -232,8 +232,8 @@ def bind(
     """Open a listener.
 
     Args:
-        uri: where to listen.
-        max_frame: largest accepted frame [bytes].
+        uri: URI on which to listen.
+        max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
         keys: admit only peers with these keys; None admits everyone who reaches the address.

@@ -23,7 +23,7 @@ from fedmq.wire.messages import Reason
 FRAMES = 2
 #: Messages queued per peer and direction before ``send`` waits or returns False.
 QUEUE = 64
-#: Largest frame that a peer may send [bytes]: a body and its tag.
+#: Maximum size of a frame that a peer may send [bytes]: a body and its tag.
 MAX_FRAME = MAX_BODY + 16
 
 FramesT = TypeVar("FramesT", bound=Sequence[BytesLike])
@@ -40,7 +40,7 @@ class Listener(ABC):
     """The end that many peers connect to.
 
     Attributes:
-        uri: where peers connect, with the actual port.
+        uri: URI to which peers connect, with the actual port.
     """
 
     uri: str

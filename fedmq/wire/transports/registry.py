@@ -48,7 +48,8 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: Li
         uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
             ``memory://NAME`` within this process, or a URI of another registered scheme; with the prefix ``shared+``,
             many peers share a connection.
-        max_frame: largest accepted frame [bytes]; a peer that announces a larger one is disconnected before it is read.
+        max_frame: maximum size of an accepted frame [bytes]; a peer that announces a larger one is disconnected before
+            it is read.
         queue: messages queued per peer and direction.
         keys: admit only peers with these keys, on a transport that can; None admits everyone.
 
@@ -69,7 +70,7 @@ def connect(
 
     Args:
         uri: as for :func:`listen`, without ``*``.
-        max_frame: largest accepted frame [bytes].
+        max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per direction.
         keys: keys with which the connection is admitted, on a transport that requires them.
 
@@ -87,7 +88,7 @@ def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) 
 
     Args:
         uri: URI of a listener with the prefix ``shared+``.
-        max_frame: largest accepted frame [bytes].
+        max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per direction, for all peers together.
     """
     return SharedConnection(connect(uri.removeprefix(SHARED), max_frame=max_frame, queue=queue))

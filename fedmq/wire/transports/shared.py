@@ -18,7 +18,7 @@ from fedmq.wire.transports.base import Connection, Listener, check_sendable
 SHARED = "shared+"
 #: Bytes of a branch's number, big endian.
 _NUMBER_BYTES = 2
-#: Most branches of a connection.
+#: Maximum number of branches of a connection.
 MAX_BRANCHES = 1 << 8 * _NUMBER_BYTES
 #: Silos of a connection that keep the usual heartbeat. More beat less often: a thousand silos would send 500 a second.
 _USUAL_BEATS = 16

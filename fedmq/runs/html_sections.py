@@ -145,7 +145,7 @@ def losses(merges: Sequence[MergeLine]) -> list[Figure]:
     for line in merges:
         for silo, loss in line.losses.items():
             by_silo.setdefault(silo, {})[line.version] = loss
-    note = "Shown at the merges that include a reply from the silo. Click a name to hide a silo, double-click to see it alone."
+    note = "At the merges with a reply from the silo. Click a name to hide a silo, double-click to see it alone."
     each = Figure("Training loss of each silo", "round", "loss", note=note)
     for silo, found in sorted(by_silo.items()):
         each.draw("scatter", x=list(found), y=list(found.values()), name=silo, mode="lines+markers", marker={"size": 3})
@@ -158,7 +158,7 @@ def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLin
         "How much silos differ",
         "round",
         "standard deviation of R@1",
-        note="R@1 with each silo's own held-out items as queries. Lower is more even; 0 means that all silos are served equally well.",
+        note="R@1 with each silo's own held-out items as queries. 0 means that all silos are served equally well.",
     )
     shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
     stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
@@ -201,7 +201,7 @@ def _stacked(
     merges: Sequence[MergeLine], weights: Mapping[str, Mapping[int, float]], modalities: Mapping[str, Sequence[str]]
 ) -> Figure:
     """The aggregation weights of all silos, stacked, those with one modality at the top."""
-    note = "Aggregation weight of each silo in a merge; a silo without a reply has none. Silos with one modality are at the top."
+    note = "Weight of each silo in a merge; a silo without a reply has none. Silos with one modality are at the top."
     figure = Figure("Aggregation weights", "round", "weight", note=note)
     versions = [line.version for line in merges]
     for silo in sorted(weights, key=lambda name: (len(modalities[name]) == 1, name)):
@@ -238,7 +238,7 @@ def silos(summary: RunSummary) -> list[Figure]:
         "Retrieval for each silo",
         "",
         "R@1 of the shared model",
-        note="Mean of both directions; the queries are the silo's own held-out items. With few items the metric is uncertain.",
+        note="Mean of both directions; queries are the silo's own held-out items. With few items it is uncertain.",
     )
     busy = Figure("Participation", "", "merged replies", note="Number of each silo's replies that were merged.")
     for kinds, (name, place) in legend.items():

@@ -238,7 +238,7 @@ def silos(summary: RunSummary) -> list[Figure]:
         "Retrieval for each silo",
         "",
         "R@1 of the shared model",
-        note="Mean of both directions; queries are the silo's own held-out items. With few items it is uncertain.",
+        note="Mean of both directions, uncertain with few items; queries are the silo's own held-out items.",
     )
     busy = Figure("Participation", "", "merged replies", note="Number of each silo's replies that were merged.")
     for kinds, (name, place) in legend.items():

@@ -40,6 +40,7 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.runs import html_report, prometheus
+from fedmq.runs.result_digests import result_digests
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
@@ -448,5 +449,6 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
+    loop.log.note(NoteKind.RESULTS, **result_digests(folder))
     html_report.write(folder)
     return summary

@@ -20,7 +20,6 @@ from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.verdict import Evidence, verdict
-from fedmq.cli import main as cli
 from fedmq.cli.audit_output import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -29,6 +28,7 @@ from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
 from tests.adversary_forged_logs import forge, lines, refused_record, rewrite
+from tests.command_line import fedmq
 from tests.threaded_run import resolved
 
 HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")
@@ -138,16 +138,17 @@ def test_an_unfinished_run_has_no_findings(run: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert any("there is no summary.json" in what for _, what in found(run))
     content = lines(run, "coordinator")
-    rewrite(run, "coordinator", content[:-3])  # killed before it logged its release
+    rewrite(run, "coordinator", content[:-4])  # killed before it logged its release
     assert found(run) == []
-    assert '"released"' in content[-3]
+    assert '"released"' in content[-4]
+    assert '"digests of the results"' in content[-3]
     assert '"ended"' in content[-2]
     assert '"signed"' in content[-1]
 
 
 def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-2])  # without its last note and the signature of that
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-3])  # without its last notes and their signature
     assert found(run) == []
 
 
@@ -196,10 +197,7 @@ def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
     assert found(out) == []
     negate_arrays(out / MEMORY)
     assert places(out) == {MEMORY}
-    monkeypatch.setattr("sys.argv", ["fedmq", "audit", str(out)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 3
+    assert fedmq(monkeypatch, "audit", str(out)) == 3
     assert "a memory with digest" in " ".join(capsys.readouterr().out.split())
 
 
@@ -355,7 +353,7 @@ def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytes
     rewrite(run, "coordinator", lines(run, "coordinator")[:-2])  # without its last note, that the run has ended
     negate_arrays(run / "model" / "model.safetensors")
     assert places(run) == {"model/model.safetensors"}
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of its release
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-2])  # and without the notes of its release and results
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in content:
         if line["kind"] == "evaluation":
@@ -375,7 +373,48 @@ def test_figures_that_the_evaluator_never_sent_are_found(run: Path) -> None:
             line["metrics"]["mean_r1"] = 0.99
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
     edit(run / "summary.json", FORGED["metrics"])
-    assert found(run) == [("metrics.jsonl", "the metrics of version 2 are not what the evaluator answered")]
+    assert ("metrics.jsonl", "the metrics of version 2 are not what the evaluator answered") in found(run)
+    assert places(run) == {"metrics.jsonl", "summary.json"}
+
+
+def merges(run: Path, **changes: object) -> None:
+    """Change the first merge in ``metrics.jsonl``."""
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    next(line for line in content if line["kind"] == "merge").update(changes)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+
+
+#: Changes that contradict nothing else in the run folder, nor any message, by file.
+UNCONTRADICTED: list[tuple[str, Callable[[Path], None]]] = [
+    ("metrics.jsonl", lambda run: merges(run, loss=0.0)),
+    ("metrics.jsonl", lambda run: merges(run, now=0.5)),
+    ("metrics.jsonl", lambda run: merges(run, wall="2020-01-01T00:00:00.000+00:00")),
+    ("summary.json", lambda run: edit(run / "summary.json", lambda each: each.update(change=9.0))),
+    ("summary.json", lambda run: edit(run / "summary.json", lambda each: each["seconds"].update(virtual=1.0))),
+    ("summary.json", lambda run: edit(run / "summary.json", lambda each: each["tasks"].update(failed=7))),
+    ("summary.json", lambda run: edit(run / "summary.json", lambda each: each["versions_of"].update(torch="9"))),
+    ("agreement.json", lambda run: edit(run / "agreement.json", lambda each: each.update(run="other"))),
+    ("model/config.json", lambda run: edit(run / "model" / "config.json", lambda each: each.update(label_names=["a"]))),
+    (
+        "scenario.yaml",
+        lambda run: (run / "scenario.yaml").write_text((run / "scenario.yaml").read_text() + "# later\n"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "change"), UNCONTRADICTED)
+def test_a_file_changed_after_the_end_is_found_by_the_coordinators_note(
+    file: str, change: Callable[[Path], object], run: Path
+) -> None:
+    change(run)
+    ((place, what),) = found(run)
+    assert (place, what.split(":")[0]) == (file, "was changed after the run had ended")
+
+
+def test_real_times_and_memory_may_be_completed_after_the_end(run: Path) -> None:
+    edit(run / "summary.json", lambda each: each["seconds"].update(total=99.0, startup=1.0))
+    edit(run / "summary.json", lambda each: each["processes"].update(peak_pss_mb=1.0))
+    assert found(run) == []
 
 
 def test_a_merge_of_a_reply_that_never_arrived_is_found(run: Path) -> None:

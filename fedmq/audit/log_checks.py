@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
 from fedmq.audit.signature_checks import SignatureChecks, SignedLog
 from fedmq.errors import InputError
@@ -134,6 +135,7 @@ class _Logs:
         exchanged: whether any log has a message or a handshake.
         course: facts to compare with the rest of the run folder.
         signed: signatures, and what processes declared at their starts.
+        results: digests of the files of a finished run.
     """
 
     sent: _Frames = field(default_factory=dict)
@@ -144,6 +146,7 @@ class _Logs:
     exchanged: bool = False
     course: LoggedRun = field(default_factory=LoggedRun)
     signed: SignatureChecks = field(default_factory=SignatureChecks)
+    results: ResultChecks = field(default_factory=ResultChecks)
 
 
 def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = None) -> Audit:
@@ -182,6 +185,8 @@ def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = No
     data = None if released is None else released[1].facts.get("data_digest")
     scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
     result.findings += [Finding(*each) for each in found.signed.compare(scenario, data, accepted, finished=ended)]
+    known = {finding.place for finding in result.findings}
+    result.findings += [Finding(*each) for each in found.results.differences(RunFolder(folder), known)]
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
@@ -303,6 +308,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, found: 
         found.named.setdefault(name, place)
     found.course.take(process, place, record)
     found.signed.take(process, place, record)
+    found.results.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1

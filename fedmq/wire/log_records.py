@@ -40,6 +40,8 @@ class NoteKind(StrEnum):
     AGREED = "the silos agreed on labels and inputs"
     ENDED = "ended"
     RELEASED = "released"
+    #: SHA-256 of the files of a finished run, by name.
+    RESULTS = "digests of the results"
     # About silos and their tasks, written by the coordinator.
     EXPELLED = "expelled"
     PEER_LOST = "peer lost"

@@ -24,6 +24,11 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (unit(a) * unit(b)).sum(-1)
 
 
+def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
+    """Zero, the base loss of items that are trained on a method's further terms alone."""
+    return torch.zeros(())
+
+
 def info_nce(image: Tensor, text: Tensor, tau: float) -> Tensor:
     """Symmetric InfoNCE over a batch (RCSR eq 2); exactly 0 for a batch of one.
 

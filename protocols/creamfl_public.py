@@ -39,6 +39,7 @@ from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
 from protocols._aggregation import as_tensor
+from protocols._losses import nothing
 from protocols._options import check, refuse_other_bases
 from protocols.creamfl import LAST, Weights, contrasts, distillation
 
@@ -106,11 +107,6 @@ def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) ->
 def ensemble(representations: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over silos for each item: [M, N, d] and [M, N] -> [N, d] (CreamFL)."""
     return (weights[..., None] * representations).sum(0)
-
-
-def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
-    """Zero base loss: public pairs are trained on the contrasts alone."""
-    return torch.zeros(())
 
 
 class CreamFlPublic(FederatedProtocol):

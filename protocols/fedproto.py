@@ -38,6 +38,7 @@ from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
 from protocols import _aggregation, _class_prototypes, _personal_model, _training, fedavg
 from protocols._class_prototypes import Shared
+from protocols._losses import nothing
 from protocols._options import check
 
 
@@ -90,11 +91,6 @@ def fused(shared: Shared) -> Shared:
     rows = torch.stack([shared.image, shared.text]) * valid[..., None]
     mean, either = rows.sum(0) / valid.sum(0).clamp(min=1)[:, None], valid.any(0)
     return Shared(mean, mean, either, either)
-
-
-def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
-    """Zero base loss, for silos without one, e.g. with a single modality under InfoNCE."""
-    return torch.zeros(())
 
 
 class FedProto(FederatedProtocol):

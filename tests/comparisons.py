@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fedmq.cli import compare as cli_compare
-from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.experiments import grid as planning
@@ -92,13 +88,6 @@ def studied(tiny: Path, tmp_path: Path) -> Study:
             finished.setdefault(row.name, {})[seed] = results.read(folder)
     del finished["rcsr, silos.count=50"][2]
     return plan, made_rows.rows(plan, {row.name: () for row in rows}, finished)
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 ROOTS = cli_compare.Roots(

@@ -17,11 +17,11 @@ import yaml
 from PIL import Image
 
 import fedmq
-from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.retrieval import gallery as galleries
 from fedmq.retrieval.nearest import flat_index, nearest
 from fedmq.retrieval.released_model import open_model, open_release
+from tests import command_line
 from tests.threaded_run import resolved, run
 
 RNG = np.random.default_rng(3)
@@ -212,10 +212,7 @@ def test_faiss_and_numpy_rank_alike(binary: bool) -> None:
 
 
 def search(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", "search", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
+    return command_line.fedmq(monkeypatch, "search", *arguments)
 
 
 @pytest.mark.slow

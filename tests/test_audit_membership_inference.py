@@ -18,12 +18,12 @@ from sklearn.metrics import roc_auc_score, roc_curve
 
 import protocols
 from fedmq.audit import membership_inference
-from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.retrieval import gallery, pr_curves
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from tests import in_process_run, threaded_run
+from tests.command_line import fedmq
 
 HASHING = "objective={base: dcmh, bits: 12, hidden: 16}"
 # Few distinct values, so that ties occur.
@@ -222,13 +222,6 @@ def test_a_release_swapped_together_with_its_configuration_is_not_opened(tmp_pat
 
 
 # -------------------------------------------------------------------------------------------------- the command line
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def run_of_rcsr_p(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of RCSR-p with its message logs."""

@@ -20,7 +20,6 @@ from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.verdict import Evidence, verdict
-from fedmq.cli import main as cli
 from fedmq.cli.audit_output import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -29,6 +28,7 @@ from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
 from tests.adversary_forged_logs import forge, lines, refused_record, rewrite
+from tests.command_line import fedmq
 from tests.threaded_run import resolved
 
 HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")
@@ -197,10 +197,7 @@ def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
     assert found(out) == []
     negate_arrays(out / MEMORY)
     assert places(out) == {MEMORY}
-    monkeypatch.setattr("sys.argv", ["fedmq", "audit", str(out)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 3
+    assert fedmq(monkeypatch, "audit", str(out)) == 3
     assert "a memory with digest" in " ".join(capsys.readouterr().out.split())
 
 

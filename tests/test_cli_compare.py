@@ -21,7 +21,8 @@ from fedmq.config import loader as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder
-from tests.comparisons import ROOTS, comparison_file, fedmq, finish
+from tests.command_line import fedmq
+from tests.comparisons import ROOTS, comparison_file, finish
 from tests.threaded_run import resolved, run
 
 ROOT = Path(__file__).parent.parent

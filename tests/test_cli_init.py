@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from fedmq.cli import main as cli
 from fedmq.config.loader import load
 from fedmq.errors import InputError
 from tests import data_set_folders
+from tests.command_line import fedmq
 from tests.test_data_readers_photo_collections import FORMS
 
 COLOURS = ("red", "green", "blue")
@@ -22,13 +21,6 @@ COLOURS = ("red", "green", "blue")
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def photos(folder: Path, count: int) -> Path:

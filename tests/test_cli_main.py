@@ -25,14 +25,7 @@ from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line in this process and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
+from tests.command_line import fedmq
 
 
 @pytest.mark.slow

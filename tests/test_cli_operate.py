@@ -10,22 +10,14 @@ from typing import Any
 import pytest
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.runs import prometheus
 from fedmq.runs.prune import plan_pruning, prune
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
+from tests.command_line import fedmq
 from tests.in_process_run import run
 from tests.threaded_run import resolved
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Run a command; returns its exit code."""
-    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(str(ended.value.code or 0))
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import main as cli
 from fedmq.config.loader import read_yaml
+from tests.command_line import fedmq
 from tests.in_process_run import run
 from tests.threaded_run import resolved
 
 INLINE = ("--set", "launcher=inline")
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Run a command; returns its exit code."""
-    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(str(ended.value.code or 0))
 
 
 def digest(out: Path) -> str:

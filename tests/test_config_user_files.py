@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 import protocols
-from fedmq.cli import main as cli
 from fedmq.config import registry, user_files
 from fedmq.config.resolve import Source, read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from tests import data_set_folders, in_process_run
+from tests.command_line import fedmq
 from tests.printed_code import ROOT, file_under
 from tests.threaded_run import resolved
 
@@ -29,13 +29,6 @@ METHOD = file_under(PAGE, "A method")
 OBJECTIVE = file_under(PAGE, "An objective")
 DATA_SET = file_under(PAGE, "A data set").replace("Draw(queries=1000)", "Draw(4, 2)")
 MARKED = "from pathlib import Path\nPath({path!r}).touch()\n"
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 @pytest.fixture

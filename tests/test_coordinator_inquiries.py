@@ -12,7 +12,6 @@ import pytest
 
 from coordinator.inquiries import Inquiries
 from coordinator.program import CoordinatorArguments, run_coordinator
-from fedmq.cli import main as cli
 from fedmq.clock import WallClock
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.runs.status import SiloPhase, status_of
@@ -23,6 +22,7 @@ from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, read_l
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN
 from fedmq.wire.payloads import MAX_STATUS
+from tests.command_line import fedmq
 from tests.threaded_run import resolved, run_of
 
 
@@ -54,14 +54,6 @@ def uri(tiny: Path, keys: Path) -> Iterator[str]:
     yield found[0]
     over.set()
     thread.join()
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Run a command; returns its exit code."""
-    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(str(ended.value.code or 0))
 
 
 def test_a_silo_and_an_operator_learn_the_status(

@@ -15,7 +15,8 @@ from fedmq.cli import compare as cli_compare
 from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
 from fedmq.experiments import spec_file, tune_file
-from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
+from tests.command_line import fedmq
+from tests.comparisons import ROOTS, comparison_file, resolve
 
 
 @pytest.fixture

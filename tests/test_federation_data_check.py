@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import yaml
 from rich.console import Console
 
-from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
@@ -25,6 +23,7 @@ from fedmq.federation import data_check
 from fedmq.federation.population import build_population
 from fedmq.progress import Progress
 from tests import data_set_folders
+from tests.command_line import fedmq
 from tests.test_data_extract import tiny_clip
 
 pytest.importorskip("PIL")
@@ -39,13 +38,6 @@ def scenario(folder: Path, data: dict[str, Any], objective: str = "djsrh") -> Pa
         "objective": objective,
     }  # fmt: skip
     return data_set_folders.write(folder / "disk.yaml", yaml.safe_dump(content))
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import protocols
-from fedmq.cli import main as cli
 from fedmq.config.options import without_effect
 from fedmq.config.scenario import Objective
 from protocols import _personal_adapter
 from protocols._personal_model import OWN
+from tests.command_line import fedmq
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
 
@@ -146,10 +146,7 @@ def test_the_command_line_prints_the_hint_once_and_runs(
 ) -> None:
     name, *options = command
     settings = ["--set", "rounds=1", "--set", "protocol={name: rcsr, minimax: false, lambda_p: 0.4}", "--quiet"]
-    monkeypatch.setattr("sys.argv", ["fedmq", name, str(tiny), "--out", str(tmp_path / "out"), *settings, *options])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert not caught.value.code
+    assert fedmq(monkeypatch, name, str(tiny), "--out", str(tmp_path / "out"), *settings, *options) == 0
     line = "warning protocol.lambda_p: 0.4 has no effect with personal: none"
     assert capfd.readouterr().err.splitlines().count(line) == 1
 

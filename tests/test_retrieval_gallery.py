@@ -18,7 +18,6 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Backbone, Data, Scenario
 from fedmq.data.prepare import prepare
@@ -35,6 +34,7 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
+from tests.command_line import fedmq
 from tests.threaded_run import resolved, run
 
 faiss = pytest.importorskip("faiss")
@@ -385,13 +385,6 @@ def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:
     write_json(embeddings.run.model / "config.json", {**embeddings.config.plain(), "layout_digest": "0" * 64})
     with pytest.raises(InputError, match="another model"):
         export(open_release(embeddings.run.root))
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def test_the_command_prints_the_search_results(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import fedmq
-from fedmq.cli import main as cli
 from fedmq.config import loader
 from fedmq.config.scenario import Objective
 from fedmq.config.sections import Modality
@@ -21,6 +19,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.models.build import build_towers
 from fedmq.retrieval import model_export
 from fedmq.retrieval.released_model import described, open_model
+from tests import command_line
 from tests.test_data_extract import tiny_clip
 from tests.threaded_run import run
 
@@ -46,10 +45,7 @@ def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def export(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", "export", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
+    return command_line.fedmq(monkeypatch, "export", *arguments)
 
 
 @pytest.mark.parametrize("what", ["embeddings", "codes", "a query bank"])

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.evaluation import label_metrics
 from fedmq.retrieval import pr_curves
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs import find_runs
 from tests import threaded_run
+from tests.command_line import fedmq
 
 HASHING = (
     "protocol=fedavg",
@@ -53,10 +53,7 @@ def test_the_command_writes_one_table_and_one_page_for_all_runs(
     hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(hashing, tmp_path / "there" / "run")
-    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(hashing), str(other), "--top", "1,5", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
+    assert fedmq(monkeypatch, "curves", hashing, other, "--top", "1,5", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert set(said["runs"]) == {f"run ({hashing})", f"run ({other})"}
     rows = list(csv.DictReader((hashing / "curves" / "curves.csv").open()))
@@ -129,20 +126,17 @@ def test_each_row_of_a_comparison_is_the_mean_over_its_seeds(tiny: Path, hashing
 def test_the_command_reads_the_folder_of_a_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fedmq(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["fedmq", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 0
+    def said_by(*words: str) -> str:
+        assert fedmq(monkeypatch, *words) == 0
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
     settings = [word for setting in HASHING[1:] for word in ("--set", setting)]
     rows = "set={name: a row, protocol: fedavg},{name: alone, protocol: local}"
-    fedmq("compare", str(tiny), *settings, "--vary", rows, "--zero-shot", "--seeds", "0,1", "--out", "compared")
+    said_by("compare", str(tiny), *settings, "--vary", rows, "--zero-shot", "--seeds", "0,1", "--out", "compared")
     listed = list(csv.DictReader(Path("compared/runs.csv").read_text().splitlines()))
     assert {row["name"] for row in listed} == {"a row", "alone", "zero-shot"}
-    said = json.loads(fedmq("curves", "compared", "--json"))["runs"]
+    said = json.loads(said_by("curves", "compared", "--json"))["runs"]
     # Neither methods without a trained shared model nor the untrained row: its folder holds the trained model.
     assert said.keys() == {"a row"}
     folders = [Path(row["folder"]) for row in listed if row["name"] == "a row"]
@@ -151,13 +145,10 @@ def test_the_command_reads_the_folder_of_a_comparison(
     assert {row["run"] for row in csv.DictReader(Path("compared/curves/curves.csv").read_text().splitlines())} == {
         "a row"
     }
-    assert json.loads(fedmq("tsne", "compared", "--json"))["points"].keys() == {"a row"}
-    said = json.loads(fedmq("curves", "compared", "--silo", "silo-00", "--json"))["runs"]
+    assert json.loads(said_by("tsne", "compared", "--json"))["points"].keys() == {"a row"}
+    said = json.loads(said_by("curves", "compared", "--silo", "silo-00", "--json"))["runs"]
     assert said.keys() == {"alone silo-00"}
-    monkeypatch.setattr("sys.argv", ["fedmq", "curves", "compared", "--silo", "nobody"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
+    assert fedmq(monkeypatch, "curves", "compared", "--silo", "nobody") == 2
     assert "fedmq: --silo: found 'nobody'" in capsys.readouterr().err
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 import protocols
 from coordinator.final_request import final_evaluation_request
-from fedmq.cli import main as cli
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import recall
@@ -28,6 +26,7 @@ from fedmq.wire.payloads import Delta, PartialDelta
 from protocols import fedscmr
 from silos.personal_model import personal_model_of
 from tests import in_process_run
+from tests.command_line import fedmq
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
@@ -232,13 +231,6 @@ def test_silos_have_separate_galleries(local: Path) -> None:
     assert export(opened(local, "silo-00")).folder == one.folder
     found = search.find(opened(local, "silo-00"), search.Query(item="000007"), among="images", top=1)
     assert found.gallery.folder == one.folder and found.hits[0].item == "000007"
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def test_the_commands_accept_a_silo(

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.retrieval import tsne
 from fedmq.retrieval.released_model import Release, open_release
 from tests import threaded_run
+from tests.command_line import fedmq
 from tests.test_retrieval_pr_curves import HASHING
 from tests.test_runs_html_figures import titles
 
@@ -92,10 +92,7 @@ def test_the_command_writes_a_table_and_a_page(
 ) -> None:
     root = release.run.root
     other = shutil.copytree(root, tmp_path / "another")
-    monkeypatch.setattr("sys.argv", ["fedmq", "tsne", str(root), str(other), "--side", "image", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
+    assert fedmq(monkeypatch, "tsne", str(root), str(other), "--side", "image", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     rows = list(csv.DictReader((root / "tsne" / "tsne.csv").open()))
     assert said["points"] == {name: sum(row["run"] == name for row in rows) for name in ("run", "another")}

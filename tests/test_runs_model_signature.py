@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.runs.model_signature import SIGNATURE, sign_model, verify_model
 from fedmq.wire.keys import init_keys, load_identity
+from tests.command_line import fedmq
 
 
 @pytest.fixture
@@ -28,13 +27,6 @@ def model(tmp_path: Path) -> Path:
     for name in ("config.json", "model.safetensors", "README.md", "onnx/image.onnx"):
         (folder / name).write_text(f"content of {name}")
     return folder
-
-
-def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def test_a_signed_folder_is_verified_also_after_a_search(

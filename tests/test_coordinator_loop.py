@@ -41,7 +41,18 @@ def test_the_summary_has_all_its_fields(reference: tuple[Path, dict[str, object]
     out, _ = reference
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
-        *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
+        *(
+            "protocol",
+            "scenario",
+            "seed",
+            "rounds",
+            "versions",
+            "model_digest",
+            "metrics",
+            "per_silo",
+            "fairness",
+            "change",
+        ),
         *(
             "data_digest",
             "evaluated",

@@ -523,4 +523,5 @@ def test_a_transport_that_lacks_a_method_cannot_be_instantiated() -> None:
 def test_a_name_that_this_machine_does_not_know_cannot_be_bound() -> None:
     with pytest.raises(InputError, match=r"nowhere\.invalid:5555: found 'the name nowhere\.invalid, which is unknown"):
         listen("tcp://nowhere.invalid:5555")
-    listen("tcp://lo:*").close()  # the name of an interface
+    if "lo" in [name for _, name in socket.if_nameindex()]:
+        listen("tcp://lo:*").close()

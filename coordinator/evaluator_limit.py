@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Default limit: a multiple of the longest time until an answer, and the minimum of the default limit [s].
-_FACTOR, _LEAST = 10.0, 600.0
+_FACTOR, LEAST_SECONDS = 10.0, 600.0
 #: Time after which the display names the evaluator: a factor times its longest time, and a fixed minimum [s].
 _NAMED_FACTOR, _NAMED_LEAST = 2.0, 30.0
 
@@ -46,7 +46,7 @@ class EvaluatorLimit:
     @property
     def limit(self) -> float:
         """Real time after which the evaluator is given up [s]."""
-        return max(_LEAST, _FACTOR * self._longest) if self._limit is None else self._limit
+        return max(LEAST_SECONDS, _FACTOR * self._longest) if self._limit is None else self._limit
 
     def seconds(self, now: float) -> float:
         """Real time without an answer [s]; 0 if it owes none."""

@@ -112,7 +112,9 @@ class StatusReport:
             self._written, self.latest = now, self._file(rounds, seen, now)
             # A run does not depend on this file: if the disk is full, the next checkpoint reports it.
             with contextlib.suppress(FedmqError):
-                write_json(self._run_context.folder.status, self.latest.model_dump(mode="json"))
+                write_json(
+                    self._run_context.folder.status, self.latest.model_dump(mode="json", exclude={"coordinator"})
+                )
 
     def _meaningful(self) -> dict[str, float]:
         """The latest metrics without recalls that every model reaches."""

@@ -340,7 +340,7 @@ def train_epochs(
         for epoch in range(start, training.local_epochs):
             before, seen_before = total.clone(), seen
             steps = work.steps(epoch, generator)
-            seen, moved = _train_epoch(local, steps, optimisers, base, change, (total, seen, moved), extra, lambda_s)
+            seen, moved = train_epoch(local, steps, optimisers, base, change, (total, seen, moved), extra, lambda_s)
             if snapshots is not None and epoch + 1 < training.local_epochs:
                 snapshots.keep(epoch + 1, total, seen)
     model.zero_grad()  # gradients may be views of `change`, which is overwritten next
@@ -353,7 +353,7 @@ def train_epochs(
     return TrainingResult(delta, mean, last)
 
 
-def _train_epoch(
+def train_epoch(
     local: Local,
     steps: Iterator[Step],
     optimisers: Mapping[str, FusedOptimiser],

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedmq.cli import data
 from fedmq.cli.main import app
 
 
@@ -17,7 +16,7 @@ def test_an_interrupted_extraction_says_that_the_same_command_continues(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data, "_extract", interrupted)
+    monkeypatch.setattr("fedmq.data.prepare.prepare", interrupted)
     done = CliRunner().invoke(app, ["data", "features", str(tiny)])
     assert done.exit_code == 1
     assert capfd.readouterr().err.endswith("fedmq: interrupted; repeat the command to continue\n")

@@ -48,7 +48,7 @@ class Silent:
 
         monkeypatch.setattr(Evaluator, "evaluate", answering)
         monkeypatch.setattr(program, "summary_of", summary_then_released)
-        monkeypatch.setattr(evaluator_limit, "_LEAST", 0.5)
+        monkeypatch.setattr(evaluator_limit, "LEAST_SECONDS", 0.5)
 
 
 def evaluated(folder: Path) -> list[int]:

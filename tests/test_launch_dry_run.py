@@ -16,6 +16,7 @@ from tests import in_process_run
 from tests.threaded_run import resolved
 
 
+@pytest.mark.slow
 def test_the_estimates_of_traffic_hold_for_the_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli.app, ["scenario", str(tiny), "--check", "--quiet", "--set", "participation=1"])

@@ -53,6 +53,8 @@ def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
     assert "begun &lt;b&gt;" in page.text
     assert "<b>" not in page.text.split("<tbody>")[1].split("</tbody>")[0]
     assert "no run" not in page.text
+    begun = page.text.split("begun &lt;b&gt;</a>")[1].split("</tr>")[0]
+    assert ">rcsr</td>" in begun and "not started" in begun
     assert 'value="link"' not in page.text
     report = httpx.get(f"{board}/run/done", params={"token": TOKEN})
     assert "Retrieval on the held-out split" in report.text

@@ -39,7 +39,7 @@ def test_an_interrupted_task_gives_the_same_reply(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: tuple[str, ...], epochs: int
 ) -> None:
     settings = (*method, *SETTINGS)
-    trained, done, kill_at = _training._train_epoch, [0], [-1]
+    trained, done, kill_at = _training.train_epoch, [0], [-1]
 
     def killing(*arguments: object) -> tuple[int, bool]:
         if done[0] == kill_at[0]:
@@ -48,7 +48,7 @@ def test_an_interrupted_task_gives_the_same_reply(
         done[0] += 1
         return trained(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_training, "_train_epoch", killing)
+    monkeypatch.setattr(_training, "train_epoch", killing)
     whole = run(resolved(tiny, *settings), tmp_path / "whole").summary
     assert whole is not None
     all_epochs = done[0]

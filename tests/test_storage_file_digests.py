@@ -26,13 +26,13 @@ def made(path: Path, content: bytes) -> Path:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    seen, read = list[Path](), digests._digest
+    seen, read = list[Path](), digests.read_digest
 
     def note(path: Path) -> object:
         seen.append(path)
         return read(path)
 
-    monkeypatch.setattr(digests, "_digest", note)
+    monkeypatch.setattr(digests, "read_digest", note)
     return seen
 
 

@@ -42,7 +42,7 @@ _OTHER_MEMORY, _SILO_MEMORY, _COPIES = 850 << 20, 25 << 20, 8
 #: Memory by which a process grows in its first training step, whatever the model [bytes].
 _STEP_MEMORY = 80 << 20
 #: How far estimates and runs may differ, as measured by the benchmark.
-TOLERANCE = "time within a factor of 1.5, memory within 30 %, traffic within 5 %"
+TOLERANCE = "time within a factor of 1.5 if the load stays the same, memory within 30 %, traffic within 5 %"
 
 
 class _NotExtractedError(Exception):
@@ -280,7 +280,7 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     basis = (
         f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
     )
-    yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults and other load are not considered"
+    yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
 
 
 def _duration(seconds: float) -> str:

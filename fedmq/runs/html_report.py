@@ -119,7 +119,7 @@ def _facts(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.seconds.virtual is not None:
         found.append((f"{summary.seconds.virtual:.0f} s", "virtual time, simulated from the scenario's cost"))
     if "worst_r1" in summary.fairness:
-        found.append((f"{summary.fairness['worst_r1']:.3f}", "R@1 of the silo served worst"))
+        found.append((f"{summary.fairness['worst_r1']:.3f}", "R@1 of the worst-served silo"))
     return found
 
 

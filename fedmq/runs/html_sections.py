@@ -22,7 +22,7 @@ _REPORTED: Mapping[str, tuple[str, str, str]] = {
     "weight_entropy": (
         "Entropy of the aggregation weights",
         "nats",
-        "High: all replies count alike. Low: a few replies dominate the merge.",
+        "High: all replies count equally. Low: a few replies dominate the merge.",
     ),
     "weight_largest": ("Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."),
     "weight_single": (
@@ -145,7 +145,7 @@ def losses(merges: Sequence[MergeLine]) -> list[Figure]:
     for line in merges:
         for silo, loss in line.losses.items():
             by_silo.setdefault(silo, {})[line.version] = loss
-    note = "At the merges with a reply from it. Click a name to hide a silo, double-click to see it alone."
+    note = "At the merges with a reply from the silo. Click a name to hide a silo, double-click to see it alone."
     each = Figure("Training loss of each silo", "round", "loss", note=note)
     for silo, found in sorted(by_silo.items()):
         each.draw("scatter", x=list(found), y=list(found.values()), name=silo, mode="lines+markers", marker={"size": 3})
@@ -158,7 +158,7 @@ def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLin
         "How much silos differ",
         "round",
         "standard deviation of R@1",
-        note="R@1 with each silo's own held-out items as queries. Lower is more even; 0 means they are served alike.",
+        note="R@1 with each silo's own held-out items as queries. 0 means that all silos are served equally well.",
     )
     shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
     stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
@@ -187,7 +187,7 @@ def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]
     for key, values in found.items():
         if key[len("weight_") :] in modalities:
             continue
-        usual = (key.replace("_", " ").capitalize(), key.replace("_", " "), "As the method reports it of each merge.")
+        usual = (key.replace("_", " ").capitalize(), key.replace("_", " "), "Reported by the method for each merge.")
         title, unit, note = _REPORTED.get(key, usual)
         figure = Figure(title, "round", unit, note=note)
         # Markers, because a line does not show a single value.
@@ -201,7 +201,7 @@ def _stacked(
     merges: Sequence[MergeLine], weights: Mapping[str, Mapping[int, float]], modalities: Mapping[str, Sequence[str]]
 ) -> Figure:
     """The aggregation weights of all silos, stacked, those with one modality at the top."""
-    note = "Share of each silo in a merge; a silo without a reply has none. Silos with one modality stand at the top."
+    note = "Weight of each silo in a merge; a silo without a reply has none. Silos with one modality are at the top."
     figure = Figure("Aggregation weights", "round", "weight", note=note)
     versions = [line.version for line in merges]
     for silo in sorted(weights, key=lambda name: (len(modalities[name]) == 1, name)):
@@ -217,7 +217,7 @@ def staleness(merges: Sequence[MergeLine]) -> Figure | None:
     found = [(line.version, value) for line in merges for value in line.staleness]
     if not any(value for _, value in found):
         return None
-    note = "Number of merges between the model a silo trained from and the merge of its reply. 0 is a fresh reply."
+    note = "Number of merges between the model that a silo started from and the merge of its reply. 0 is a fresh reply."
     figure = Figure("Staleness of the merged replies", "round", "merges", note=note)
     mean = {line.version: sum(line.staleness) / len(line.staleness) for line in merges if line.staleness}
     x, y = [version for version, _ in found], [value for _, value in found]
@@ -238,9 +238,9 @@ def silos(summary: RunSummary) -> list[Figure]:
         "Retrieval for each silo",
         "",
         "R@1 of the shared model",
-        note="Mean of both directions; the queries are the silo's own held-out items. Few make the figure uncertain.",
+        note="Mean of both directions, uncertain with few items; queries are the silo's own held-out items.",
     )
-    busy = Figure("Participation", "", "merged replies", note="Replies of each silo that were merged.")
+    busy = Figure("Participation", "", "merged replies", note="Number of each silo's replies that were merged.")
     for kinds, (name, place) in legend.items():
         rows = [place_ for place_, entry in enumerate(entries) if tuple(sorted(entry.modalities)) == kinds]
         if not rows:

@@ -62,7 +62,7 @@ def page(folders: Sequence[RunFolder]) -> str:
         ("rounds", *(str(run.summary.versions) for run in runs)),
         ("silos", *(str(len(run.summary.per_silo)) for run in runs)),
         (
-            "R@1 of the silo served worst",
+            "R@1 of the worst-served silo",
             *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
         ),
         ("payload from the silos [MB]", *(f"{sum(run.summary.bytes.up.values()) / 1e6:,.1f}" for run in runs)),

@@ -202,7 +202,7 @@ def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure
     tasks = list(facts.tasks.values())
     if not tasks and not facts.incidents:
         return None
-    note = "A bar is a task: from the time it was sent until its reply arrived. Gaps are waiting. Drag to zoom in."
+    note = "A bar is a task: from the time it was sent until its reply arrived. Gaps are waiting time. Drag to zoom in."
     if len(tasks) > _MOST_TASKS:
         half = _MOST_TASKS // 2
         tasks = [*tasks[:half], *tasks[-half:]]

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from fedmq.config.loader import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
 from fedmq.extras import package
@@ -190,8 +191,8 @@ class RunRow:
 
     Args:
         name: name of its folder.
-        method: training method; empty while it is not known.
-        seed: seed of the run; None while it is not known.
+        method: training method.
+        seed: seed of the run.
         state: ``finished``, or the phase of a run that is in progress or was stopped.
         round: number of merges.
         metrics: value by name of a few metrics.
@@ -200,7 +201,7 @@ class RunRow:
 
     name: str
     method: str
-    seed: int | None
+    seed: int
     state: str
     round: int
     metrics: dict[str, float]
@@ -226,11 +227,13 @@ def _row(folder: RunFolder) -> RunRow:
         written = folder.summary.stat().st_mtime
         metrics = _brief(meaningful(summary.metrics, gallery_of(summary)))
         return RunRow(name, summary.protocol, summary.seed, "finished", summary.versions, metrics, written)
+    scenario = load(folder.scenario)
+    method, seed = scenario.protocol.label, scenario.seed
     if folder.status.is_file():
         status = read_status(folder.status)
         metrics = _brief(status.metrics)
-        return RunRow(name, "", None, status.phase, status.round, metrics, folder.status.stat().st_mtime)
-    return RunRow(name, "", None, "not started", 0, {}, folder.scenario.stat().st_mtime)
+        return RunRow(name, method, seed, status.phase, status.round, metrics, folder.status.stat().st_mtime)
+    return RunRow(name, method, seed, "not started", 0, {}, folder.scenario.stat().st_mtime)
 
 
 def board_app(root: Path, token: str) -> Any:

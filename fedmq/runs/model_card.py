@@ -140,7 +140,9 @@ def onnx_contents(config: ReleaseConfig) -> str:
         )
     name = config.backbone.get("name")
     if name == "features":
-        made = "Their inputs are feature vectors of the kind that the training data hold; no program here makes them."
+        made = (
+            "Their inputs are feature vectors like those of the training data; fedmq has no program that computes them."
+        )
     else:
         made = f"Their inputs are the vectors of the frozen encoder {name}: it must run before them."
     return f"image.onnx and text.onnx of `fedmq export --onnx` hold the trained part only. {made}"

@@ -34,7 +34,7 @@ def _identity(path: Path) -> Identity:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
-def _digest(path: Path) -> tuple[Identity, str]:
+def read_digest(path: Path) -> tuple[Identity, str]:
     """A file's identity before it was read, and its digest.
 
     Raises:
@@ -119,7 +119,7 @@ def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lam
                 except (OSError, ValueError):
                     known.append(None)  # reading it reports the reason
             unknown = [path for path, digest in zip(part, known, strict=True) if digest is None]
-            read = list(pool.map(_digest, unknown))
+            read = list(pool.map(read_digest, unknown))
             memory.keep([(os.fsencode(path), *each) for path, each in zip(unknown, read, strict=True)])
             fresh = iter(read)
             found += [next(fresh)[1] if digest is None else digest for digest in known]

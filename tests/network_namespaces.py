@@ -38,6 +38,7 @@ class Network:
     def __init__(self, machines: Sequence[str]) -> None:
         self._number = {machine: place for place, machine in enumerate(machines, 1)}
         self._id = f"fq{os.getpid() % 10_000}"
+        self._switch = f"{self._id}s"
 
     def address(self, machine: str) -> str:
         """A machine's address."""
@@ -49,7 +50,7 @@ class Network:
 
     def set_link(self, machine: str, *, up: bool) -> None:
         """Cut or restore a machine's only link."""
-        _ip("link", "set", f"{self._id}v{self._number[machine]}", "up" if up else "down")
+        _ip("-n", self._switch, "link", "set", f"v{self._number[machine]}", "up" if up else "down")
 
     def cut(self, machine: str, seconds: float) -> None:
         """Cut a machine's link for a while."""
@@ -67,20 +68,20 @@ class Network:
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         """The network exists while the block runs."""
-        bridge = f"{self._id}b"
-        _ip("link", "add", bridge, "type", "bridge")
+        # The bridge has a namespace of its own, where this machine's firewall (Docker's, say) does not filter.
+        _ip("netns", "add", self._switch)
         try:
-            _ip("link", "set", bridge, "up")
+            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "bridge", "up")
             for number in self._number.values():
-                space, outer = f"{self._id}n{number}", f"{self._id}v{number}"
+                space, outer = f"{self._id}n{number}", f"v{number}"
                 _ip("netns", "add", space)
-                _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
-                _ip("link", "set", outer, "master", bridge, "up")
+                _ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", outer, "netns", self._switch)
+                _ip("-n", self._switch, "link", "set", outer, "master", "bridge", "up")
                 _ip("-n", space, "address", "add", f"{SUBNET}.{number}/24", "dev", "eth0")
                 _ip("-n", space, "link", "set", "eth0", "up")
                 _ip("-n", space, "link", "set", "lo", "up")
             yield
         finally:
-            for number in self._number.values():
-                subprocess.run(["ip", "netns", "delete", f"{self._id}n{number}"], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
+            for space in (*(f"{self._id}n{number}" for number in self._number.values()), self._switch):
+                subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)

@@ -40,7 +40,7 @@ from tests.command_line import fedmq
         (["silos.count=101", "missing_modality.silos={}"], "silos.count"),
         (["partition.clusters=500"], "partition.clusters"),
         (["data.path=nowhere.npz"], "nowhere.npz"),
-        (["data.name=flickr8"], "--set data.name: found 'flickr8', allowed: did you mean flickr8k?"),
+        (["data.name=flickr8"], "--set data.name: found 'flickr8', allowed: did you mean flickr8k, "),
         (["data.path=README.md"], "README.md"),
         (["device=cuda:99"], "cuda:99"),
         (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -23,7 +22,7 @@ from fedmq.config.sections import Name
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.storage.logs import LogOptions
-from fedmq.storage.run_folder import RunFolder, write_atomically
+from fedmq.storage.run_folder import RunFolder, write_bytes
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments
@@ -262,8 +261,4 @@ def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], plac
         if not (out / file.path).parent.resolve().is_relative_to(root):
             raise InputError(f"{place}: files", file.path, "a path without links out of the run folder")
     for file in files:
-        write_atomically(out / file.path, partial(_write, file.content))
-
-
-def _write(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
+        write_bytes(out / file.path, file.content)

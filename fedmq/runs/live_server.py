@@ -168,21 +168,28 @@ def _stream(request: Any, folder: RunFolder) -> Any:
         run = GrowingRun(folder)
         undrawn, next_drawing = False, 0.0
         while not await request.is_disconnected():
+            finished = folder.summary.is_file()  # before reading, so that the last drawing has all records
             undrawn |= await asyncio.to_thread(run.update)
-            status = run.status()
-            finished, before = status["phase"] == "finished", time.monotonic()
+            status, before = run.status(), time.monotonic()
             if undrawn and (finished or before >= next_drawing):
                 yield f"data: {await asyncio.to_thread(_update, run)}\n\n"
                 undrawn, now = False, time.monotonic()
                 next_drawing = now + (now - before) / _DRAWING_SHARE
             else:
                 yield f"data: {json.dumps({'status': status})}\n\n"
-                if finished:
-                    return
-            await asyncio.sleep(_UPDATE_SECONDS)
+            if finished:
+                return
+            await _until_next_update(folder)
 
     response = package("starlette.responses", "live", "--live").StreamingResponse
     return response(updates(), media_type="text/event-stream", headers=_HEADERS)
+
+
+async def _until_next_update(folder: RunFolder) -> None:
+    """Wait for the next update; not after the end of the run, as the command waits until its end has been shown."""
+    until = time.monotonic() + _UPDATE_SECONDS
+    while time.monotonic() < until and not folder.summary.is_file():
+        await asyncio.sleep(0.1)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ def new_sessions_with_key(target: Target) -> None:
     while not target.over.is_set():
         connection = _with_key(target)
         for _ in range(_SESSIONS):
-            _session(target, connection)
+            if not target.over.is_set():  # the keys are removed soon after
+                _session(target, connection)
         connection.close()
 
 

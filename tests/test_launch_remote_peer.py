@@ -39,7 +39,7 @@ SCENARIOS = sorted(Path("scenarios").resolve().glob("*.yaml"))
 
 
 class Collector(RemoteProcess):
-    """A process that has ended; collects what it is told to."""
+    """A process that has ended; its result is given by the test."""
 
     def poll(self) -> int | None:
         return 0

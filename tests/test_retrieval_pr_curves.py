@@ -148,8 +148,8 @@ def test_the_command_reads_the_folder_of_a_comparison(
     assert json.loads(said_by("tsne", "compared", "--json"))["points"].keys() == {"a row"}
     said = json.loads(said_by("curves", "compared", "--silo", "silo-00", "--json"))["runs"]
     assert said.keys() == {"alone silo-00"}
-    assert fedmq(monkeypatch, "curves", "compared", "--silo", "nobody") == 2
-    assert "fedmq: --silo: found 'nobody'" in capsys.readouterr().err
+    assert fedmq(monkeypatch, "curves", "compared", "--silo", "silo-99") == 2
+    assert "fedmq: --silo: found 'silo-99'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Name
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
+from fedmq.storage.json_files import refusal
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder, write_bytes
-from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments
 from silos.program import SiloArguments
@@ -37,8 +37,6 @@ MOST_BYTES = 1 << 30
 _MOST_FILES = 1 << 14
 #: Maximum length of a process's error message [characters].
 _LONGEST_ERROR = 4000
-#: Maximum length of a value in an error message [characters].
-_MAX_SHOWN = 60
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -177,15 +175,7 @@ def decode(schema: type[_SomeRecord], text: bytes, place: str) -> _SomeRecord:
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = _short(".".join(map(str, first["loc"])))
-        found = "nothing" if first["type"] == "missing" else _short(first["input"])
-        raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({first['msg'].lower()})") from None
-
-
-def _short(value: object) -> str:
-    shown = printable(repr(value[:_MAX_SHOWN]) if isinstance(value, bytes) else f"{value!s:.200}")
-    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+        raise refusal(place, error, allowed) from None
 
 
 def _first(arguments: PeerArguments) -> SiloArguments | EvaluatorArguments:

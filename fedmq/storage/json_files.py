@@ -73,13 +73,25 @@ def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Rec
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = _short(".".join(map(str, first["loc"])))
-        found = "nothing" if first["type"] == "missing" else _short(first["input"])
-        why = "an object" if first["type"] in _NOT_AN_OBJECT else first["msg"].lower()
-        raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})") from None
+        raise refusal(place, error, allowed) from None
+
+
+def refusal(place: str, error: ValidationError, allowed: str) -> InputError:
+    """The error of one line for a record that does not fit its schema; names its first wrong key.
+
+    Args:
+        place: name or origin of the record.
+        error: what pydantic found.
+        allowed: what the record should be.
+    """
+    first = error.errors(include_url=False)[0]
+    key = _short(".".join(map(str, first["loc"])))
+    found = "nothing" if first["type"] == "missing" else _short(first["input"])
+    why = "an object" if first["type"] in _NOT_AN_OBJECT else first["msg"].lower()
+    return InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})")
 
 
 def _short(value: object) -> str:
-    shown = printable(str(value))
+    # Of bytes, which may be the content of a whole file, only the first.
+    shown = printable(repr(value[:_MAX_SHOWN]) if isinstance(value, bytes) else str(value))
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."

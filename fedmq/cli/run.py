@@ -40,7 +40,7 @@ from fedmq.cli.options import (
     StopSilos,
 )
 from fedmq.cli.report import complete_report
-from fedmq.cli.scenarios import again, check_here, explain, read_here, resolved, resolved_file
+from fedmq.cli.scenarios import again, check_here, explain, quick_imports, read_here, resolved, resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import say_stopping
@@ -103,8 +103,10 @@ def scenario_command(
     if not inline:
         # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
-    from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+    with quick_imports():
+        from fedmq.cli import terminal  # noqa: PLC0415
+        from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+        from fedmq.launch import supervisor  # noqa: F401, PLC0415
 
     run = resolved(source)
     check_here(run, device=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,16 @@ if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
 
 
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import large packages in a block without garbage collections, which take a fifth of the time for almost nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def resolved(source: Source, *, manual: bool = False, adopt: bool = True) -> ResolvedRun:
     """A run with all defaults filled in, including the method's options.
 
@@ -27,8 +39,10 @@ def resolved(source: Source, *, manual: bool = False, adopt: bool = True) -> Res
         manual: the programs are launched manually.
         adopt: allow to execute Python files that the scenario names; False for a run folder that is only read.
     """
-    import protocols  # noqa: PLC0415 - imports torch
     from fedmq.config.resolve import resolve  # noqa: PLC0415
+
+    with quick_imports():
+        import protocols  # noqa: PLC0415 - imports torch
 
     return resolve(source, protocols, weights=not manual, adopt=adopt)
 

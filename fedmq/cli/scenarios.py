@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages in a block without garbage collections, which take a fifth of the time for almost nothing."""
+    """Import large packages in the block without garbage collections, which would take a fifth of the time."""
     gc.disable()
     try:
         yield

@@ -56,6 +56,7 @@ class TaskLimits:
         self._limit, self._samples = limit, samples
         self._sent: dict[str, _Sent] = {}
         self._longest: dict[str, float] = {}
+        self._slowest = 0.0  # the slowest pace of all replies [s per sample]
         self._overdue: dict[str, _Sent] = {}
         self._last_reply = -math.inf
 
@@ -74,7 +75,8 @@ class TaskLimits:
         task = late or self._sent.get(silo)
         if task is not None and task.sequence == sequence:
             self._sent.pop(silo, None)
-            self._longest[silo] = max(now - task.at, self._longest.get(silo, 0.0))
+            longest = self._longest[silo] = max(now - task.at, self._longest.get(silo, 0.0))
+            self._slowest = max(self._slowest, longest / max(1, self._samples[silo]))
         self._last_reply = now
         return late is not None
 
@@ -93,8 +95,7 @@ class TaskLimits:
             return self._limit
         if silo in self._longest:
             return max(_LEAST, _FACTOR * self._longest[silo])
-        paces = [seconds / max(1, self._samples[name]) for name, seconds in self._longest.items()]
-        return max(_LEAST_FIRST, _FACTOR * max(paces) * self._samples[silo]) if paces else None
+        return max(_LEAST_FIRST, _FACTOR * self._slowest * self._samples[silo]) if self._longest else None
 
     def exceed(self, now: float) -> list[SlowTask]:
         """Tasks whose limit is over; they count as :attr:`overdue` from now on, and are not returned again."""

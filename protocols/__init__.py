@@ -43,8 +43,13 @@ def load(name: str) -> type[FederatedProtocol]:
     return METHODS.find(name)
 
 
-def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
+def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> FederatedProtocol:
     """An instance of a scenario's method, for one of its silos or its coordinator.
+
+    Args:
+        choice: the method and its options.
+        context: the run's context.
+        check: check the method against its traits, which takes time for every silo of the run.
 
     Raises:
         InputError: the method or an option is unknown, an option is not allowed, the method does not support the run,
@@ -53,7 +58,8 @@ def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
     kind = load(choice.name)
     options = options_of(kind, choice.options)
     method = kind(options, context)
-    check_traits(choice.label, method, options, context)
+    if check:
+        check_traits(choice.label, method, options, context)
     return method
 
 

@@ -116,7 +116,8 @@ class Silo:
         # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
-        self.protocol = protocols.create(scenario.protocol, self.context)
+        # Silos of one process are created again and again; their coordinator has checked the method.
+        self.protocol = protocols.create(scenario.protocol, self.context, check=model is None)
         self._anchors = self.protocol.traits().unpaired == "anchored"
         # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
         whole, names = self.context.layout, self.protocol.traits().shared_layers

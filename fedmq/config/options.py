@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -40,6 +41,16 @@ def schema_problem(schema: object) -> str | None:
     return f"a dataclass without a default for {', '.join(without)}" if without else None
 
 
+@functools.cache
+def _hints(schema: type[Any]) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
+@functools.cache
+def _adapter(schema: type[Any], option: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_hints(schema)[option])
+
+
 def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     """An options dataclass from a scenario's keys, with defaults filled in, types and bounds checked.
 
@@ -51,7 +62,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:
         if option not in known:
@@ -61,7 +72,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     for option, raw_value in raw.items():
         value = _number(raw_value) if hints[option] in (float, float | None) else raw_value
         try:
-            values[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
+            values[option] = _adapter(schema, option).validate_python(value, strict=True)
         except ValidationError as error:
             allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise InputError(f"{place}.{option}", raw_value, allowed) from None

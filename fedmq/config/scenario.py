@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -291,6 +292,12 @@ class Training(Part):
         return self.learning_rate * share
 
 
+@functools.lru_cache
+def _silo_names(count: int) -> tuple[str, ...]:
+    width = max(2, len(str(count - 1)))
+    return tuple(f"silo-{index:0{width}d}" for index in range(count))
+
+
 class Scenario(Part):
     """Definition of a run. Equal scenarios give bit-identical models on the same machine."""
 
@@ -487,8 +494,7 @@ class Scenario(Part):
     @property
     def silo_names(self) -> tuple[str, ...]:
         """``silo-00``, ``silo-01``, ... with as many digits as needed, at least two."""
-        width = max(2, len(str(self.silos.count - 1)))
-        return tuple(f"silo-{index:0{width}d}" for index in range(self.silos.count))
+        return _silo_names(self.silos.count)
 
     @property
     def slots(self) -> int:

@@ -163,7 +163,9 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
     Args:
         path: the file.
         write: writes the content to the temporary path that it receives.
-        durable: also wait until the content is on disk, for files that must survive a power failure.
+        durable: also wait until the content is on disk, for files that must survive a power failure. They are rarely
+            read again, so the system need not cache them: a cache that grows with every state of 1,000 silos takes a
+            tenth of a run's time.
 
     Raises:
         InputError: the file cannot be written there.
@@ -177,6 +179,8 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
             if durable:
                 with temporary.open("rb") as file:
                     os.fsync(file.fileno())
+                    if hasattr(os, "posix_fadvise"):  # not on macOS
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

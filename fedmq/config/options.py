@@ -62,7 +62,8 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
-    hints = _hints(schema)
+    kind: Any = schema  # to mypy, type[T] is not hashable
+    hints = _hints(kind)
     known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:
         if option not in known:
@@ -72,7 +73,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     for option, raw_value in raw.items():
         value = _number(raw_value) if hints[option] in (float, float | None) else raw_value
         try:
-            values[option] = _adapter(schema, option).validate_python(value, strict=True)
+            values[option] = _adapter(kind, option).validate_python(value, strict=True)
         except ValidationError as error:
             allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise InputError(f"{place}.{option}", raw_value, allowed) from None

@@ -48,7 +48,8 @@ def _hints(schema: type[Any]) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(schema: type[Any], option: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_hints(schema)[option])
+    kind: Any = schema  # to mypy, a type is not hashable
+    return TypeAdapter(_hints(kind)[option])
 
 
 def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
@@ -62,7 +63,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
-    kind: Any = schema  # to mypy, type[T] is not hashable
+    kind: Any = schema  # to mypy, a type is not hashable
     hints = _hints(kind)
     known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:

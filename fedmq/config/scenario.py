@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from fedmq.config.sections import (
     Privacy,
     Silos,
     Wire,
+    silo_names,
 )
 from fedmq.config.user_files import label
 from fedmq.errors import InputError
@@ -292,12 +292,6 @@ class Training(Part):
         return self.learning_rate * share
 
 
-@functools.lru_cache
-def _silo_names(count: int) -> tuple[str, ...]:
-    width = max(2, len(str(count - 1)))
-    return tuple(f"silo-{index:0{width}d}" for index in range(count))
-
-
 class Scenario(Part):
     """Definition of a run. Equal scenarios give bit-identical models on the same machine."""
 
@@ -494,7 +488,7 @@ class Scenario(Part):
     @property
     def silo_names(self) -> tuple[str, ...]:
         """``silo-00``, ``silo-01``, ... with as many digits as needed, at least two."""
-        return _silo_names(self.silos.count)
+        return silo_names(self.silos.count)
 
     @property
     def slots(self) -> int:

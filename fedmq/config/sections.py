@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -312,6 +313,13 @@ class Silos(Part):
         ),
     )
     needs: Needs = Needs()
+
+
+@functools.lru_cache
+def silo_names(count: int) -> tuple[str, ...]:
+    """``silo-00``, ``silo-01``, ... with as many digits as needed, at least two."""
+    width = max(2, len(str(count - 1)))
+    return tuple(f"silo-{index:0{width}d}" for index in range(count))
 
 
 class Evaluation(Part):

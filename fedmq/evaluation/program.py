@@ -23,7 +23,7 @@ from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
-from fedmq.wire.keys import load_accepted, load_identity
+from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -146,6 +146,7 @@ def run_evaluator(
     logger: Logger | None = None,
     *,
     measured: Callable[[], None] = lambda: None,
+    identity: Identity | None = None,
 ) -> None:
     """Run the evaluator until the coordinator sends a stop.
 
@@ -153,12 +154,13 @@ def run_evaluator(
         arguments: how the evaluator is started.
         logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
+        identity: its name and key; None loads the key from its folder.
 
     Raises:
         InputError: a key or the data cannot be read or is invalid.
     """
     torch.set_num_threads(1)
-    identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
+    identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)

@@ -1,4 +1,4 @@
-"""The forkserver of a run: its imports start no thread and do not touch CUDA, and silos import nothing after the fork."""
+"""The forkserver of a run: its imports start no thread and no CUDA, and silos import nothing after the fork."""
 
 from __future__ import annotations
 

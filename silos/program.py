@@ -312,10 +312,7 @@ def run_silo(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, samples=start.samples)
-        while True:
-            message = link.receive()
-            if message is None or message.header.kind is Kind.STOP:
-                break
+        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
                 case Kind.AGREEMENT:

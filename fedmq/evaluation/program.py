@@ -175,10 +175,7 @@ def run_evaluator(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, items=start.items)
-        while True:
-            message = link.receive()
-            if message is None or message.header.kind is Kind.STOP:
-                break
+        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             if message.header.kind is Kind.ERROR:
                 raise_refused(message, EVALUATOR)
             if message.header.kind is Kind.AGREEMENT:

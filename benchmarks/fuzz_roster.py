@@ -28,6 +28,7 @@ from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, rekeying
+from fedmq.wire.codec import BytesLike
 from fedmq.wire.handshake import SIGNATURE_BYTES, Initiated, complete, initiate
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
@@ -50,7 +51,7 @@ _OPTIONS = (Wire(), Wire(hide_names=True), Wire(padding=True))
 _STEADY = (0.004, 0.004, 0.004, 0.97, 0.014, 0.004)
 _CHANGING = (0.05, 0.05, 0.05, 0.73, 0.07, 0.05)
 
-Frames = Sequence[bytes | memoryview]
+Frames = Sequence[BytesLike]
 
 
 class HandClock(WallClock):
@@ -89,7 +90,8 @@ class RosterReaders:
         self._identities = {name: load_identity(root / "keys", name) for name in (COORDINATOR, *_SILOS)}
         self._strangers = [Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "stranger")]
         self._messages = golden_messages()
-        self._listener, self._log, self._frames, self._episode = listen(_URI), None, 0, 0
+        self._listener, self._frames, self._episode = listen(_URI), 0, 0
+        self._log: MessageLog | None = None
         self._kinds: dict[str, Callable[[np.random.Generator, _Line], Frames]] = {
             "roster hello": self._hello,
             "roster copy": self._copy,
@@ -120,7 +122,7 @@ class RosterReaders:
         self._end_episode()
         self._episode += 1
         self.clock = HandClock()
-        self._log = MessageLog(Path(self._folder.name) / f"{self._episode}.jsonl", COORDINATOR, self.clock)
+        log = self._log = MessageLog(Path(self._folder.name) / f"{self._episode}.jsonl", COORDINATOR, self.clock)
         self._options = _OPTIONS[int(generator.integers(len(_OPTIONS)))]
         admission: Admission | None = (
             None,
@@ -128,10 +130,10 @@ class RosterReaders:
             OwnDataAdmission(_SILOS, RUN, evaluator=False, minimum=1),
         )[int(generator.integers(3))]
         self.roster = Roster(
-            self._listener, self._identities[COORDINATOR], self._accepted, RUN, self._log, self.clock, _MAX_BODY,
+            self._listener, self._identities[COORDINATOR], self._accepted, RUN, log, self.clock, _MAX_BODY,
             admission=admission, options=self._options,
         )  # fmt: skip
-        self.roster.inquiries = Inquiries(RUN, _SILOS, 10, self.clock, self._log, admission)
+        self.roster.inquiries = Inquiries(RUN, _SILOS, 10, self.clock, log, admission)
         self._steady = bool(generator.random() < 0.5)
         self._lines = [_Line(connect(_URI)) for _ in range(2 if self._steady else 6)]
         self._hellos: list[tuple[tuple[bytes, bytes], Initiated]] = []

@@ -173,6 +173,19 @@ def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends:
         assert ends.roster.refused["too_often"] == 3
 
 
+def test_messages_after_lost_ones_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+    for connection in opened(1):
+        session = ends.session("silo-00", connection)
+        assert session is not None
+        for _ in range(100):
+            if ends.roster.online("silo-00"):
+                lost = Message(header(session, Kind.HEARTBEAT))
+                seal_message(session, lost)
+                ends.passes(connection, flat(seal_message(session, lost)))
+        assert not ends.roster.online("silo-00")
+        assert ends.roster.refused == {"gap": rosters._MESSAGES, "too_often": 1}
+
+
 def test_each_request_allows_an_answer(ends: Ends) -> None:
     for connection in opened(1):
         session = ends.session("silo-00", connection)

@@ -1,4 +1,4 @@
-"""Processes on other machines, whichever engine places them: what is sent to them, and what they return."""
+"""Processes on other machines, whatever engine places them: what is sent to them, and what they return."""
 
 from __future__ import annotations
 

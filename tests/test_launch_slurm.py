@@ -198,7 +198,9 @@ def test_a_job_whose_result_is_not_allowed_has_failed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs"]
 
 
-def test_the_state_of_a_job_is_what_squeue_says_or_said(commands: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_a_job_is_the_last_one_that_squeue_reported(
+    commands: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     jobs, first, second = SlurmJobs(), SimpleNamespace(job_id="17"), SimpleNamespace(job_id="18")
 
     def ask(text: str) -> tuple[str, str]:

@@ -74,7 +74,8 @@ class Evaluator:
         self.model = population.build_model(scenario, device, ("image", "text"))
         self.heldout = HeldOut.load(scenario, population)
         # The evaluator's own held-out set has no parts that belong to silos.
-        self.names = tuple(self.heldout.items) if population.agreed is None else ()
+        counts = {name: len(items) for name, items in self.heldout.items.items()}
+        self.names = tuple(name for name, count in counts.items() if count) if population.agreed is None else ()
 
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
         """Evaluate a model.

@@ -4,31 +4,34 @@
 
 Each frame is made from a golden frame of ``tests/frames``, of every message and payload kind and wire version, and is
 determined by the seed and its number: ``--first N --count 1`` repeats frame N. A reader may only accept a frame or
-raise ``RemoteWireError``; anything else is a crash. Ctrl-C stops; with ``--state`` the command continues where it
-stopped. Exit code 1 after a crash, a frame that took over 2 s, or more than 200 MB above the memory at the start.
+raise ``RemoteWireError``; anything else is a crash. With ``--roster``, the frames go to a real coordinator's end, one
+after the other, and its allowances are checked (:mod:`benchmarks.fuzz_roster`).
+
+Ctrl-C stops; with ``--state`` the command continues where it stopped. Exit code 1 after a crash, a frame that took over
+2 s, or more than 200 MB above the memory at the start.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
-import struct
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import msgpack
 import numpy as np
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from benchmarks.fuzz_mutations import golden_messages, mutated_body, mutated_bytes, mutated_msgpack
+from benchmarks.fuzz_roster import RosterReaders
 from fedmq import seeds
 from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, handshake, rekeying
@@ -39,18 +42,17 @@ from fedmq.wire.payload_digest import digest
 from fedmq.wire.sealed_headers import prefix_of
 from fedmq.wire.sealed_sessions import Session, open_message
 
-FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 #: Limits of one frame [s], and of the memory over that at the start [bytes].
 SLOWEST_S, MOST_BYTES = 2.0, 200 << 20
 _MAX_CRASHES = 100
 _RUN = "golden-1"
-_ODD: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 3, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)),
-    *(1e308, -1.0, math.nan, math.inf, "", "a", "a" * 300, "\u202e\x1b[2J", "float32", "complex128", "uint8", "hello"),
-    *(b"", b"\0" * 16, b"\0" * 33, [], {}, [[]], [0], [1 << 40], [2, 1 << 62], {"a": 1}, ["float32", [1 << 30]]),
-)
 
-Read = Callable[[bytes, bytes], object]
+
+class Source(Protocol):
+    """Makes frames."""
+
+    def read(self, generator: np.random.Generator) -> tuple[str, Callable[[], object]]:
+        """The name of a reader, and a function that has it read a frame made for it."""
 
 
 @dataclass
@@ -79,76 +81,6 @@ class Found:
         return bool(self.crashes) or self.slowest[0] > SLOWEST_S or self.memory > MOST_BYTES
 
 
-# ---------------------------------------------------------------------------------------------------------- mutation
-def mutated_bytes(raw: bytes, generator: np.random.Generator) -> bytes:
-    """Bytes with one to four changes: bits flipped, bytes replaced, cut, repeated or inserted."""
-    data = bytearray(raw)
-    for _ in range(int(generator.integers(1, 5))):
-        at = int(generator.integers(0, len(data) + 1))
-        match int(generator.integers(0, 6)):
-            case 0 if at < len(data):
-                data[at] ^= 1 << int(generator.integers(0, 8))
-            case 1:
-                data[at : at + 4] = generator.bytes(4)
-            case 2:
-                del data[at:]
-            case 3:
-                data[at:at] = data[at : at + int(generator.integers(1, 64))]
-            case 4:
-                data[at:at] = generator.bytes(int(generator.integers(1, 32)))
-            case _:
-                data[at : at + 4] = struct.pack(
-                    "<I", int(generator.choice([0, 1, 255, 1 << 20, 1 << 31, (1 << 32) - 1]))
-                )
-    return bytes(data)
-
-
-def mutated_value(plain: Any, generator: np.random.Generator) -> Any:
-    """Plain data in which one value, key or element is replaced, removed, repeated or nested."""
-    if isinstance(plain, dict) and plain and generator.random() < 0.85:
-        key = list(plain)[int(generator.integers(0, len(plain)))]
-        match int(generator.integers(0, 8)):
-            case 0:
-                return {name: value for name, value in plain.items() if name != key}
-            case 1:
-                return {**plain, f"{key}x": plain[key]}
-            case _:
-                return {**plain, key: mutated_value(plain[key], generator)}
-    if isinstance(plain, list) and plain and generator.random() < 0.85:
-        at = int(generator.integers(0, len(plain)))
-        match int(generator.integers(0, 8)):
-            case 0:
-                return [*plain[:at], *plain[at + 1 :]]
-            case 1:
-                return [*plain, *plain[at:]] * int(generator.integers(1, 40))
-            case _:
-                return [*plain[:at], mutated_value(plain[at], generator), *plain[at + 1 :]]
-    if generator.random() < 0.02:
-        nested: Any = []
-        for _ in range(int(generator.integers(10, 600))):
-            nested = [nested]
-        return nested
-    return _ODD[int(generator.integers(0, len(_ODD)))]
-
-
-def mutated_msgpack(raw: bytes, generator: np.random.Generator) -> bytes:
-    """Packed data with changed bytes or, as often, with another value somewhere in it."""
-    if generator.random() < 0.5:
-        return mutated_bytes(raw, generator)
-    return bytes(msgpack.packb(mutated_value(msgpack.unpackb(raw), generator), use_bin_type=True))
-
-
-def mutated_body(raw: bytes, generator: np.random.Generator) -> bytes:
-    """A body with changed bytes, or with a changed msgpack part of the right length before the same tensors."""
-    if generator.random() < 0.4:
-        return mutated_bytes(raw, generator)
-    end = 4 + int.from_bytes(raw[:4], "little")
-    head = mutated_msgpack(raw[4:end], generator)
-    tensors = raw[end + -end % codec.ALIGNMENT :]
-    padding = bytes(-(4 + len(head)) % codec.ALIGNMENT) if tensors else b""
-    return len(head).to_bytes(4, "little") + head + padding + tensors
-
-
 # ----------------------------------------------------------------------------------------------------------- readers
 class Readers:
     """What reads a peer's frames, each with frames that it accepts."""
@@ -157,8 +89,7 @@ class Readers:
         self._keys = {name: Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", COORDINATOR)}
         self._accepted = {name: identity.key.public_key() for name, identity in self._keys.items()}
         self._ephemeral = Ephemeral.generate()
-        files = [json.loads(path.read_text()) for path in sorted(FRAMES.glob("v*.json"))]
-        self._messages = [(bytes.fromhex(f["clear"]), bytes.fromhex(f["body"])) for f in files if "body" in f]
+        self._messages = golden_messages()
         self._hello, self._initiated = handshake.initiate(self._keys["silo-00"], COORDINATOR, _RUN, 0.0)
         self._welcome, _ = self._answered()
         self._kinds = {
@@ -303,9 +234,9 @@ class Readers:
 
 
 # ---------------------------------------------------------------------------------------------------------- campaign
-def fuzz(found: Found, until: int, stop: Callable[[], bool], report: Callable[[Found], None]) -> Found:
+def fuzz(readers: Source, found: Found, until: int, stop: Callable[[], bool], report: Callable[[Found], None]) -> Found:
     """Read frames from ``found.done`` to ``until``, or until a stop; ``report`` is called every thousand."""
-    readers, process = Readers(), psutil.Process()
+    process = psutil.Process()
     baseline = process.memory_info().rss
     while found.done < until and not stop():
         number = found.done
@@ -356,6 +287,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000, help="frames in all (100000)")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first frame (0)")
+    parser.add_argument("--roster", action="store_true", help="frames for a real roster; see benchmarks.fuzz_roster")
     parser.add_argument("--state", type=Path, help="file from which to continue, and where the state is kept")
     arguments = parser.parse_args()
     found, told, stopped = _saved(arguments.state, arguments.seed, arguments.first), [time.monotonic()], list[int]()
@@ -369,7 +301,8 @@ def main() -> None:
             told[0] = time.monotonic()
             print(f"{now.done:,} of {arguments.first + arguments.count:,}, {len(now.crashes)} crashes", file=sys.stderr)
 
-    found = fuzz(found, arguments.first + arguments.count, lambda: bool(stopped), report)
+    with RosterReaders() if arguments.roster else nullcontext(Readers()) as readers:
+        found = fuzz(readers, found, arguments.first + arguments.count, lambda: bool(stopped), report)
     print("\n".join(lines_of(found)))
     sys.exit(1 if found.failed or stopped else 0)
 

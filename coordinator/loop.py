@@ -178,7 +178,7 @@ class Loop:
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
         if entry is None and self.rounds.stalled:
-            raise RunError("no eligible silo is ever on again; correct participation.trace")
+            raise RunError("no eligible silo becomes available again; correct participation.trace")
         # The time of a resumed run stands still until all silos have joined; pending tasks are due afterwards.
         gathering = self.rounds.phase is Phase.GATHERING
         if entry is not None and not gathering and self._outcomes.allow(entry):

@@ -40,6 +40,7 @@ _HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
 #: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
 #: per second.
 _MESSAGES = 60
+_ALLOWED = f"one message for each request, {_MESSAGES} more at once, then one per second"
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
 
@@ -399,13 +400,17 @@ class Roster:
                 self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
 
     def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
-        opened = peer.session.open(frames, max_body=self._max_body)
+        proven = peer.session.authentic
+        try:
+            opened = peer.session.open(frames, max_body=self._max_body)
+        except RemoteWireError:
+            if peer.session.authentic > proven:  # its refusal is logged, and a gap has requests sent again
+                self._allow(peer, self._messages, _ALLOWED)
+            raise
         if opened.header.kind is Kind.REKEY:
             self._agree_on_keys(peer, opened, size)
             return None
-        if not self._messages.take(peer.name, self._clock.stopwatch()):
-            allowed = f"one message for each request, {_MESSAGES} more at once, then one per second"
-            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
+        self._allow(peer, self._messages, _ALLOWED)
         message = decode_opened(opened, max_body=self._max_body)
         peer.heard = self._clock.stopwatch()
         self.received += 1
@@ -417,11 +422,14 @@ class Roster:
             return self._stated(peer, message)
         return message
 
+    def _allow(self, peer: Peer, allowances: Allowances, allowed: str) -> None:
+        """Count an authentic message; refuse it if the peer has sent more than allowed."""
+        if not allowances.take(peer.name, self._clock.stopwatch()):
+            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
+
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
-        if not self._rekeys.take(peer.name, self._clock.stopwatch()):
-            allowed = f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second"
-            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
+        self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
         key = self._accepted.get(peer.name)
         if key is None:
             raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {peer.name} is accepted here")

@@ -134,7 +134,7 @@ def test_an_invalid_fault_is_refused_with_its_line_and_the_existing_silos(tiny: 
         resolved(tiny, "faults=[{kind: late, seconds: 1, silos: [silo-09]}]")
 
 
-# ---------------------------------------------------------------------------------- outcomes computed by hand
+# ---------------------------------------------------------------------------------- outcomes computed manually
 def test_delays_of_several_faults_add_up() -> None:
     assert fate().due == 110.0
     assert fate({"kind": "late", "seconds": 5}, {"kind": "freeze", "seconds": 7}).due == 122.0

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fuzz_frames
+from benchmarks.fuzz_roster import RosterReaders
 from fedmq.wire import codec
 
 
 @pytest.mark.slow
 def test_mutated_frames_are_accepted_or_refused_and_nothing_else() -> None:
-    found = fuzz_frames.fuzz(fuzz_frames.Found(seed=1), 4000, lambda: False, lambda _: None)
+    found = fuzz_frames.fuzz(fuzz_frames.Readers(), fuzz_frames.Found(seed=1), 4000, lambda: False, lambda _: None)
     assert not found.failed, fuzz_frames.lines_of(found)
     readers = {name.partition(" ")[0] for name in found.outcomes}
     assert readers == {"header", "body", "sealed", "hello", "welcome", "ready", "short", "rekey"}
@@ -23,12 +24,20 @@ def test_mutated_frames_are_accepted_or_refused_and_nothing_else() -> None:
     assert found.outcomes["body accepted"] and found.outcomes["hello malformed"] and found.outcomes["sealed malformed"]
 
 
+@pytest.mark.slow
+def test_a_roster_stays_within_its_allowances_for_any_frames() -> None:
+    with RosterReaders() as readers:
+        found = fuzz_frames.fuzz(readers, fuzz_frames.Found(seed=1), 3000, lambda: False, lambda _: None)
+    assert not found.failed, fuzz_frames.lines_of(found)
+    assert found.outcomes["roster message accepted"] and found.outcomes["roster message too_often"]
+
+
 def test_an_exception_other_than_a_refusal_is_a_crash_with_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(codec, "decode", decode)
-    found = fuzz_frames.fuzz(fuzz_frames.Found(seed=1), 50, lambda: False, lambda _: None)
+    found = fuzz_frames.fuzz(fuzz_frames.Readers(), fuzz_frames.Found(seed=1), 50, lambda: False, lambda _: None)
     assert found.failed
     assert any((reader, what) == ("body", "ZeroDivisionError: oh") for _, reader, what in found.crashes)
 

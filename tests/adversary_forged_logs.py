@@ -92,7 +92,7 @@ def message_record(
 
 
 def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
-    """Write the logs of some processes anew, with the chains, heads and signatures that their keys allow.
+    """Rewrite the logs of some processes, with the chains, heads and signatures that their keys allow.
 
     A received message gets its sender's new head if the sender's log is rewritten as well, so that a forger with all
     keys leaves no trace.

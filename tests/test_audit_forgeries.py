@@ -234,7 +234,7 @@ def late_key(run: Path) -> None:
     place = next(n for n, record in enumerate(content) if is_reply(record))
     again = start | {"key": key.public_key().public_bytes_raw().hex(), "wall": content[place]["wall"]}
     rewrite(run, "silo-00", reseal(json.dumps(one) for one in [*content[:place], again, *content[place:]]))
-    # Only the tail is signed anew: rebuild() would replace the first key, too.
+    # Only the tail is signed again: rebuild() would replace the first key, too.
     replaced = [json.loads(line) for line in lines(run, "silo-00")]
     done: list[Record] = []
     for record in replaced:
@@ -312,7 +312,7 @@ FORGERIES: dict[str, Callable[[Path], None]] = {
         run, "coordinator", lines(run, "coordinator")[:-1]
     ),
 }
-#: Forgeries with the keys of some processes, which they sign anew.
+#: Forgeries with the keys of some processes, which they sign again.
 WITH_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Path], None]]] = {
     "its own log": (("silo-00",), replies(other_content)),
     "its own notes": (("coordinator",), notes(now=1.25)),

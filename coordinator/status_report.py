@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import filterfalse
@@ -63,7 +64,8 @@ class StatusReport:
         samples = dict(zip(self._names, run_context.samples, strict=True))
         self.limits = TaskLimits(run_context.scenario.aggregation.task_limit, samples)
         self._run = run_name(run_context.scenario)
-        self._began = self._shown = self._written = clock.stopwatch()
+        self._began = self._shown = clock.stopwatch()
+        self._written = -math.inf  # the file exists as soon as the run does
         self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
         self._errors: dict[str, str] = {}

@@ -284,6 +284,7 @@ def run_silo(
     logger: Logger | None = None,
     *,
     joined: Callable[[], None] = lambda: None,
+    identity: Identity | None = None,
 ) -> None:
     """Run a silo until the coordinator sends stop.
 
@@ -291,13 +292,14 @@ def run_silo(
         arguments: how it was started.
         logger: the log for operators; None opens that of the arguments.
         joined: called when the coordinator has accepted the silo.
+        identity: its name and key; None loads the key from its folder.
 
     Raises:
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
     _check_name(arguments)
-    identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
+    identity, accepted = identity or load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
     log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], logger)
@@ -310,10 +312,7 @@ def run_silo(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, samples=start.samples)
-        while True:
-            message = link.receive()
-            if message is None or message.header.kind is Kind.STOP:
-                break
+        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             last_message["sent_at"] = message.header.sent_at
             match message.header.kind:
                 case Kind.AGREEMENT:

@@ -16,7 +16,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, fedmq, of_hospital, outputs
+from tests.own_data_sites import COMMON, HOSPITALS, Sites, arrays, fedmq, of_hospital, outputs
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +24,15 @@ pytestmark = pytest.mark.slow
 def simulated(root: Path, protocol: object = "rcsr") -> dict[str, Any]:
     """The same items in one file, dealt by the column of the hospital."""
     root.mkdir()
-    np.savez(root / "all.npz", **arrays())
+    found = arrays()
+    found["text_present"] &= found["hospital"] != HOSPITALS[1]
+    np.savez(root / "all.npz", **found)
     raw = {
         "name": "column",
         **COMMON,
         "protocol": protocol,
         "data": {"name": "features", "path": str(root / "all.npz")},
         "partition": {"kind": "column", "column": "hospital"},
-        "missing_modality": {"silos": {IMAGE_ONLY: "image"}},
     }
     outcome = run_inline(Scenario.model_validate(raw), root / "run")
     assert outcome.summary is not None

@@ -100,6 +100,20 @@ def load_identity(directory: Path, name: str) -> Identity:
         raise InputError(str(path), error.strerror, "a readable key file") from error
     if mode & 0o077:
         raise InputError(str(path), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {path}`")
+    return identity_of(name, raw, path)
+
+
+def identity_of(name: str, raw: bytes, path: Path) -> Identity:
+    """A process's identity from the content of its private key's file.
+
+    Args:
+        name: the process's name.
+        raw: an Ed25519 private key in PKCS8 PEM.
+        path: the file, for the error message.
+
+    Raises:
+        InputError: it is another content, or encrypted with another passphrase.
+    """
     try:
         key = serialization.load_pem_private_key(raw, password=_passphrase(path) if _ENCRYPTED in raw else None)
     except ValueError as error:

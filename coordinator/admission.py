@@ -351,7 +351,7 @@ class Gathering(Protocol):
     def take(self, address: bytes, frames: Sequence[memoryview]) -> object:
         """Decode it, and handle statements."""
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal."""
 
 

@@ -127,11 +127,11 @@ class InProcessPeers:
         """None: functions of this process have no keys."""
         return []
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal."""
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
+        """Count and log a refusal; returns the number of its log record."""
         self.refused[error.reason] += 1
         self.refusal = f"{name}: {error.detail}"
-        self._log.refused(name, error.reason, error.detail, size)
+        return self._log.refused(name, error.reason, error.detail, size)
 
     def silent(self, seconds: float, at: float) -> list[str]:
         """Always empty: functions do not go silent."""

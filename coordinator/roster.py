@@ -234,13 +234,13 @@ class Roster:
             found = error.header if isinstance(error, UnreadableError) else header
             return None if isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
         self._count(name, error)
         if name == UNKNOWN:
             self._refusals.add(b"", error, size)
-        else:
-            self._log.refused(name, error.reason, error.detail, size)
+            return None
+        return self._log.refused(name, error.reason, error.detail, size)
 
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1

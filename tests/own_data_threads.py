@@ -24,6 +24,7 @@ from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from silos.program import SiloArguments, run_silo
+from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import run_of
 
@@ -99,9 +100,11 @@ class OwnRun:
         """Run the coordinator, then wait for the others."""
         arguments = CoordinatorArguments(self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True)
         try:
-            return run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
+            outcome = run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
         finally:
             self.wait()
+        check_causes(self.root / "run")
+        return outcome
 
     def wait(self) -> None:
         """Wait until silos and evaluator have ended."""

@@ -45,7 +45,9 @@ class KnownKeys:
     def all(self) -> dict[str, frozenset[str]]:
         """Accepted and former keys."""
         found = {name: frozenset({key}) for name, key in self.accepted.items()}
-        return {name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}}
+        return {
+            name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}
+        }
 
     def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:
         """Processes whose logs are signed, at least in part, with a key that is no longer accepted, sorted."""

@@ -13,6 +13,7 @@ class Evidence:
 
     Args:
         keys: the processes' public keys.
+        former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
         stamped: time and authority of a verified time stamp of these heads; None without one.
     """
@@ -20,6 +21,7 @@ class Evidence:
     keys: bool = False
     heads: bool = False
     stamped: str | None = None
+    former: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def _doubts(audit: Audit, evidence: Evidence) -> list[str]:
     doubts = [collude + (" before the heads were noted" if evidence.heads else "")]
     if not evidence.keys:
         doubts.append("whose keys these are (compare fingerprints, or give --keys DIR)")
+    if evidence.former:
+        shown = ", ".join(evidence.former[:3]) + (" and others" if len(evidence.former) > 3 else "")
+        doubts.append(f"that nobody else held the keys of {shown} that were replaced or removed")
     if evidence.stamped is None:
         doubts.append("when it happened, without an outside time stamp")
     if not audit.finished:

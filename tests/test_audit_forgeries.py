@@ -26,7 +26,7 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import new_request
-from fedmq.wire.keys import load_identity
+from fedmq.wire.keys import accept_key, load_accepted, load_identity
 from fedmq.wire.log_records import signed_statement
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
@@ -399,6 +399,23 @@ def test_keys_made_by_a_forger_are_found_with_the_keys_of_the_sites(run: Path) -
     assert code == 0 and "whose keys these are" in found["not_proven"]
     code, found = audited(run, "--keys", str(run / "keys"))
     assert code == 3 and any("another key than that of silo-00" in each["what"] for each in found["findings"])
+
+
+def test_a_key_replaced_later_and_the_key_made_in_the_folder_are_those_of_the_sites(run: Path, tmp_path: Path) -> None:
+    keys, own = run / "keys", tmp_path / "keys"
+    _, request = new_request(own, "coordinator")
+    assert request.name == "coordinator"
+    for name in processes(run):
+        accept_key(own, name, load_accepted(keys)[name])
+    code, found = audited(run, "--keys", str(own))
+    assert code == 0 and "nobody else" not in found["not_proven"]
+    accept_key(own, "silo-00", Ed25519PrivateKey.generate().public_key())
+    (own / "accepted" / "coordinator.pub").unlink()
+    code, found = audited(run, "--keys", str(own))
+    assert [each["place"] for each in found["findings"]] == ["coordinator.jsonl:2"]  # it made another key there
+    accept_key(own, "coordinator", load_accepted(keys)["coordinator"])
+    code, found = audited(run, "--keys", str(own))
+    assert code == 0 and "nobody else held the keys of silo-00 that were replaced or removed" in found["not_proven"]
 
 
 def test_logs_without_any_signature_are_audited_as_unsigned_and_refused_with_the_keys_of_the_sites(run: Path) -> None:

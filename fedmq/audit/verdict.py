@@ -19,6 +19,7 @@ class Evidence:
 
     Args:
         keys: folder of the processes' public keys; None without one.
+        former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
         stamped: time and authority of a verified time stamp of these heads; None without one.
     """
@@ -26,6 +27,7 @@ class Evidence:
     keys: Path | None = None
     heads: bool = False
     stamped: str | None = None
+    former: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
         yield "whose keys these are (compare fingerprints, or give --keys DIR)"
     elif audit.keyless:
         yield _keyless(audit, evidence.keys)
+    if evidence.former:
+        yield f"that nobody else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
     yield f"the {_uncovered(audit)}, which no signature covers"
     if evidence.stamped is None:
         yield "when it happened, without an outside time stamp"

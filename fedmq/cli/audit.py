@@ -150,14 +150,15 @@ def _audit(run: Path, options: _Options) -> bool:
     """
     from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
     from fedmq.audit.heads import differences, heads_of, write_heads  # noqa: PLC0415
+    from fedmq.audit.known_keys import KnownKeys  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
-    from fedmq.wire.key_requests import known_keys  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
     _check(options)
     allowed = None if policy_file is None else policy.read_policy(policy_file)
-    audit = audit_run(run, None if options.keys is None else known_keys(options.keys))
+    known = None if options.keys is None else KnownKeys.load(options.keys)
+    audit = audit_run(run, None if known is None else known.all)
     if options.keys is not None and len(audit.keyless) == len(audit.records):
         wanted = "the public keys of the run's processes"
         raise InputError(str(options.keys), f"no key of any of {', '.join(audit.keyless)}", wanted)
@@ -175,7 +176,8 @@ def _audit(run: Path, options: _Options) -> bool:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
-    sentences = verdict(audit, Evidence(options.keys, options.expect is not None, stamped))
+    former = () if known is None else known.signed_with_former(audit.signatures)
+    sentences = verdict(audit, Evidence(options.keys, options.expect is not None, stamped, former))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)

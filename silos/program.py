@@ -331,8 +331,7 @@ def run_silo(
                         notes.after_task(message.header.sequence)
                     case _:
                         logger.warning("message ignored", kind=message.header.kind.value)
-            # The next message may take minutes; release the memory of this one's model.
-            del message
+            del message  # the next one may take minutes: release the memory of this one's model
         logger.info("stopped by the coordinator")
     finally:
         link.close()

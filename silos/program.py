@@ -400,10 +400,12 @@ class SiloStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or a silo with its own data has no site file.
+            InputError: the data cannot be read, a silo with its own data has no site file, or this machine does not
+                have the device.
         """
         scenario, name, run = arguments.scenario, arguments.name, arguments.run
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        device_of(here.device)  # a silo with its own data would use it only after the agreement
         if scenario.data is None:
             data = SiteData.load(here, arguments.site, run.id)
             return cls(arguments, identity, data.statement, data.samples, data.content, None, data)

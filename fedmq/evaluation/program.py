@@ -115,10 +115,12 @@ class EvaluatorStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or an evaluator with its own set has no site file.
+            InputError: the data cannot be read, an evaluator with its own set has no site file, or this machine does
+                not have the device.
         """
         scenario, run = arguments.scenario, arguments.run.id
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        device_of(here.device)
         if scenario.data is None:
             if not scenario.evaluator:
                 allowed = "shared or both, for an evaluator with its own held-out set"

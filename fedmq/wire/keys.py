@@ -310,6 +310,18 @@ def revoke(directory: Path, name: str) -> None:
     _archive(directory, name, load_accepted(directory)[name], move=True)
 
 
+def former_keys(directory: Path) -> dict[str, list[Ed25519PublicKey]]:
+    """The keys in ``revoked/``, by name: accepted before they were replaced or removed.
+
+    Raises:
+        InputError: a file is not an Ed25519 public key.
+    """
+    found: dict[str, list[Ed25519PublicKey]] = {}
+    for path in sorted((directory / _REVOKED).glob("*.pub")):
+        found.setdefault(path.stem.rpartition("-")[0], []).append(_public_key(path))
+    return found
+
+
 def fingerprint(key: Ed25519PublicKey | Identity) -> str:
     """SHA-256 of the 32 raw bytes of a public key, in hexadecimal."""
     public = key.key.public_key() if isinstance(key, Identity) else key

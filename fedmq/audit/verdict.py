@@ -105,22 +105,22 @@ def _uncovered(audit: Audit) -> str:
 def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     """What signed logs without findings do not prove."""
     before = " before the heads were noted" if evidence.heads else ""
-    yield f"that the holders of all keys did not agree on other logs than the true ones{before}"
+    yield f"that the holders of all keys did not collude to write false logs{before}"
     if evidence.keys is None:
         yield "whose keys these are (compare fingerprints, or give --keys DIR)"
     elif audit.keyless:
         yield _keyless(audit, evidence.keys)
     if evidence.former:
-        yield f"that nobody else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
+        yield f"that no one else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
     yield f"the {_uncovered(audit)}, which no signature covers"
     if evidence.stamped is None:
-        yield "when it happened, without an outside time stamp"
+        yield "when it happened, without an external time stamp"
     if not audit.finished:
-        yield "that the run did not go on, as it has no summary"
+        yield "that the run did not continue, as it has no summary"
     unsigned = {process: log.unsigned for process, log in audit.signatures.items() if log.unsigned}
     if unsigned:
         total, names = sum(unsigned.values()), sorted(unsigned)
-        yield f"the last {counted(total, 'record')} of {_listed(names)}, which were not signed any more"
+        yield f"the last {counted(total, 'record')} of {_listed(names)}, which are not signed"
 
 
 def _keyless(audit: Audit, keys: Path) -> str:

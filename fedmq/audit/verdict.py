@@ -87,7 +87,9 @@ def _of_findings(audit: Audit) -> Verdict:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(map(printable, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(map(printable, names[:_SHOWN])) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
 
 
 def _files(audit: Audit) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq.audit.signature_checks import SignedLog
+from fedmq.errors import InputError
 from fedmq.wire.key_requests import known_keys
 from fedmq.wire.keys import former_keys
 
@@ -38,6 +39,16 @@ class KnownKeys:
             for name, keys in former_keys(directory).items()
         }
         return cls(accepted, former)
+
+    def require_any(self, logs: Collection[str], directory: object) -> None:
+        """Refuse a folder that has no key of any of the processes.
+
+        Raises:
+            InputError: see above.
+        """
+        if not self.all.keys() & set(logs):
+            wanted = "a folder with public keys of the run's processes"
+            raise InputError(str(directory), f"no key of any of {', '.join(sorted(logs))}", wanted)
 
     @property
     def all(self) -> dict[str, frozenset[str]]:

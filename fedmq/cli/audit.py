@@ -159,9 +159,8 @@ def _audit(run: Path, options: _Options) -> bool:
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
     audit = audit_run(run, None if known is None else known.all)
-    if options.keys is not None and len(audit.keyless) == len(audit.records):
-        wanted = "the public keys of the run's processes"
-        raise InputError(str(options.keys), f"no key of any of {', '.join(audit.keyless)}", wanted)
+    if known is not None:
+        known.require_any(audit.signatures, options.keys)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
     stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
@@ -192,9 +191,7 @@ def _audit(run: Path, options: _Options) -> bool:
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured)
-        broken = any(log.broken is not None for log in audit.signatures.values())
-        what = "heads of the logs" + (" as they are now, not as they were written" if broken else "")
-        print_line(f"{what}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
+        print_line(f"{_heads_line(audit)}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv in the same folder")
     if deferred and not findings:
@@ -202,6 +199,11 @@ def _audit(run: Path, options: _Options) -> bool:
     if deferred:
         err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
     return bool(findings)
+
+
+def _heads_line(audit: Audit) -> str:
+    broken = any(log.broken is not None for log in audit.signatures.values())
+    return "heads of the logs" + (" as they are now, not as they were written" if broken else "")
 
 
 def _check(options: _Options) -> None:

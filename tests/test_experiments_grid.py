@@ -268,9 +268,7 @@ def test_every_partition_is_checked_before_the_runs_start(
         runner.run_of(rows[1], (), 0, place)
 
 
-def test_the_scenarios_own_method_keeps_its_options_and_the_rows_of_others_are_named(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     raw = apply_settings(read_yaml(tiny), ["protocol={name: rcsr, warmup: 1, filler: zero}"])
     file.write_text(json.dumps(raw))

@@ -236,7 +236,8 @@ class RosterReaders:
         for what, held in (("hellos", self.roster._answered), ("handshakes", self.roster._pending)):
             assert len(held) <= rosters._MAX_PENDING, f"{len(held)} {what} are kept"
         for each in (self.roster._hellos, self.roster._copies, self.roster._rekeys, self.roster._messages):
-            assert len(each._of) <= 2 * peers, f"{len(each._of)} allowances for {peers} keys"
+            most = 2 * len(self._accepted)  # handshakes and inquiries
+            assert len(each._of) <= most, f"{len(each._of)} allowances for {most // 2} keys"
         if self._frames % 500 == 0:
             self._check_log(seconds)
 

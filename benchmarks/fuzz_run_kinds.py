@@ -260,7 +260,7 @@ def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
 def _searched() -> Folder:
     """A search with two finished trials, of which one run's summary is left."""
     with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        kept, process_pool.start = process_pool.start, _Here  # type: ignore[assignment, misc]
+        kept, process_pool.start = process_pool.start, _Here  # type: ignore[assignment]
         try:
             _tune(Path(name), 2, stopped=False)
         finally:

@@ -1,7 +1,7 @@
 """Attacks on a coordinator's address, each bounded in time and bytes; for ``make hostile`` and the tests.
 
-Each attack takes the address of a coordinator on this machine and a folder with keys. All but those
-``with_key`` need nothing but the address: they use no key, or one that is not accepted.
+Each attack takes the address of a coordinator on this machine and a folder with keys. Attacks whose
+name lacks ``with_key`` need only the address: they use no key, or one that is not accepted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
-#: Of what a peer sends in one connection, at most [bytes].
+#: Maximum size of what a peer sends per connection [bytes].
 _MULTIPART_BYTES = 20 << 20
 _IDLE = 1500
-#: Name of a silo with an accepted key that is hostile, and is none of the run's.
+#: Name of a hostile silo that is not part of the run, although its key is accepted.
 HOSTILE = "silo-99"
 #: Ports that Linux uses for outgoing connections.
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked.
+    """The coordinator under attack.
 
     Args:
         port: of the coordinator, on 127.0.0.1.
@@ -111,7 +111,7 @@ def endless_multipart(target: Target) -> None:
 
 
 def half_sent_frames(target: Target) -> None:
-    """Announce frames of 100 MB on many connections, and send a part of each."""
+    """Announce frames of 100 MB on many connections, and send only part of each."""
     with contextlib.ExitStack() as opened:
         while not target.over.wait(0.2):
             for _ in range(_HALF_SENT):
@@ -123,7 +123,7 @@ def half_sent_frames(target: Target) -> None:
 
 
 def garbage(target: Target) -> None:
-    """Send what is no ZMTP."""
+    """Send bytes that are not ZMTP."""
     while not target.over.wait(0.005):
         with contextlib.suppress(OSError), target.open() as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 40)
@@ -157,7 +157,7 @@ def flood_with_key(target: Target) -> None:
 
 
 def _session(target: Target, connection: Connection) -> Session | None:
-    """A session of the hostile silo, if the coordinator answers at once."""
+    """A session of the hostile silo, if the coordinator answers immediately."""
     identity, accepted = load_identity(target.keys, HOSTILE), load_accepted(target.keys)
     hello, initiated = initiate(identity, COORDINATOR, target.run, 0.0)
     connection.send(hello, 0.05)

@@ -1,4 +1,4 @@
-"""Models and made data for the benchmarks of ViT-B-32: pictures of noise, each with one caption of made words."""
+"""Models and synthetic data for the benchmarks of ViT-B-32: noise pictures, each with a caption of random words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip
 
-#: Of the pictures, for the silo and the plain loop alike.
+#: Statistics of the pictures, for the silo and for the plain loop.
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 #: A model with ViT-B-32's parts that takes a thousandth of its time.
 _TINY = {
@@ -52,7 +52,7 @@ def _captions(n: int, generator: np.random.Generator) -> list[str]:
     return [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
 
 
-def made_dataset(model: ClipModel, n: int) -> SiloDataset:
+def synthetic_dataset(model: ClipModel, n: int) -> SiloDataset:
     """A silo dataset of n pictures, each with one caption."""
     generator = np.random.default_rng(0)
     texts = _captions(n, generator)
@@ -65,7 +65,7 @@ def made_dataset(model: ClipModel, n: int) -> SiloDataset:
     )
 
 
-def made_manifest(folder: Path, n: int) -> Path:
+def synthetic_manifest(folder: Path, n: int) -> Path:
     """Write n pictures of 64 x 64 and their captions as a manifest; returns its path."""
     generator = np.random.default_rng(0)
     pictures = folder / "pictures"

@@ -1,4 +1,4 @@
-"""Estimates of ``fedmq scenario --check`` beside runs: time, memory and traffic of six scenarios."""
+"""Estimates of ``fedmq scenario --check`` compared with runs: time, memory and traffic of six scenarios."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EVERY_S = 0.25
 
 
 def run(*, smoke: bool = False) -> Result:
-    """Estimate and execute each scenario; ``smoke``: one of three silos on made features, of four rounds."""
+    """Estimate and execute each scenario; ``smoke``: one scenario of three silos on synthetic features, four rounds."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         if smoke:

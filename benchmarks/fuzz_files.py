@@ -38,8 +38,6 @@ from fedmq.seeds import derive
 
 HANG_S = 2.0
 MEMORY_MB = 200
-#: Time after which a reader is interrupted, and after which its process is ended [s].
-_GIVEN_UP_S, _DEAD_S = 10, 60
 _FILES = 100_000
 
 
@@ -94,7 +92,7 @@ def write(folder: Path, content: Folder) -> None:
             path.symlink_to(each.target)
 
 
-def _try_all(line: Connection, kind: str, seed: int, numbers: Sequence[int], folder: Path) -> None:
+def _try_all(line: Connection, kind: str, seed: int, numbers: Sequence[int], folder: Path, given_up_s: float) -> None:
     """Read the damaged files of some numbers in this process; reports each before and after."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGVTALRM, _interrupt)
@@ -108,7 +106,7 @@ def _try_all(line: Connection, kind: str, seed: int, numbers: Sequence[int], fol
         line.send(number)
         write(place, content_of(kind, seed, number))
         outcome, started = "read", time.process_time()
-        signal.setitimer(signal.ITIMER_VIRTUAL, _GIVEN_UP_S)
+        signal.setitimer(signal.ITIMER_VIRTUAL, given_up_s)
         try:
             read(place)
         except InputError as error:
@@ -122,7 +120,7 @@ def _try_all(line: Connection, kind: str, seed: int, numbers: Sequence[int], fol
     line.send(None)
 
 
-def fuzz(kind: str, files: int, seed: int, first: int = 0) -> Tally:
+def fuzz(kind: str, files: int, seed: int, first: int = 0, *, given_up_s: float = 10.0, dead_s: float = 60.0) -> Tally:
     """Read damaged files of one kind, in a process that is replaced if it dies, hangs or grows.
 
     Args:
@@ -130,25 +128,27 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0) -> Tally:
         files: number of files.
         seed: of the damage.
         first: number of the first file.
+        given_up_s: time after which a reader is interrupted [s].
+        dead_s: time after which its process is ended [s].
     """
     tally, done, context = Tally(), first, multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
         while done < first + files:
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, kind, seed, range(done, first + files), Path(name))
+            arguments = (theirs, kind, seed, range(done, first + files), Path(name), given_up_s)
             process = context.Process(target=_try_all, args=arguments)
             process.start()
             theirs.close()
             number: int | None = None
             try:
-                while (number := _received(ours)) is not None:
+                while (number := _received(ours, dead_s)) is not None:
                     done = number + 1
-                    outcome, seconds, memory = _received(ours)
+                    outcome, seconds, memory = _received(ours, dead_s)
                     _count(tally, number, outcome, seconds, memory)
                     if memory > MEMORY_MB:
                         break  # the peak never falls
             except TimeoutError:
-                _count(tally, done - 1, f"nothing for {_DEAD_S} s", 0.0, 0.0)
+                _count(tally, done - 1, f"nothing for {dead_s:g} s", 0.0, 0.0)
             except EOFError:
                 process.join()
                 if number is None:
@@ -160,9 +160,9 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0) -> Tally:
     return tally
 
 
-def _received(line: Connection) -> Any:
+def _received(line: Connection, dead_s: float) -> Any:
     """The next message of a process; one that waits for ever, as for a pipe, uses no processor time."""
-    if not line.poll(_DEAD_S):
+    if not line.poll(dead_s):
         raise TimeoutError
     return line.recv()
 

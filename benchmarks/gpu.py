@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.clip_models import ClipModel, clip_model, made_dataset, made_manifest
+from benchmarks.clip_models import ClipModel, clip_model, synthetic_dataset, synthetic_manifest
 from benchmarks.measure import Number, machine, spread
 from benchmarks.runs import loop_seconds, simulated
 from benchmarks.vit import silo_task, training_rates
@@ -34,14 +34,14 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """Size of the measurements.
 
     Args:
-        pairs: of the throughput; of the comparison with the CPU, ``compared``.
-        batch: of the throughput.
-        repeats: of the throughput.
-        pictures: made for the runs.
-        silos: of the run of rcsr_mr50_clip, and its rounds and hosts.
+        pairs: number of pairs for the throughput; ``compared``: for the comparison with the CPU.
+        batch: batch size for the throughput.
+        repeats: repeats of the throughput.
+        pictures: number of synthetic pictures for the runs.
+        silos: number of silos in the run of rcsr_mr50_clip; also its numbers of rounds and hosts.
     """
 
     pairs: int = 2048
@@ -97,9 +97,9 @@ class Bench:
 
 def _update(bench: Bench, device: str) -> np.ndarray:
     """The update of one task on a device."""
-    share = made_dataset(bench.model, bench.size.compared)
+    dataset = synthetic_dataset(bench.model, bench.size.compared)
     # With SGD: AdamW's first step has the size of the learning rate, even where a gradient is all rounding.
-    task, _ = silo_task(bench.model, share, bench.size.compared, device, bench.folder / "cache", optimizer="sgd")
+    task, _ = silo_task(bench.model, dataset, bench.size.compared, device, bench.folder / "cache", optimizer="sgd")
     (update,) = (each for each in task().payloads if isinstance(each, Delta))
     return np.asarray(update.buffer, dtype=np.float64)
 
@@ -139,7 +139,7 @@ def throughput(bench: Bench) -> list[Number]:
 def peak_memory(device: str) -> Iterator[list[float]]:
     """Sample the memory in use on a device, by all processes; the list holds the largest value so far [GiB].
 
-    This process holds a CUDA context of its own, of about half a GiB, which counts.
+    This includes the CUDA context of this process, about half a GiB.
     """
     peak, over = [0.0], threading.Event()
 
@@ -160,14 +160,14 @@ def peak_memory(device: str) -> Iterator[list[float]]:
 
 
 def _run(bench: Bench, out: str, *settings: str) -> tuple[dict[str, Any], float, float]:
-    """Run rcsr_mr50_clip with random weights on made pictures.
+    """Run rcsr_mr50_clip with random weights on synthetic pictures.
 
     Returns:
         The summary, the seconds per round, and the peak memory of the device [GiB].
     """
     manifest = bench.folder / "list.csv"
     if not manifest.exists():
-        made_manifest(bench.folder, bench.size.pictures)
+        synthetic_manifest(bench.folder, bench.size.pictures)
     common = (
         f"backbone.name={bench.model.name}",
         "backbone.pretrained=null",
@@ -196,7 +196,7 @@ def rounds(bench: Bench) -> list[Number]:
 
 
 def four_silos(bench: Bench) -> list[Number]:
-    """Time four silos on one GPU, each a process of its own, one at a time and all at once."""
+    """Time four silos on one GPU, each in its own process, first one at a time, then in parallel."""
     numbers, digests = [], set()
     for slots in (1, 4):
         settings = ("silos.count=4", f"silos.slots={slots}", f"rounds={bench.size.rounds}", "participation=1.0")

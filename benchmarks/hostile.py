@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     began, console, outcomes = time.monotonic(), Console(width=110), dict[str, Outcome]()
     for name in names:
         if time.monotonic() - began > options.limit_s:
-            console.print(f"not run for want of time: {name}")
+            console.print(f"time limit reached, not run: {name}")
             continue
         outcome = outcomes[name] = _run(name, run)
         console.print(f"{name}: {outcome.seconds:.0f} s", highlight=False)

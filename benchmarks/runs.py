@@ -38,10 +38,10 @@ RCSR: dict[str, Any] = {
 
 
 def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
-    """Write the scenario of :data:`RCSR` into a folder; ``smoke``: three silos on a few made features."""
+    """Write the scenario of :data:`RCSR` into a folder; ``smoke``: three silos on a few synthetic features."""
     scenario = RCSR
     if smoke:
-        scenario = {**RCSR, **made_features(folder / "items.npz", train=120, test=20, width=32)}
+        scenario = {**RCSR, **synthetic_features(folder / "items.npz", train=120, test=20, width=32)}
         scenario["partition"] = {"kind": "iid"}
         scenario["silos"] = {"count": 3}
         scenario["training"] = {**RCSR["training"], "warmup_rounds": 0}
@@ -50,8 +50,8 @@ def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
     return path
 
 
-def made_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
-    """Write made features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them.
+def synthetic_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
+    """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them.
 
     Args:
         path: of the file, ``.npz``.

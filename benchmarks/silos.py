@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from benchmarks.measure import Number, Result
-from benchmarks.runs import loop_seconds, made_features, simulated
+from benchmarks.runs import loop_seconds, simulated, synthetic_features
 
 #: Training items of each silo; width of images and texts.
 ITEMS, WIDTH = 20, 512
@@ -22,7 +22,7 @@ def _scenario(folder: Path, silos: int, rounds: int, selected: int) -> Path:
         "rounds": rounds,
         "participation": selected / silos,
         "protocol": {"name": "rcsr"},
-        **made_features(folder / f"items-{silos}.npz", train=ITEMS * silos, test=max(silos, 20), width=WIDTH),
+        **synthetic_features(folder / f"items-{silos}.npz", train=ITEMS * silos, test=max(silos, 20), width=WIDTH),
         "silos": {"count": silos},
         "partition": {"kind": "iid"},
         "missing_modality": {"rate": 0.5},

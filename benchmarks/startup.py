@@ -10,7 +10,7 @@ from benchmarks.runs import rcsr_scenario, simulated
 
 
 def run(*, smoke: bool = False) -> Result:
-    """Measure start-up in runs of one round; ``smoke``: of two silos on made features."""
+    """Measure start-up in runs of one round; ``smoke``: of two silos on synthetic features."""
     counts = (2,) if smoke else (30, 100)
     aims = {30: ("at most 3.5 s", "at most 4096 MB"), 100: ("at most 6.6 s", "")}
     numbers = []

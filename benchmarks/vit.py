@@ -17,7 +17,7 @@ from open_clip.model import CLIP
 from torch import Tensor, nn
 
 import protocols
-from benchmarks.clip_models import MEAN, STD, ClipModel, clip_model, made_dataset
+from benchmarks.clip_models import MEAN, STD, ClipModel, clip_model, synthetic_dataset
 from benchmarks.measure import Number, Result, spread
 from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.data.silo_dataset import SiloDataset
@@ -42,10 +42,10 @@ class _Bottleneck(nn.Module):
         return x + changed
 
 
-def _bare(clip_model: ClipModel, share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
+def _bare(clip_model: ClipModel, dataset: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
     """A plain loop over one epoch that returns its seconds, and the number of trained parameters."""
-    assert share.image is not None and share.text is not None
-    images, texts = share.image, share.text[:, 0]
+    assert dataset.image is not None and dataset.text is not None
+    images, texts = dataset.image, dataset.text[:, 0]
     model: Any = CLIP(**config_of(clip_model.name)).eval().requires_grad_(False).to(device)
     trained = nn.ModuleList()
     for transformer in (model.visual.transformer, model.transformer):
@@ -79,7 +79,7 @@ def _bare(clip_model: ClipModel, share: SiloDataset, batch: int, device: str) ->
 
 def silo_task(
     clip_model: ClipModel,
-    share: SiloDataset,
+    dataset: SiloDataset,
     batch: int,
     device: str,
     cache: Path,
@@ -100,7 +100,7 @@ def silo_task(
 
     def task() -> Trained:
         number = next(tasks)
-        return method.train(Local(silo, share, model, {}), Task(number, 0, 0, RATE, (start,)))
+        return method.train(Local(silo, dataset, model, {}), Task(number, 0, 0, RATE, (start,)))
 
     return task, model.flat.numel()
 
@@ -137,10 +137,10 @@ class Rates:
 
 
 def training_rates(clip_model: ClipModel, n: int, batch: int, repeats: int, device: str, cache: Path) -> Rates:
-    """Measure both on n made pairs, after an epoch of each to warm up."""
-    share, generator = made_dataset(clip_model, n), np.random.default_rng(1)
-    task, parameters = silo_task(clip_model, share, batch, device, cache)
-    bare, same = _bare(clip_model, share, batch, device)
+    """Measure both on n synthetic pairs, after an epoch of each to warm up."""
+    dataset, generator = synthetic_dataset(clip_model, n), np.random.default_rng(1)
+    task, parameters = silo_task(clip_model, dataset, batch, device, cache)
+    bare, same = _bare(clip_model, dataset, batch, device)
 
     def silo(_order: Rows) -> float:
         began = time.perf_counter()

@@ -48,7 +48,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     if not eligible:
         allowed = f"at least one silo that {scenario.protocol.label} can select"
         place = "missing_modality" if scenario.data is not None else "the silos' modalities"
-        raise InputError(place, "no such silo is left", allowed)
+        raise InputError(place, "no such silo", allowed)
     minimum = scenario.participation.minimum
     if minimum is not None and minimum > eligible:
         allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"

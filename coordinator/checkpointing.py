@@ -65,14 +65,14 @@ class Checkpointing:
         """
         return self._settled_before.get(silo, 0)
 
-    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int) -> None:
+    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
         """Write a checkpoint after a merge.
 
         Args:
             after: the rounds machine after the merge.
             states: the method's states by version.
             due: arrival time [s] of each pending task's outcome, by silo.
-            cause: number of the event that caused the merge.
+            cause: number of the log record of the event that caused the merge.
 
         Raises:
             RunError: the checkpoint could not be written in several attempts.
@@ -92,7 +92,8 @@ class Checkpointing:
                 checkpoints.save(self._run_context.folder.checkpoints, record, to_disk)
                 return
             except RunError as error:
-                self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=str(error)[:300], cause=cause)
+                text = str(error)[:300]
+                self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
                 if not attempts_left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)

@@ -63,7 +63,7 @@ def _wrong_evaluation(
 
     Args:
         answer: the evaluator's answer.
-        silos: all silos of the run; the evaluation must have metrics for each.
+        silos: the silos with items of the evaluated split; the evaluation must have metrics for each.
         names: metrics that this run may report.
         own: the user's own metrics.
     """
@@ -245,7 +245,7 @@ class EvaluationRequests:
             return
         # An evaluator with its own held-out set does not know which of its items would belong to a silo.
         shared = self._run_context.scenario.data is not None
-        silos = [silo.name for silo in self._run_context.context.silos if shared]
+        silos = [silo.name for silo in self._run_context.context.silos if shared and self._has_pairs(silo.name)]
         wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
         if wrong is not None or not isinstance(payload, Metrics):
             self._refusal = f"version {version}: {wrong}"
@@ -285,10 +285,22 @@ class EvaluationRequests:
             if before:
                 self._like = Metrics(before[-1].metrics, before[-1].per_silo)
             shared = self._run_context.scenario.data is not None
-            able = [name for name in self._run_context.plan.eligible if shared or self.own.able(name)]
+            able = [
+                name
+                for name in self._run_context.plan.eligible
+                if (self._has_pairs(name) if shared else self.own.able(name))
+            ]
             for name in sorted(name for name in able if name not in gone):
                 payloads = protocol.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = settled.get(name, 0), version, payloads
+
+    def _has_pairs(self, name: str) -> bool:
+        """Whether a silo has items of the evaluated split with both modalities, in a simulated partition."""
+        pairs = {
+            silo.name: count
+            for silo, count in zip(self._run_context.context.silos, self._run_context.pairs, strict=False)
+        }
+        return pairs.get(name, 1) > 0
 
     def personal_due(self, version: int) -> bool:
         """Whether the silos evaluate their personal models at this version; the final version is not covered here."""

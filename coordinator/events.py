@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fedmq.federation.fault_effects import FailureReason
@@ -57,12 +57,14 @@ class Failed:
         sequence: number of its task.
         reason: reason of the failure; the wire's reason where the reply was refused.
         gone: the silo is given up with its task.
+        cause: number of the log record of what made it fail; None if there is none.
     """
 
     silo: str
     sequence: int
     reason: FailureReason | str
     gone: bool = False
+    cause: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,10 @@ class _Action:
     """Base of all actions.
 
     Args:
-        cause: number of the timeline event that caused the action; 0 if the cause is a silo that joined or was lost, or
-            the operator.
+        cause: number of the log record of the event that caused the action; None without a log.
     """
 
-    cause: int = 0
+    cause: int | None = None
 
 
 @dataclass(frozen=True)

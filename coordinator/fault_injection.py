@@ -98,13 +98,14 @@ class FaultInjector:
         self._fired = {line.fault for line in read_lines(self._record, _Fired, "a fault that fired")}
         self._strikes: dict[str, list[FaultHit]] = {}
         self._on_frames: dict[tuple[str, int], list[FaultHit]] = {}
+        self._causes: dict[tuple[str, int], int | None] = {}
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
         if script.faults and not clock.virtual:
             log.note(NoteKind.WALL_CLOCK_FAULTS)
 
     # ------------------------------------------------------------------------------------------------------- tasks
-    def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int) -> TaskOutcome:
+    def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int | None) -> TaskOutcome:
         """The outcome of a task; the same at every call.
 
         Args:
@@ -112,7 +113,7 @@ class FaultInjector:
             sequence: number of the task.
             version: base version of the task.
             work: duration of the task without faults [s].
-            cause: number of the event that caused the task.
+            cause: number of the log record of the event that caused the task.
         """
         known = self.issued.get(silo)
         fresh = known is None or known[0] != sequence
@@ -146,12 +147,13 @@ class FaultInjector:
             self._stopped.discard(silo)
             self._order(ProcessCommand("start", silo))
 
-    def after_sending(self, silo: str, sequence: int, cause: int) -> None:
+    def after_sending(self, silo: str, sequence: int, cause: int | None) -> None:
         """A task was sent: kill or freeze the silo, or schedule the faults of its reply."""
         for place, fault in self._strikes.get(silo, ()):
             if isinstance(fault, Drop) and fault.again is None:
                 # A permanent loss is the outcome of the task: it holds for every resend, also after a restart.
                 self._on_frames[silo, sequence] = [FaultHit(place, fault)]
+                self._causes[silo, sequence] = cause
             elif isinstance(fault, ON_MESSAGES | Crash | Freeze | Leave) and self._mark_fired(
                 f"{place} {silo} {sequence}"
             ):
@@ -169,16 +171,18 @@ class FaultInjector:
         for silo in sorted(self._stopped):
             self.restart(silo)
 
-    def _command(self, order: ProcessCommand, kind: str, sequence: int, cause: int) -> None:
+    def _command(self, order: ProcessCommand, kind: str, sequence: int, cause: int | None) -> None:
         if self._order is not None:
             self._order(order)
         else:
-            self._log.note(NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, cause=cause)
+            self._log.note(
+                NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, caused_by=cause
+            )
 
-    def _log_strike(self, strike: FaultHit, silo: str, sequence: int, cause: int) -> None:
+    def _log_strike(self, strike: FaultHit, silo: str, sequence: int, cause: int | None) -> None:
         """Log that a fault strikes."""
         place, fault = strike
-        self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, cause=cause)
+        self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, caused_by=cause)
 
     def _mark_fired(self, fault: str) -> bool:
         """Whether a fault strikes for the first time; records it, so that it does not strike again after a restart."""
@@ -203,11 +207,12 @@ class FaultInjector:
         held = self._held.pop(header.sender, None)
         answered = header.reply_to if header.kind is Kind.REPLY else None
         strikes = [] if answered is None else self._on_frames.pop((header.sender, answered), [])
+        cause = None if answered is None else self._causes.pop((header.sender, answered), None)
         for _, fault in strikes:
             match fault:
                 case Drop(again=None) if answered is not None:
                     arrived = []
-                    failed.append(Failed(header.sender, answered, FailureReason.DROPPED))
+                    failed.append(Failed(header.sender, answered, FailureReason.DROPPED, cause=cause))
                 case Drop() if self._wired:
                     arrived = []
                 case Split() if self._wired:
@@ -223,15 +228,21 @@ class FaultInjector:
         return (arrived if held is None else [*arrived, held]), failed
 
     # ------------------------------------------------------------------------------------------------- coordinator
-    def after_event(self, version: int, events: int) -> None:
-        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events."""
+    def after_event(self, version: int, events: int, cause: int) -> None:
+        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events.
+
+        Args:
+            version: number of merges.
+            events: number of timeline events.
+            cause: number of the log record of the last event.
+        """
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._mark_fired(f"{place} {COORDINATOR}"):
-                self._log_strike(FaultHit(place, fault), COORDINATOR, version, events)
-                self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, events)
+                self._log_strike(FaultHit(place, fault), COORDINATOR, version, cause)
+                self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, cause)
 
-    def to_disk(self, version: int, cause: int, path: Path) -> None:
+    def to_disk(self, version: int, cause: int | None, path: Path) -> None:
         """Flush a file of a version's checkpoint to disk, unless the script simulates a full disk.
 
         Raises:

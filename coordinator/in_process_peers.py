@@ -46,6 +46,7 @@ class InProcessPeers:
         self.received = 0
         self.refused: Counter[str] = Counter()
         self.refusal = ""
+        self.failures: dict[str, str] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""
@@ -127,11 +128,11 @@ class InProcessPeers:
         """None: functions of this process have no keys."""
         return []
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal."""
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
+        """Count and log a refusal; returns the number of its log record."""
         self.refused[error.reason] += 1
         self.refusal = f"{name}: {error.detail}"
-        self._log.refused(name, error.reason, error.detail, size)
+        return self._log.refused(name, error.reason, error.detail, size)
 
     def silent(self, seconds: float, at: float) -> list[str]:
         """Always empty: functions do not go silent."""

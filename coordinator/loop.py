@@ -35,9 +35,9 @@ from coordinator.events import (
 )
 from coordinator.fault_injection import FaultInjector
 from coordinator.outcomes import Outcomes, drawn_outcome
-from coordinator.peers import Peers, Ready, Unusable
+from coordinator.peers import Peers, Ready, Unusable, taken_from
+from coordinator.reconnects import ReconnectThrottle
 from coordinator.reply_validation import validate_reply
-from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
@@ -46,7 +46,7 @@ from coordinator.timeline import EntryKind, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
-from fedmq.federation.protocol import SiloFacts, State
+from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
@@ -82,6 +82,7 @@ class Loop:
     Attributes:
         saving: writes the checkpoints.
         makes_room: the loop has stopped between two rounds for late silos.
+        phase_cause: number of the log record of the event that led to the present phase; None before the first one.
     """
 
     run_context: RunContext
@@ -103,6 +104,7 @@ class Loop:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen, self.makes_room, self._limits = set[str](), False, self.status.limits
+        self.phase_cause: int | None = None
         self._absent_since: dict[str, float] = {}
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
@@ -113,8 +115,10 @@ class Loop:
             self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
         )
         self._outcomes.schedule_saved(self.rounds.pending)
-        for name in self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
-            self._handle(Switched(name, on=False))
+        if off := self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
+            record = self.log.note(NoteKind.OFF_AT_START, silos=", ".join(off))
+            for name in off:
+                self._handle(Switched(name, on=False), record)
 
     def run(self, *, continues: bool = False) -> Phase:
         """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
@@ -133,7 +137,7 @@ class Loop:
         if continues:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
-            self._start_on(StillConnected(here))  # their pending tasks are sent again
+            self._start_on(StillConnected(here), self.log.note(NoteKind.STILL_CONNECTED, silos=", ".join(here)))
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
@@ -141,7 +145,7 @@ class Loop:
             if not self.counters.participations.total():
                 raise RunError(nothing_merged(self._errors, self.counters, self.rounds.version))
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
-                self._handle(EvaluationAborted())
+                self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
             self.roster.dismiss((*self._facts, EVALUATOR))
@@ -170,11 +174,11 @@ class Loop:
         idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
         self.makes_room = idle and self.late_silos() and not self.stop_wanted()
         if self.makes_room or self.stop_wanted():
-            self._handle(Stop())
+            self._stop()
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
         if entry is None and self.rounds.stalled:
-            raise RunError("no eligible silo is ever on again; correct participation.trace")
+            raise RunError("no eligible silo becomes available again; correct participation.trace")
         # The time of a resumed run stands still until all silos have joined; pending tasks are due afterwards.
         gathering = self.rounds.phase is Phase.GATHERING
         if entry is not None and not gathering and self._outcomes.allow(entry):
@@ -183,10 +187,10 @@ class Loop:
             if entry.kind is EntryKind.SWITCH:
                 self._timeline.next_switch(trace, self.clock.now(), entry.index, entry.silo)
             event = event_of(entry, self._outcomes.get(entry.silo, entry.sequence), trace)
-            self.counters.events += 1
-            note_event(self.log, entry, event, self.rounds.version, self.counters.events)
-            self._handle(event, self.counters.events)
-            self.fault_injector.after_event(self.rounds.version, self.counters.events)
+            number = self.counters.events = self.counters.events + 1
+            record = note_event(self.log, entry, event, self.rounds.version, number, self._outcomes.cause_of(entry))
+            self._handle(event, record)
+            self.fault_injector.after_event(self.rounds.version, number, record)
         else:
             wait = _POLL_SECONDS
             if entry is not None and not gathering and not self.clock.virtual:
@@ -194,24 +198,24 @@ class Loop:
             self._receive(wait)
         self._check_peers()
 
-    def _handle(self, event: Event, number: int = 0) -> None:
-        """Pass an event to the rounds machine and carry out its actions.
+    def _stop(self) -> None:
+        """Stop the rounds, as the operator requested or to include late silos."""
+        self._handle(Stop(), self.log.note(NoteKind.LATE_SILOS if self.makes_room else NoteKind.STOP_REQUESTED))
 
-        Args:
-            event: the event.
-            number: number of the timeline event that it is, or that caused it; 0 if a peer or the operator did.
+    def _handle(self, event: Event, record: int | None) -> None:
+        """Pass an event to the rounds machine and carry out its actions; ``record`` is the number of its log record.
+
+        A merge that is done has no record: it passes on that of the event that caused the merge.
         """
         if isinstance(event, Failed):
-            self._outcomes.remove(event.silo, event.sequence)
-            self.counters.failed += 1
-            self.counters.failures[event.reason] += 1
+            self._outcomes.fail(event, record)
             self._errors.task_failed(event.silo)
             if event.reason not in (FailureReason.ERROR, FailureReason.POLICY):
                 self.status.failed(event.silo, f"task {event.sequence}: {event.reason}")
-            self.log.note(
-                NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
-            )
-        self.rounds, actions = self.rounds.handle(event, number)
+        before = self.rounds.phase
+        self.rounds, actions = self.rounds.handle(event, record)
+        if self.rounds.phase is not before:
+            self.phase_cause = record
         for action in self.run_context.longest_first(actions):
             self._perform(action)
 
@@ -220,13 +224,13 @@ class Loop:
             case Send():
                 self._send(action)
             case SetDeadline(round_, after):
-                self._timeline.deadline(self.clock.now() + after, round_)
+                self._timeline.deadline(self.clock.now() + after, round_, action.cause)
             case Merge():
                 self._merge(action)
             case Discard():
                 self._outcomes.discard(action)
             case Finish(cause=cause):
-                self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, cause=cause)
+                self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, caused_by=cause)
             case _:
                 assert_never(action)
 
@@ -247,35 +251,35 @@ class Loop:
                 self._limits.forget(failed.silo)
                 self._fail(failed)
             for address, frames in arrived:
-                taken = self.roster.take(address, frames)
+                taken, record = taken_from(self.roster, self.log, address, frames)
                 if isinstance(taken, Ready):
-                    self._on_ready(taken)
+                    self._on_ready(taken, record)
                 elif isinstance(taken, Unusable):
-                    self._on_unusable(taken)
+                    self._on_unusable(taken, record)
                 elif taken is not None:
-                    self._on_message(taken)
+                    self._on_message(taken, record)
 
-    def _note_answer(self, header: Header) -> None:
+    def _note_answer(self, header: Header, record: int | None) -> None:
         """Note that a silo answered a task, even if its answer is unusable; an overdue silo can be selected again."""
         number, now = header.reply_to, self.clock.stopwatch()
         if header.sender in self._facts and number is not None and self._limits.replied(header.sender, number, now):
-            self._join(header.sender)
+            self._join(header.sender, record)
 
-    def _on_unusable(self, unusable: Unusable) -> None:
+    def _on_unusable(self, unusable: Unusable, record: int | None) -> None:
         """Fail the task of an unreadable reply or error; a resend would be unreadable, too."""
         header = unusable.header
-        self._note_answer(header)
+        self._note_answer(header, record)
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
         if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
-            self._on_refused(header.sender, header.reply_to, unusable.reason, unusable.detail)
+            self._on_refused(Failed(header.sender, header.reply_to, unusable.reason, cause=record), unusable.detail)
 
-    def _on_refused(self, silo: str, sequence: int, reason: str, detail: str) -> None:
+    def _on_refused(self, failed: Failed, detail: str) -> None:
         """Fail the task of a refused reply."""
-        if self._outcomes.is_open(self.rounds.pending, silo, sequence):
-            self._errors.refused(silo, detail, scripted=self.fault_injector.attacked(silo))
-        self._fail(Failed(silo, sequence, reason))
+        if self._outcomes.is_open(self.rounds.pending, failed.silo, failed.sequence):
+            self._errors.refused(failed.silo, detail, scripted=self.fault_injector.attacked(failed.silo))
+        self._fail(failed)
 
-    def _on_ready(self, ready: Ready) -> None:
+    def _on_ready(self, ready: Ready, record: int | None) -> None:
         name, now = ready.name, self.clock.stopwatch()
         if name != EVALUATOR and name not in self._facts:
             self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is not a silo of this scenario"), 0)
@@ -283,7 +287,8 @@ class Loop:
             return
         if ready.returned and name != EVALUATOR:
             self._limits.forget(name)
-            self._handle(Lost(name))
+            record = self.log.note(NoteKind.RETURNED, peer=name, caused_by=record)
+            self._handle(Lost(name), record)
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
             self._absent_since.setdefault(name, now)
             return
@@ -295,17 +300,17 @@ class Loop:
         if name in self.evaluation.asked:
             self.evaluation.ask(name, again=True)
         self._seen.add(name)
-        self._join(name)
+        self._join(name, record)
 
-    def _join(self, name: str) -> None:
+    def _join(self, name: str, cause: int | None) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
         self._limits.forget(name)
-        self._start_on(Joined(name))
+        self._start_on(Joined(name), self.log.note(NoteKind.JOINED, peer=name, caused_by=cause))
 
-    def _start_on(self, event: Joined | StillConnected | WaitEnded) -> None:
+    def _start_on(self, event: Joined | StillConnected | WaitEnded, record: int) -> None:
         """Handle an event after which the rounds may start."""
         gathering = self.rounds.phase is Phase.GATHERING
-        self._handle(event)
+        self._handle(event, record)
         if not gathering or self.rounds.phase is Phase.GATHERING:
             return
         now = self.clock.stopwatch()
@@ -314,9 +319,9 @@ class Loop:
         for absent in self.rounds.pending.keys() - self.rounds.online:
             self._absent_since.setdefault(absent, now)
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: Message, record: int | None) -> None:
         header = message.header
-        self._note_answer(header)
+        self._note_answer(header, record)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
         elif self.evaluation.measured(message):
@@ -328,34 +333,34 @@ class Loop:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
                 validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message)
+                self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message, cause=record)
             except RemoteWireError as error:
-                self.roster.refuse(header.sender, error, 0)
-                self._on_refused(header.sender, header.reply_to, error.reason, str(error))
+                record = self.roster.refuse(header.sender, error, 0)
+                self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), str(error))
         elif header.kind is Kind.ERROR:
-            self._on_error(message)
+            self._on_error(message, record)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _on_error(self, message: Message) -> None:
+    def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
-        self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
+        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300], caused_by=record)
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
                 self._errors.reported(silo, text)
-            self._fail(Failed(silo, number, reason_of(message)))
+            self._fail(Failed(silo, number, reason_of(message), cause=record))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:
             # A silo that cannot continue is handled like any silo that stays away.
             self._errors.silo_failed(silo, text)
-            self._on_peer_lost(silo)
+            self._on_peer_lost(silo, record)
 
     def _fail(self, failed: Failed, after: float | None = None) -> None:
         """Store a failure as the outcome of its task, unless the task has one; ``after`` as for Outcomes.put."""
-        self._outcomes.put(self.rounds.pending, failed.silo, failed.sequence, failed, after)
+        self._outcomes.put(self.rounds.pending, failed.silo, failed.sequence, failed, after, cause=failed.cause)
 
     def _check_peers(self) -> None:
         """Handle silent, lost and absent peers, and report the status."""
@@ -366,7 +371,7 @@ class Loop:
         for name in self.roster.removed_keys(now):
             self.expel(name)
         for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
-            self._on_ready(Ready(name, returned=False))
+            self._on_ready(Ready(name, returned=False), None)
         # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
         for name in sorted(self.rounds.online):
             if not self.roster.online(name):
@@ -379,12 +384,13 @@ class Loop:
             self.evaluation.give_up(name)
         self._fail_overdue()
         if self.rounds.awaited and now - self._began > patience:
-            self._start_on(WaitEnded())
+            self._start_on(WaitEnded(), self.log.note(NoteKind.WAIT_ENDED))
         for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
                 del self._absent_since[name]
-                self._fail(Failed(name, pending_task.sequence, FailureReason.STAYED_AWAY, gone=True))
+                sequence, record = pending_task.sequence, self.log.note(NoteKind.STAYED_AWAY, peer=name)
+                self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
         self.status.update(self.rounds, self._seen)
 
     def _fail_overdue(self) -> None:
@@ -395,28 +401,29 @@ class Loop:
         if self.rounds.phase is not Phase.COLLECTING:
             return
         for task in self._limits.exceed(self._caught_up):
-            self._handle(Lost(task.silo))
-            self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True))
+            record = self.log.note(NoteKind.OVERDUE, peer=task.silo, sequence=task.sequence)
+            self._handle(Lost(task.silo), record)
+            self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
 
-    def _on_peer_lost(self, name: str) -> None:
-        """End a peer's session."""
+    def _on_peer_lost(self, name: str, cause: int | None = None) -> None:
+        """End a peer's session; ``cause`` is the number of the log record of why."""
         self.roster.drop(name)
-        self.log.note(NoteKind.PEER_LOST, peer=name)
+        record = self.log.note(NoteKind.PEER_LOST, peer=name, caused_by=cause)
         if name in self._facts:
             self._absent_since[name] = self.clock.stopwatch()
             self._limits.forget(name)
-            self._handle(Lost(name))
+            self._handle(Lost(name), record)
 
     def expel(self, name: str) -> None:
         """Cut off a peer whose key was removed; a silo's pending task fails."""
+        record = self.log.note(NoteKind.EXPELLED, peer=name)
         if self.roster.online(name):
-            self._on_peer_lost(name)
-        self.log.note(NoteKind.EXPELLED, peer=name)
+            self._on_peer_lost(name, record)
         if name in self._facts:
-            self._handle(Expelled(name))
+            self._handle(Expelled(name), record)
         task = self.rounds.pending.get(name)
         if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
-            self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True))
+            self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True, cause=record))
 
     def _send(self, action: Send) -> None:
         silo = self.run_context.facts_at(action.silo, action.base_version)
@@ -428,7 +435,7 @@ class Loop:
             if self.rounds.phase is Phase.COLLECTING:
                 self.fault_injector.withhold(silo.name, outcome)
             if self._outcomes.get(silo.name, action.sequence) is None:
-                failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF)
+                failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF, cause=action.cause)
                 self._fail(failed, max(0.0, outcome.due - self.clock.now()))
             return
         self.fault_injector.restart(silo.name)
@@ -453,28 +460,26 @@ class Loop:
         replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
-        state, log = self.states[self.rounds.version], {}
+        merged = MergeResult(self.states[self.rounds.version], {})
         if replies:
-            merged, left_out = merged_state(self.run_context, state, replies, round_)
-            state, log = merged.state, dict(merged.log)
+            merged, left_out = merged_state(self.run_context, merged.state, replies, round_)
             for name in left_out:
-                self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, cause=cause)
+                self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, caused_by=cause)
             self._errors.clear()
         for item in arrived:
             self._outcomes.remove(item.silo, item.sequence)
             self.counters.participations[item.silo] += 1
         version = self.rounds.version + 1
-        self.states[version] = state
-        self.evaluation.evaluate_if_due(version, state)
+        self.states[version] = merged.state
+        self.evaluation.evaluate_if_due(version, merged.state)
         waiting = self.clock.stopwatch()
         if not self._measure_before_checkpoint(version):
-            self._handle(Stop())  # without a checkpoint: a resumed run repeats the merge and the evaluation
+            self._stop()  # without a checkpoint: a resumed run repeats the merge and the evaluation
             return
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
-        needed = {version, *self.evaluation.versions}
-        self.states = states_in_use(self.states, needed, self.rounds.pending)
-        line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
+        self.states = states_in_use(self.states, {version, *self.evaluation.versions}, self.rounds.pending)
+        line = merge_line(version, self.clock.now(), replies, losses_of(replies), merged.log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_metrics(self.run_context.folder, line, self.clock, durable=True)
@@ -482,7 +487,10 @@ class Loop:
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         last = version >= self.rounds.plan.rounds or self.evaluation.ends_after(version)
         self.makes_room = not last and self.late_silos() and not self.stop_wanted()
-        self._handle(Stop() if self.makes_room else Merged(version, last=last), cause)
+        if self.makes_room:
+            self._stop()
+        else:
+            self._handle(Merged(version, last=last), cause)
 
     def _measure_before_checkpoint(self, version: int) -> bool:
         """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""

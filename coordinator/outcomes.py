@@ -66,6 +66,7 @@ class Outcomes:
         self._silos, self._clock, self._timeline = silos, clock, timeline
         self._fault_injector, self._log, self._counters = fault_injector, log, counters
         self._stored: dict[tuple[str, int], Message | Failed] = {}
+        self._causes: dict[tuple[str, int], int | None] = {}
 
     def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
         """Put the arrivals of a checkpoint on the timeline; on a wall clock their times are unknown."""
@@ -92,6 +93,10 @@ class Outcomes:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
 
+    def cause_of(self, entry: TimelineEntry) -> int | None:
+        """Number of the log record that led to an entry of the timeline; None if there is none."""
+        return self._causes.get((entry.silo, entry.sequence), entry.cause)
+
     def allow(self, entry: TimelineEntry) -> bool:
         """Whether an entry of the timeline can be handled: it is due and, for a task, the outcome has arrived."""
         if self._clock.virtual:
@@ -116,6 +121,8 @@ class Outcomes:
         sequence: int,
         outcome: Message | Failed,
         after: float | None = None,
+        *,
+        cause: int | None,
     ) -> None:
         """Store the outcome of a pending task; the first one counts. The timeline decides when it is handled.
 
@@ -125,14 +132,15 @@ class Outcomes:
             sequence: number of the task.
             outcome: a validated reply, or the failure.
             after: delay on a wall clock [s]; None for the delay of the scenario's faults.
+            cause: number of the log record of the reply, or of why the task failed; None if there is none.
         """
         if not self.is_open(pending, silo, sequence):
             # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
             reason = DiscardReason.DUPLICATE
             self._counters.discarded[reason] += 1
-            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason)
+            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
             return
-        self._stored[silo, sequence] = outcome
+        self._stored[silo, sequence], self._causes[silo, sequence] = outcome, cause
         if not self._clock.virtual:
             at = self._clock.now() + (self._fault_injector.delay(silo) if after is None else after)
             self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
@@ -142,6 +150,15 @@ class Outcomes:
         self.forget(silo, sequence)
         self.due.pop(silo, None)
 
+    def fail(self, failed: Failed, cause: int | None) -> None:
+        """A task failed; ``cause`` is the number of the log record of that event."""
+        self.remove(failed.silo, failed.sequence)
+        self._counters.failed += 1
+        self._counters.failures[failed.reason] += 1
+        self._log.note(
+            NoteKind.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
+        )
+
     def discard(self, discarded: Discard) -> None:
         """The reply to a task is not merged."""
         silo, sequence, reason = discarded.silo, discarded.sequence, discarded.reason
@@ -150,8 +167,9 @@ class Outcomes:
         else:
             self.remove(silo, sequence)
         self._counters.discarded[reason] += 1
-        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, cause=discarded.cause)
+        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
 
     def forget(self, silo: str, sequence: int) -> None:
         """Drop a stored outcome; the silo may have another pending task."""
         self._stored.pop((silo, sequence), None)
+        self._causes.pop((silo, sequence), None)

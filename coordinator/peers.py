@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fedmq.errors import RemoteWireError
+from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 
 
@@ -47,12 +48,14 @@ class Peers(Protocol):
         received: messages received by this process.
         refused: number of refusals, by reason.
         refusal: text of the last refusal.
+        failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
     """
 
     sent: int
     received: int
     refused: Counter[str]
     refusal: str
+    failures: dict[str, str]
 
     @property
     def uri(self) -> str:
@@ -101,11 +104,34 @@ class Peers(Protocol):
     def removed_keys(self, now: float) -> list[str]:
         """Peers whose keys have been removed since the last call, at the stopwatch's time ``now`` [s]."""
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal of a message of ``size`` bytes."""
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
+        """Count and log a refusal of a message of ``size`` bytes.
+
+        Returns:
+            The number of its log record; None if it is counted, but not logged.
+        """
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Tell peers, and those that have not joined, that the run is over."""
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
+
+
+def taken_from(
+    peers: Peers, log: MessageLog, address: bytes, frames: Sequence[Any]
+) -> tuple[Message | Ready | Unusable | None, int | None]:
+    """What :meth:`Peers.take` returns, with the number of its log record.
+
+    Args:
+        peers: the run's peers.
+        log: the coordinator's message log.
+        address: where the frames came from.
+        frames: the frames.
+
+    Returns:
+        What was taken, and the record's number; None if it has no record, as messages within this process have none.
+    """
+    before = log.records
+    taken = peers.take(address, frames)
+    return taken, log.records - 1 if log.records > before else None

@@ -168,7 +168,9 @@ def run_coordinator(
         if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
-            return _ended(log, Phase.STOPPED, None)
+            if arguments.stop_silos:
+                roster.dismiss((*scenario.silo_names, EVALUATOR))
+            return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
@@ -177,8 +179,8 @@ def run_coordinator(
         return process.run(data, setting, saved, revoked)
 
 
-def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None) -> CoordinatorResult:
-    log.note(NoteKind.ENDED, phase=phase.value)
+def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
+    log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
 
 
@@ -349,10 +351,11 @@ class _Process:
             phase = loop.run(continues=earlier is not None)
             loop.saving.update_counters()
             if phase is Phase.DONE:
-                return _ended(self.log, phase, finish(loop, data, self.clock, theta, self.admission))
+                summary = finish(loop, data, self.clock, theta, self.admission)
+                return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
-                return _ended(self.log, phase, None)
+                return _ended(self.log, phase, None, loop.phase_cause)
             # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
             # continue.
             counters.subtract(roster.sent, roster.received, roster.refused)
@@ -441,7 +444,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": data.content}
-    loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
+    loop.log.note(NoteKind.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
     stated = None if admission is None else admission.record()
     if stated is not None:
         write_json(folder.agreement, stated.plain())
@@ -451,6 +454,6 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
-    loop.log.note(NoteKind.RESULTS, **result_digests(folder))
+    loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
     html_report.write(folder)
     return summary

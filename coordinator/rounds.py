@@ -222,12 +222,12 @@ class Rounds:
     deadline_passed: bool = False
     awaited: frozenset[str] = frozenset()
 
-    def handle(self, event: Event, number: int = 0) -> tuple[Rounds, tuple[Action, ...]]:
+    def handle(self, event: Event, record: int | None = None) -> tuple[Rounds, tuple[Action, ...]]:
         """Handle an event.
 
         Args:
             event: the event.
-            number: number of the event in the run; recorded as the cause of the actions.
+            record: number of the event's log record, which the actions carry as their cause; None without a log.
 
         Returns:
             The next machine, and the actions to carry out.
@@ -244,7 +244,7 @@ class Rounds:
         result, actions = self._dispatch(event)
         if result.phase not in allowed:
             raise IllegalEventError(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
-        return result, tuple(replace(action, cause=number) for action in actions)
+        return result, tuple(replace(action, cause=record) for action in actions)
 
     def _dispatch(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
         match event:

@@ -45,6 +45,7 @@ class TimelineEntry:
         index: the silo's index in the fixed order, or the round of a deadline; breaks ties.
         sequence: number of the task; 0 if there is none.
         silo: the silo that replies or changes its availability; empty for a deadline.
+        cause: number of the log record that led to a deadline.
     """
 
     at: float
@@ -52,6 +53,7 @@ class TimelineEntry:
     index: int
     sequence: int = 0
     silo: str = field(default="", compare=False)
+    cause: int | None = field(default=None, compare=False)
 
 
 class Timeline:
@@ -70,9 +72,9 @@ class Timeline:
         """Add a task's outcome at ``at`` [s]."""
         heapq.heappush(self._heap, TimelineEntry(at, EntryKind.ARRIVAL, index, sequence, silo))
 
-    def deadline(self, at: float, round_: int) -> None:
-        """Add a round's deadline at ``at`` [s]."""
-        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.DEADLINE, round_))
+    def deadline(self, at: float, round_: int, cause: int | None) -> None:
+        """Add a round's deadline at ``at`` [s]; ``cause`` is the number of the log record that led to it."""
+        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.DEADLINE, round_, cause=cause))
 
     def next_switch(self, trace: Trace, now: float, index: int, silo: str) -> None:
         """Add the silo's first availability change after ``now`` [s], if there is one."""
@@ -112,7 +114,9 @@ def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trac
             return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
 
 
-def note_event(log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int) -> None:
+def note_event(
+    log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int, cause: int | None
+) -> int:
     """Log an event with its time and version; a replay compares runs event by event.
 
     Args:
@@ -121,7 +125,17 @@ def note_event(log: MessageLog, entry: TimelineEntry, event: Event, version: int
         event: the event made from it.
         version: number of merges so far.
         number: number of the event in the run.
+        cause: number of the log record that led to it; None if there is none.
+
+    Returns:
+        The number of its log record.
     """
-    log.event(
-        _KINDS[type(event)], silo=entry.silo, sequence=entry.sequence, now=entry.at, version=version, number=number
+    return log.event(
+        _KINDS[type(event)],
+        silo=entry.silo,
+        sequence=entry.sequence,
+        now=entry.at,
+        version=version,
+        number=number,
+        caused_by=cause,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.channel_group import ChannelGroup
 from fedmq.wire.handshake import Accepted
-from fedmq.wire.keys import load_accepted, load_identity, noise_key
+from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -81,12 +81,14 @@ class _Host:
         population: the data and its partition among the silos.
         model: the two towers, which the silos share.
         accepted: accepted public keys.
+        identities: names and keys of its silos, by name.
     """
 
     arguments: HostArguments
     population: Population
     model: TwoTower
     accepted: Accepted
+    identities: Mapping[str, Identity]
     clock: Clock = field(default_factory=WallClock)
     members: dict[str, _Member] = field(default_factory=dict)
 
@@ -101,7 +103,7 @@ class _Host:
         log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
         log.note(NoteKind.STARTED, run=arguments.run.id)
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
-        identity = load_identity(arguments.keys, name)
+        identity = self.identities[name]
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         channel = Channel(
             arguments.connect,
@@ -133,7 +135,7 @@ class _Host:
         if found is None:
             arguments = self.arguments.of(name)
             own = arguments.scenario.privacy.noise_from == "key"
-            noise = noise_key(load_identity(arguments.keys, name)) if own else arguments.scenario.seed
+            noise = noise_key(self.identities[name]) if own else arguments.scenario.seed
             found = Silo(arguments, self.population, self.model, noise=noise)
         self._recent[name] = found
         while len(self._recent) > _KEPT_SILOS:
@@ -141,12 +143,18 @@ class _Host:
         return found
 
 
-def run_host(arguments: HostArguments, *, joined: Callable[[], None] = lambda: None) -> None:
+def run_host(
+    arguments: HostArguments,
+    *,
+    joined: Callable[[], None] = lambda: None,
+    identities: Mapping[str, Identity] | None = None,
+) -> None:
     """Run a host until the coordinator has stopped its silos.
 
     Args:
         arguments: how it was started.
         joined: called when the coordinator has accepted the first silo.
+        identities: names and keys of its silos, by name; None loads the keys from their folder.
 
     Raises:
         InputError: a key or the data is invalid, or the coordinator's model has another layout.
@@ -158,7 +166,8 @@ def run_host(arguments: HostArguments, *, joined: Callable[[], None] = lambda: N
     population = build_population(here, folder=silo.data, pooled=silo.run.pooled)
     model = population.build_model(scenario, device, ("image", "text"))
     keep_buffers(KEPT_MODELS * model.flat.nbytes)
-    host = _Host(arguments, population, model, load_accepted(silo.keys))
+    identities = identities or {name: load_identity(silo.keys, name) for name in arguments.names}
+    host = _Host(arguments, population, model, load_accepted(silo.keys), identities)
     with contextlib.closing(Slots(slots_folder(silo.run.id), scenario.slots)) as slots:
         channels = host.channels
         try:

@@ -21,7 +21,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
-from fedmq.federation.population import build_population
+from fedmq.federation.population import build_population, device_of
 from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
@@ -36,16 +36,10 @@ from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from silos.program import Silo, SiloArguments
 
-#: Time to wait for the coordinator's answer [s].
-_ANSWER_SECONDS = 5.0
 #: Advice if the scenarios differ.
 _SAME = "both sides need the same file and the same --set and --seed"
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
-#: Disk space for logs [bytes].
-_LOG_BYTES = 50e6
-#: Free memory that should remain after a training step [bytes].
-_SPARE_MEMORY = 200e6
 
 
 class Verdict(StrEnum):
@@ -72,12 +66,33 @@ class Check:
     detail: str
 
 
-def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Iterator[Check]:
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the checks.
+
+    Args:
+        answer_seconds: time to wait for the coordinator's answer [s].
+        log_bytes: disk space for logs [bytes].
+        spare_memory: free memory that should remain after a training step [bytes].
+    """
+
+    answer_seconds: float = 5.0
+    log_bytes: float = 50e6
+    spare_memory: float = 200e6
+
+
+_DEFAULTS = Limits()
+
+
+def preflight(
+    arguments: SiloArguments, progress: Progress | None = None, limits: Limits = _DEFAULTS
+) -> Iterator[Check]:
     """Make all checks, one after the other; nothing is trained, sent or written.
 
     Args:
         arguments: the arguments with which the silo will be started.
         progress: called with (what, done, total) while features are extracted.
+        limits: limits of the checks.
     """
     status: StatusFile | None = None
     torch.set_num_threads(1)
@@ -95,10 +110,15 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
         yield Check("keys", Verdict.FAILED, str(error))
     else:
         yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}")
-        status, unanswered = _asked(arguments, identity, accepted)
-        yield unanswered or _handshake(arguments, identity, accepted, status)
+        status, unanswered = _asked(arguments, identity, accepted, limits)
+        yield unanswered or _handshake(arguments, identity, accepted, status, limits)
         if status is not None and status.coordinator is not None:
             yield _same_versions(status.coordinator.versions)
+    try:
+        device_of(_here(arguments).device)
+    except InputError as error:
+        yield Check("device", Verdict.FAILED, str(error))
+        return
     try:
         site = _site(arguments, progress)
         if site is not None:
@@ -110,8 +130,8 @@ def preflight(arguments: SiloArguments, progress: Progress | None = None) -> Ite
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
-    yield _disk(arguments, silo)
-    yield from _step(silo)
+    yield _disk(arguments, silo, limits)
+    yield from _step(silo, limits)
 
 
 def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | None:
@@ -132,14 +152,16 @@ def _silo(arguments: SiloArguments, site: SiteData | None, progress: Progress | 
     return Silo(arguments, population, noise=arguments.scenario.seed)
 
 
-def _asked(arguments: SiloArguments, identity: Identity, accepted: Accepted) -> tuple[StatusFile | None, Check | None]:
+def _asked(
+    arguments: SiloArguments, identity: Identity, accepted: Accepted, limits: Limits
+) -> tuple[StatusFile | None, Check | None]:
     """The coordinator's status, or the check to report if there is none.
 
     The inquiry neither joins the run nor ends a session of the silo.
     """
     name = "coordinator"
     try:
-        return status_of(ask_status(arguments.connect, identity, accepted, _ANSWER_SECONDS)), None
+        return status_of(ask_status(arguments.connect, identity, accepted, limits.answer_seconds)), None
     except NoAnswerError as error:
         return None, Check(name, Verdict.SKIPPED, f"{error}; key, scenario and versions are not compared")
     except InputError as error:
@@ -179,16 +201,19 @@ def _fit(silo: str, site: SiteData, status: StatusFile | None) -> Check:
     return Check(name, Verdict.OK, f"inputs fit {who}; {new}, which it lacks and the agreement will have")
 
 
-def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted, status: StatusFile | None) -> Check:
+def _handshake(
+    arguments: SiloArguments, identity: Identity, accepted: Accepted, status: StatusFile | None, limits: Limits
+) -> Check:
     """Whether the coordinator accepts the key, the run and a wire version; no session is opened."""
     name, uri = "coordinator", arguments.connect
     connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
     try:
         hello, initiated = initiate(identity, COORDINATOR, arguments.run.id, 0.0, options=arguments.scenario.wire)
         connection.send(hello)
-        frames = connection.receive(_ANSWER_SECONDS)
+        frames = connection.receive(limits.answer_seconds)
         if frames is None:
-            detail = f"no answer from {uri} within {_ANSWER_SECONDS:.0f} s: not started, or it does not know this key"
+            within = f"within {limits.answer_seconds:.0f} s"
+            detail = f"no answer from {uri} {within}: not started, or it does not know this key"
             return Check(name, Verdict.SKIPPED, detail)
         _, session = complete(initiated, accepted, frames, 0.0)
     except HelloRefusedError as error:
@@ -205,16 +230,16 @@ def _handshake(arguments: SiloArguments, identity: Identity, accepted: Accepted,
     return Check(name, Verdict.OK, detail)
 
 
-def _disk(arguments: SiloArguments, silo: Silo) -> Check:
+def _disk(arguments: SiloArguments, silo: Silo, limits: Limits) -> Check:
     """Whether the disk has room for the silo's states and logs."""
-    needed = _DISK_MODELS * silo.model.flat.nbytes + _LOG_BYTES
+    needed = _DISK_MODELS * silo.model.flat.nbytes + limits.log_bytes
     place = next(path for path in (arguments.out.absolute(), *arguments.out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     detail = f"{free / 1e6:,.0f} MB free at {place}, {needed / 1e6:,.0f} MB needed"
     return Check("disk", Verdict.OK if free >= needed else Verdict.FAILED, detail)
 
 
-def _step(silo: Silo) -> Iterator[Check]:
+def _step(silo: Silo, limits: Limits) -> Iterator[Check]:
     """One training step on the first batch, which is discarded: its time, and the memory that is left."""
     training = silo.context.training
     context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
@@ -236,7 +261,7 @@ def _step(silo: Silo) -> Iterator[Check]:
     )
     yield Check("training step", Verdict.OK, detail)
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss
-    verdict = Verdict.OK if free >= _SPARE_MEMORY else Verdict.FAILED
+    verdict = Verdict.OK if free >= limits.spare_memory else Verdict.FAILED
     yield Check("memory", verdict, f"{used / 1e6:,.0f} MB used by this silo, {free / 1e6:,.0f} MB still available")
 
 

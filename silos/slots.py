@@ -2,11 +2,16 @@
 
 A slot is a file lock, which the kernel releases when its silo ends or is killed. Waiting silos queue, in no fixed
 order, on another lock: only its holder polls the slots, at short intervals.
+
+Each process locks a file of its own, ``user-...``, as long as it uses the folder. A folder without such a lock is
+removed by the last process that used it, or after a SIGKILL by the next one that starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -15,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from fedmq.errors import InputError
-from fedmq.storage.locks import lock, try_lock, unlock
+from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.run_folder import make_folder, writing
 
 #: Intervals between polls for a free slot [s]. Each is 2% longer than the one before, so about 2% of the wait so far:
@@ -27,7 +32,7 @@ class Slots:
     """The slots of one run on this machine.
 
     Args:
-        folder: shared by all silos of the run on this machine; created if missing.
+        folder: shared by all silos of the run on this machine; created if missing, removed by the last of them.
         count: number of slots.
 
     Raises:
@@ -36,8 +41,15 @@ class Slots:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        make_folder(folder)
-        with writing(folder):
+        self._folder = folder
+        make_folder(folder.parent)
+        with writing(folder), _changing(folder):
+            for other in folder.parent.iterdir():
+                if other.is_dir() and other != folder:
+                    _remove_unused(other)
+            folder.mkdir(exist_ok=True)
+            self._user = (folder / f"user-{secrets.token_hex(8)}").open("xb")
+            try_lock(self._user)
             self._files = [(folder / f"slot-{index}").open("ab") for index in range(count)]
             self._queue = (folder / "queue").open("ab")
 
@@ -64,9 +76,28 @@ class Slots:
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def close(self) -> None:
-        """Close all files, which releases their locks."""
-        for file in (*self._files, self._queue):
+        """Close all files, which releases their locks; the last user removes the folder."""
+        for file in (*self._files, self._queue, self._user):
             file.close()
+        with contextlib.suppress(OSError), _changing(self._folder):
+            Path(self._user.name).unlink(missing_ok=True)
+            _remove_unused(self._folder)
+
+
+@contextmanager
+def _changing(folder: Path) -> Iterator[None]:
+    """Hold the lock under which folders next to this one are created and removed."""
+    with locked(folder.parent / "lock"):
+        yield
+
+
+def _remove_unused(folder: Path) -> None:
+    if any(is_locked(path) for path in folder.glob("user-*")):
+        return
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob("user-*"), *folder.glob("slot-*"), folder / "queue"):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def slots_folder(run: str) -> Path:

@@ -31,11 +31,15 @@ def rewrite(run: Path, process: str, content: Iterable[str]) -> None:
 
 
 def reseal(content: Iterable[str]) -> list[str]:
-    """A new chain over the edited records."""
-    head, result = GENESIS, []
+    """A new chain over the edited records; their causes keep naming the same records."""
+    head, result, moved = GENESIS, [], dict[int | None, int]()
     for number, line in enumerate(content):
-        record = {**json.loads(line), "n": number, "previous": head}
+        record = {**json.loads(line), "previous": head}
+        moved.setdefault(record["n"], number)
+        if "caused_by" in record:
+            record["caused_by"] = moved.get(record["caused_by"])
         del record["hash"]
+        record["n"] = number
         record["hash"] = head = chain(head, record)
         result.append(canonical(record).decode())
     return result
@@ -92,7 +96,7 @@ def message_record(
 
 
 def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
-    """Write the logs of some processes anew, with the chains, heads and signatures that their keys allow.
+    """Rewrite the logs of some processes, with the chains, heads and signatures that their keys allow.
 
     A received message gets its sender's new head if the sender's log is rewritten as well, so that a forger with all
     keys leaves no trace.

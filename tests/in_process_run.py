@@ -14,6 +14,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import Fact, NoteKind, NoteRecord, read_log
+from tests.log_causes import check_causes
 from tests.threaded_run import run_of
 
 
@@ -30,12 +31,14 @@ def run(
     order: Callable[[ProcessCommand], None] | None = None,
 ) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
-    return run_coordinator(
+    outcome = run_coordinator(
         CoordinatorArguments(run_of(scenario), "inline", out, out, resume),
         stop_wanted=stop_wanted,
         peers=partial(inline_peers, run_of(scenario), RunFolder(out), None),
         order=order,
     )
+    check_causes(out)
+    return outcome
 
 
 def die(order: ProcessCommand) -> None:

@@ -24,6 +24,7 @@ from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from silos.program import SiloArguments, run_silo
+from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import run_of
 
@@ -40,6 +41,7 @@ class OwnRun:
         more: keys of the scenario.
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
+        policies: files of silos' policies, by name.
         uri: where the coordinator listens; empty for one within this process.
 
     Attributes:
@@ -51,6 +53,7 @@ class OwnRun:
     data: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     uri: str = ""
+    policies: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
@@ -88,7 +91,8 @@ class OwnRun:
             if name == EVALUATOR:
                 run_evaluator(EvaluatorArguments(self.run, self.uri, keys, out, site=site))
             else:
-                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site))
+                policy = self.policies.get(name)
+                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site, policy=policy))
             self.ended[name] = ""
         except FedmqError as error:
             self.ended[name] = str(error)
@@ -99,9 +103,11 @@ class OwnRun:
         """Run the coordinator, then wait for the others."""
         arguments = CoordinatorArguments(self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True)
         try:
-            return run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
+            outcome = run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
         finally:
             self.wait()
+        check_causes(self.root / "run")
+        return outcome
 
     def wait(self) -> None:
         """Wait until silos and evaluator have ended."""

@@ -81,7 +81,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     try:
         outcome = threaded_run.run(scenario, tmp_path, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack])
     finally:
-        over.set()  # an attack must not go on beside the next tests
+        over.set()  # an attack must not continue during the next tests
         for attacker in attackers:
             attacker.join(30)
     assert outcome.phase is Phase.DONE

@@ -15,18 +15,20 @@ import pytest
 import torch
 import yaml
 
+from coordinator import loop as loop_module
+from coordinator.aggregation import merged_state
 from coordinator.evaluation import EvaluationRequests
-from coordinator.events import Merge
 from coordinator.loop import Loop
 from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.rounds import Phase
+from coordinator.run_context import RunContext
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import load_inference
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import run_name
-from fedmq.federation.protocol import MergeResult, Reply
+from fedmq.federation.protocol import MergeResult, Reply, State
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
@@ -360,19 +362,18 @@ def test_resuming_from_the_second_newest_checkpoint_gives_the_same_model(
 ) -> None:
     scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")
     uninterrupted = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
-    merge = Loop._merge
 
     class Killed(Exception):
         pass
 
-    def killed(loop: Loop, action: Merge) -> None:
-        if action.round == 3:
+    def killed(run_context: RunContext, state: State, replies: list[Reply], round_: int) -> Any:
+        if round_ == 3:
             raise Killed
-        merge(loop, action)
+        return merged_state(run_context, state, replies, round_)
 
     cut = tmp_path / "cut"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "_merge", killed)
+        patch.setattr(loop_module, "merged_state", killed)
         with pytest.raises(Killed):
             in_process_run.run(scenario, cut)
     shutil.rmtree(sorted((cut / "checkpoints").glob("version-*"))[-1])

@@ -82,7 +82,7 @@ def test_an_endless_line_is_refused_after_a_bounded_part_of_it(run: Path, name: 
     with (run / name).open("r+b") as file:
         file.truncate(1 << 40)  # a terabyte of zeros that takes no space on disk
     began = time.monotonic()
-    if name == "metrics.jsonl":  # the audit goes on with the other files
+    if name == "metrics.jsonl":  # the audit continues with the other files
         assert any(f"more than {MAX_LINE:,} bytes" in finding.what for finding in audit_run(run).findings)
     else:
         assert f"more than {MAX_LINE:,} bytes" in refused(run)

@@ -1,4 +1,4 @@
-"""The membership-inference probe: can the training items of a released model be told from held-out items?"""
+"""The membership-inference probe: can the training items of a released model be distinguished from held-out items?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedmq status``, ``fedmq prune``, and a coordinator's figures for Prometheus."""
+"""``fedmq status``, ``fedmq prune``, and a coordinator's metrics for Prometheus."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_if_no_other_silo_shows_which_of_two_sites_is_wrong_the_later_one_is_ref
     assert found.agreeable
 
 
-def test_two_against_two_wait_until_all_have_stated_and_sites_of_one_modality_take_no_side() -> None:
+def test_two_against_two_wait_until_all_have_stated_and_sites_of_one_modality_do_not_decide() -> None:
     found = admission(4)
     captions = replace(FORMAT, image_shape=np.zeros(0, np.int64), image_dtype="none")
     decide(found, "silo-00", NARROW)

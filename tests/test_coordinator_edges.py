@@ -266,7 +266,7 @@ def test_a_network_split_delays_a_reply_only_if_it_lasts_until_the_reply_is_due(
 
 def test_at_one_instant_silos_switch_before_replies_arrive_and_replies_before_the_deadline() -> None:
     timeline = Timeline()
-    timeline.deadline(5.0, 0)
+    timeline.deadline(5.0, 0, None)
     timeline.arrival(5.0, 3, "silo-03", 1)
     timeline.next_switch(Trace({"silo-03": ((0.0, 5.0),)}), 0.0, 3, "silo-03")
     timeline.arrival(5.0, 1, "silo-01", 1)

@@ -1,4 +1,4 @@
-"""``fedmq status --connect``: a coordinator tells the status to accepted keys, and strangers nothing."""
+"""``fedmq status --connect``: a coordinator sends its status to holders of accepted keys, and nothing to others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.threaded_run import resolved, run_of
 
 @pytest.fixture(scope="module")
 def keys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of a run, and in ``operator`` beside them those of somebody without a part in it."""
+    """Keys of a run, and in ``operator`` next to them those of an operator who takes no part in it."""
     folder = tmp_path_factory.mktemp("inquiries") / "keys"
     init_keys(folder, ("coordinator", "evaluator", *resolved(tiny).silo_names))
     operator = new_key(folder.parent / "operator", "operator")
@@ -169,6 +169,7 @@ def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:
     class Peers:
         refused: dict[str, int] = {}  # noqa: RUF012
         refusal = ""
+        failures: dict[str, str] = {}  # noqa: RUF012
 
         def online(self, name: str) -> bool:
             return name != "silo-0000"

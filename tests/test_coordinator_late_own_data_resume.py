@@ -17,6 +17,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.runs.results import read_summary
 from tests.in_process_run import Killed
 from tests.in_process_run import run as run_inline
+from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays
 from tests.own_data_threads import OwnRun
 
@@ -61,7 +62,9 @@ class Interrupted:
             self.run.run, self.run.uri, self.run.root / "keys", self.run.folder.root, resume
         )
         begin = [] if resume else ["silo-00", "silo-01"]
-        return run_coordinator(arguments, listening=lambda _: self.run.start(*begin), stop_wanted=stop_wanted).phase
+        outcome = run_coordinator(arguments, listening=lambda _: self.run.start(*begin), stop_wanted=stop_wanted)
+        check_causes(self.run.folder.root)
+        return outcome.phase
 
     def complete(self) -> int:
         """Number of merges of all three silos."""

@@ -1,4 +1,4 @@
-"""An accepted but hostile peer costs the coordinator little: its allowances are of its key, not of its connections."""
+"""An accepted but hostile peer costs the coordinator little: allowances belong to keys, not to connections."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_inquiries_do_not_use_up_the_handshakes_of_a_silo(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.HEARTBEAT, Kind.REPLY])
-def test_a_peer_that_sends_without_being_asked_loses_its_session(kind: Kind, ends: Ends) -> None:
+def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends: Ends) -> None:
     for connection in opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None

@@ -14,16 +14,16 @@ from coordinator import loop
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.federation.population import run_name
-from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import channel
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
-from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.sealed_sessions import open_message, seal_message
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
+from tests.log_causes import records
 from tests.threaded_run import joined, resolved, run, run_of, state_data
 
 pytestmark = pytest.mark.slow
@@ -51,10 +51,6 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
     return join
 
 
-def records(out: Path) -> list[LogRecord]:
-    return [record for _, record in read_log(RunFolder(out).messages("coordinator")) if record is not None]
-
-
 def at(record: LogRecord) -> float:
     return datetime.fromisoformat(record.wall).timestamp()
 
@@ -78,6 +74,10 @@ def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_not
     assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # plus the time until the loop checks on a busy machine
     assert not notes(log, NoteKind.TASK_FAILED)
     assert outcome.summary.model_digest == uninterrupted["model_digest"]
+    joins = [note for note in notes(log, NoteKind.JOINED) if note.facts["peer"] == "silo-00"]
+    assert len(joins) == 2 and joins[1].n > lost.n
+    stated = [log[note.caused_by] for note in joins if note.caused_by is not None]
+    assert [each.header.sender for each in stated if isinstance(each, MessageRecord)] == ["silo-00", "silo-00"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])

@@ -17,8 +17,9 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, revoke
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_records import EventRecord, NoteKind, NoteRecord
 from tests import in_process_run, threaded_run
+from tests.log_causes import records
 from tests.test_adversary_hostile_peers import within
 from tests.test_coordinator_rounds import SILOS, gathered, plan
 from tests.threaded_run import resolved, run_of
@@ -69,6 +70,12 @@ def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_contin
     assert "silo-03" in lines[0].replies or "silo-03" in lines[1].replies or mode == "async"
     assert not any("silo-03" in line.replies for line in lines[-5:])
     assert not audit_run(tmp_path).findings
+    log = records(tmp_path)
+    cut_off = next(each for each in log if isinstance(each, NoteRecord) and each.text is NoteKind.PEER_LOST)
+    assert cut_off.caused_by == next(each.n for each in log if getattr(each, "text", None) is NoteKind.EXPELLED)
+    for failed in (each for each in log if isinstance(each, NoteRecord) and each.text is NoteKind.TASK_FAILED):
+        event = log[failed.caused_by or 0]
+        assert isinstance(event, EventRecord) and event.caused_by == cut_off.caused_by
 
 
 def test_a_run_starts_only_with_all_keys_and_resumes_only_with_those_of_a_silo_and_the_evaluator(

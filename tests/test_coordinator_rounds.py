@@ -166,9 +166,11 @@ def test_an_aborted_evaluation_stops_only_a_run_whose_rounds_are_done() -> None:
 
 
 def test_every_action_names_the_event_that_caused_it() -> None:
-    rounds, sends = gathered(plan(patience=9.0))
-    assert {send.cause for send in sends} == {0}, "silos joined, which is no event of the run's timeline"
-    for number, send in enumerate(sends, 1):
+    rounds, actions = Rounds(plan(patience=9.0)), ()
+    for number, silo in enumerate(SILOS, -len(SILOS)):
+        rounds, actions = rounds.handle(Joined(silo), number)
+    assert {action.cause for action in actions} == {-1}, "the last silo joined"
+    for number, send in enumerate([action for action in actions if isinstance(action, Send)], 1):
         rounds, actions = rounds.handle(Arrived(send.silo, send.sequence), number)
     assert [(type(action), action.cause) for action in actions] == [(Merge, 4)]
     rounds, actions = rounds.handle(Merged(1), 4)

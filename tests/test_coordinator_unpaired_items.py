@@ -111,7 +111,7 @@ def test_a_silo_whose_items_all_lack_a_modality_is_bit_identical_to_one_without_
 def test_a_method_that_ignores_unpaired_items_trains_as_if_they_did_not_exist(
     tiny: Path, tmp_path: Path, written: Callable[..., Path]
 ) -> None:
-    """Every method that does not anchor them: same model, same bytes, and the count is told for each silo."""
+    """Every method that does not anchor them: same model, same bytes, and the count is reported for each silo."""
     mixed, without = written(NO_IMAGE, NO_TEXT), written(rows=np.flatnonzero(~(NO_IMAGE | NO_TEXT)))
     counts = {f"silo-{site:02d}": int(((NO_IMAGE | NO_TEXT) & (f"site-{site}" == SITE)).sum()) for site in range(SILOS)}
     for name in protocols.names():

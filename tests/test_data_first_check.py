@@ -1,4 +1,4 @@
-"""What is wrong with a scenario's names and paths is said before torch is loaded."""
+"""What is wrong with a scenario's names and paths is reported before torch is loaded."""
 
 from __future__ import annotations
 

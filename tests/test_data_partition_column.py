@@ -1,4 +1,4 @@
-"""``partition: {kind: column}`` deals a manifest or a features file by a column of its own."""
+"""``partition: {kind: column}`` partitions a manifest or a features file by one of its columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding, repeated images, zeros and cut captions: read as meant, or refused, and always told."""
+"""Padding, repeated images, zeros and cut captions: read as meant, or refused, and always reported."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_an_installed_package_offers_metrics_through_entry_points(
 
 
 def test_a_metrics_file_the_user_did_not_name_is_not_executed(mine: Path) -> None:
-    """The scenario in a run folder may come from somebody else and name any file."""
+    """The scenario in a run folder may come from someone else and name any file."""
     with pytest.raises(InputError, match=r"evaluation\.metrics: found"):
         measures_of(Evaluation(metrics=(str(mine),)))
 

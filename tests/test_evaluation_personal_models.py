@@ -17,7 +17,9 @@ from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Scenario
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import NoteKind, NoteRecord
 from tests import in_process_run, threaded_run
+from tests.log_causes import records
 from tests.threaded_run import resolved
 
 OWN = "protocol={name: rcsr, warmup: 1, personal: fixed, personal_onset: 0, personal_rate: 1.0}"
@@ -188,6 +190,9 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     monkeypatch.setattr("coordinator.loop.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
+    notes = {each.text: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}
+    stop = NoteKind.EVALUATION_ABORTED if number == 11 else NoteKind.STOP_REQUESTED  # the last evaluation, or earlier
+    assert notes[NoteKind.ENDED].caused_by == notes[stop].n
     taken[0] = number + 1
     assert counted(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary.plain()) == counted(
         dict(whole)

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
+from fedmq.clock import WallClock
 from fedmq.config import loader
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
@@ -24,6 +25,12 @@ from tests.threaded_run import resolved
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
 #: Learning rate of the runs of which a reply counts as refused.
 REFUSED_RATE = 2e-6
+
+
+class Impatient(WallClock):
+    """A clock that does not pause: the runs are over when they have started."""
+
+    def pause(self, seconds: float) -> None: ...
 
 
 class InThisProcess:
@@ -56,7 +63,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run jobs in this process; returns the names of the jobs that were started."""
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(pool, "start", InThisProcess)
-    monkeypatch.setattr(tuning, "_POLL_SECONDS", 0.0)
     return InThisProcess.started
 
 
@@ -70,7 +76,7 @@ def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
 def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
     plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), shared)
     place = Workplace(folder / "runs", lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), lambda _: "", False, 2)
-    return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop)
+    return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop, Impatient())
 
 
 def seed_of(seed: int | None) -> list[str]:

@@ -21,11 +21,11 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.fault_effects import TaskOutcome, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
-from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
+from tests.log_causes import records
 from tests.threaded_run import resolved
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +134,7 @@ def test_an_invalid_fault_is_refused_with_its_line_and_the_existing_silos(tiny: 
         resolved(tiny, "faults=[{kind: late, seconds: 1, silos: [silo-09]}]")
 
 
-# ---------------------------------------------------------------------------------- outcomes computed by hand
+# ---------------------------------------------------------------------------------- outcomes computed manually
 def test_delays_of_several_faults_add_up() -> None:
     assert fate().due == 110.0
     assert fate({"kind": "late", "seconds": 5}, {"kind": "freeze", "seconds": 7}).due == 122.0
@@ -329,17 +329,19 @@ def test_a_dropped_reply_is_not_merged_and_the_silo_is_selected_again(tiny: Path
 def test_every_note_names_the_event_that_caused_it(tiny: Path, tmp_path: Path) -> None:
     faults = "[{kind: drop, silos: [silo-01], rounds: [1]}, {kind: coordinator_crash, after_round: 2}]"
     run_restarted(resolved(tiny, f"faults={faults}", "participation=1.0"), tmp_path)
-    found = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator"))]
+    found = records(tmp_path)
     events = {record.number: record for record in found if isinstance(record, EventRecord)}
     assert sorted(events) == list(range(1, 4 * 4 + 1)), "four rounds of four silos, whatever was done twice"
     (lost,) = [record for record in events.values() if record.event is EventKind.FAILED]
-    noted = {each.text: each for each in found if isinstance(each, NoteRecord) and each.cause is not None}
-    assert noted[NoteKind.TASK_FAILED].cause == lost.number
-    assert (noted[NoteKind.TASK_FAILED].facts["silo"], lost.silo) == ("silo-01", "silo-01")
-    assert noted[NoteKind.ALL_MERGED].cause == 16
-    (dropped,) = [each for each in notes(tmp_path, NoteKind.FAULT) if each["kind"] == "drop"]
-    assert dropped["sequence"] == lost.sequence
-    assert all(note.cause in events for note in noted.values())
+    noted = {(each.text, each.facts.get("kind")): each for each in found if isinstance(each, NoteRecord)}
+    failed, dropped = noted[NoteKind.TASK_FAILED, None], noted[NoteKind.FAULT, "drop"]
+    assert (failed.caused_by, failed.facts["silo"], lost.silo) == (lost.n, "silo-01", "silo-01")
+    assert dropped.facts["sequence"] == lost.sequence
+    last_of_round_0 = events[4]
+    assert dropped.caused_by == lost.caused_by == last_of_round_0.n, "the task was sent, and then lost, in round 1"
+    assert noted[NoteKind.FAULT, "coordinator_crash"].caused_by == events[8].n
+    for kind in (NoteKind.ALL_MERGED, NoteKind.RELEASED, NoteKind.RESULTS, NoteKind.ENDED):
+        assert noted[kind, None].caused_by == events[16].n
 
 
 def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run of sites with data of their own whose coordinator is killed, and later stopped, while the sites go on."""
+"""A run of sites with data of their own whose coordinator is killed, and later stopped, while the sites run on."""
 
 from __future__ import annotations
 

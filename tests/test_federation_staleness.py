@@ -1,4 +1,4 @@
-"""Weights of stale, lone and rare replies, computed by hand: from the message to the merged state."""
+"""Weights of stale, lone and rare replies, computed manually: from the message to the merged state."""
 
 from __future__ import annotations
 

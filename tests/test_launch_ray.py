@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from fedmq.storage.run_folder import RunFolder
 
 ray = pytest.importorskip("ray")
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
+#: Ray takes a minute to start on an idle machine of two cores; each test waits for what happens, up to this limit.
+pytestmark = pytest.mark.timeout(1800)
 SETTINGS = (
     "silos.count=12",
     "missing_modality.silos={}",
@@ -51,11 +54,11 @@ def command(tiny: Path, out: Path, *settings: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_survives_a_node_that_dies_with_its_silos(tiny: Path, tmp_path: Path, cluster: Any) -> None:
     expected = subprocess.run(
-        command(tiny, tmp_path / "inline", "launcher=inline"), capture_output=True, text=True, check=True, timeout=200
+        command(tiny, tmp_path / "inline", "launcher=inline"), capture_output=True, text=True, check=True
     )
+    temporary, before = Path(tempfile.gettempdir()), time.time()
     second = cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
     out = tmp_path / "run"
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
@@ -63,20 +66,21 @@ def test_a_run_survives_a_node_that_dies_with_its_silos(tiny: Path, tmp_path: Pa
         command(tiny, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        deadline = time.monotonic() + 400
         metrics = out / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count('"merge"') < 2:
             assert started.poll() is None, started.communicate()[1]
-            assert time.monotonic() < deadline
             time.sleep(0.05)
         cluster.remove_node(second, allow_graceful=False)
-        printed, said = started.communicate(timeout=300)
+        printed, said = started.communicate()
     finally:
         started.kill()
     assert started.returncode == 0, said
     assert "NodeDiedError" in said or "WorkerCrashedError" in said, said
     assert json.loads(printed)["model_digest"] == json.loads(expected.stdout)["model_digest"]
     assert not audit_run(out).findings
+    # What the dead node's processes leave contains no key.
+    left = [path for path in temporary.glob("fedmq-peer-*/keys/*") if path.stat().st_mtime > before]
+    assert not [path for path in left if path.name != "accepted"]
     assert len(list((out / "messages").glob("silo-*.jsonl"))) == 12
 
 
@@ -98,7 +102,6 @@ def test_what_the_cluster_cannot_do_is_refused_before_the_run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
         env=environment,
     )
     assert done.returncode == 2
@@ -110,9 +113,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path:
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
     scenario = loader.load(tiny, SETTINGS)
     assert scenario.launcher == "ray"
-    done = subprocess.run(
-        command(tiny, tmp_path / "run"), capture_output=True, text=True, check=False, timeout=200, env=environment
-    )
+    done = subprocess.run(command(tiny, tmp_path / "run"), capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
     assert "ray start --head" in done.stderr
     assert "Traceback" not in done.stderr

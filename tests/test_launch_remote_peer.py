@@ -1,8 +1,11 @@
-"""Processes on other machines, whichever engine places them: what is sent to them, and what they return."""
+"""Processes on other machines, whatever engine places them: what is sent to them, and what they return."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +18,18 @@ from fedmq.config import loader
 from fedmq.config.resolve import ResolvedRun, Source, resolve
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
-from fedmq.launch import peer_records
+from fedmq.launch import peer_records, private_folder
 from fedmq.launch.peer_records import (
     Ended,
     PeerArguments,
     PeerFile,
+    PeerFiles,
     PeerTask,
     decode,
     earlier_files,
     encode,
     key_files,
+    take_keys,
     write_private,
 )
 from fedmq.launch.remote_peer import RemoteProcess, run_peer
@@ -87,7 +92,7 @@ def test_every_scenario_arrives_with_the_id_of_its_run(path: Path, tmp_path: Pat
 def test_a_task_with_another_scenario_is_refused(run: ResolvedRun, tmp_path: Path) -> None:
     task = json.loads(encode(PeerTask.of(SiloArguments(run, "silo-01", "tcp://x:1", tmp_path, tmp_path), gpu=False)))
     task["scenario"]["rounds"] += 1
-    ended = run_peer(json.dumps(task).encode(), tmp_path)
+    ended = run_peer(json.dumps(task).encode(), tmp_path, {})
     assert ended.code == 2
     assert "task of this process" in ended.error
     assert "the scenario is not that of the run" in ended.error
@@ -154,7 +159,7 @@ def test_a_process_may_write_its_log_and_its_personal_state(tmp_path: Path) -> N
 
 
 def placed(arguments: PeerArguments, place: Path) -> bytes:
-    """What an engine does: the files of a process in a folder of its own; returns its task."""
+    """What an engine does: the files of a process in a separate folder; returns its task."""
     place.mkdir()
     write_private(place, (*key_files(arguments), *earlier_files(arguments)))
     return encode(PeerTask.of(arguments, gpu=False))
@@ -168,12 +173,48 @@ def test_a_process_on_a_machine_without_the_run_folder_returns_its_error(run: Re
         *("keys/accepted/coordinator.pub", "keys/accepted/silo-00.pub", "keys/silo-00.key")
     ]
     assert load_identity(place / "keys", "silo-00").name == "silo-00"  # its mode is 0600
+    # A process that is killed leaves no key: it removes the file before it runs.
+    assert take_keys(place / "keys") == {"silo-00": (keys / "silo-00.key").read_bytes()}
+    assert not list(place.rglob("*.key"))
     # Without its key it ends before it connects.
-    (place / "keys" / "silo-00.key").unlink()
-    ended = run_peer(task, place)
+    ended = run_peer(task, place, {})
     assert ended.code == 2
     assert "silo-00.key" in ended.error
     assert not (tmp_path / "elsewhere").exists()
+
+
+#: Runs a silo as Ray does: standard input has its task and its files, one a line.
+PLACED = "import sys; from fedmq.launch.ray_cluster import run_there; run_there(*sys.stdin.buffer.read().splitlines())"
+
+
+@pytest.mark.slow
+def test_a_process_whose_machine_dies_leaves_no_private_key_and_its_folder_is_removed_later(
+    run: ResolvedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, machine = tmp_path / "keys", tmp_path / "machine"
+    machine.mkdir()
+    init_keys(keys, ("coordinator", "silo-00"))
+    monkeypatch.setattr(private_folder, "socket_folder", lambda: machine)
+    # No coordinator listens: the silo waits for one.
+    arguments = SiloArguments(run, "silo-00", "tcp://127.0.0.1:1", keys, tmp_path / "elsewhere")
+    sent = (encode(PeerTask.of(arguments, gpu=False)), encode(PeerFiles(files=key_files(arguments))))
+    program = f"import pathlib; from fedmq.launch import private_folder as p; p.socket_folder = pathlib.Path; {PLACED}"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, cwd=machine)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(b"\n".join(sent))
+        process.stdin.close()
+        while not list(machine.glob("fedmq-peer-*/run/messages/silo-00.jsonl")):
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    left = [path.read_bytes() for path in machine.rglob("*") if path.is_file()]
+    assert len(left) >= 3
+    assert not any(b"PRIVATE" in content for content in left)
+    with private_folder.private_folder() as place:
+        assert list(machine.iterdir()) == [place]
 
 
 @pytest.mark.slow
@@ -188,7 +229,7 @@ def test_a_silo_without_the_run_folder_is_stopped_and_resumed_without_a_differen
         place = tmp_path / f"place-{len(results)}"
         placed(here, place)
         there = PeerTask.of(replace(here, out=tmp_path / "absent"), gpu=False)
-        results.append(run_peer(encode(there), place))
+        results.append(run_peer(encode(there), place, take_keys(place / "keys")))
 
     def merged_twice() -> bool:
         metrics = RunFolder(out).metrics

@@ -1,4 +1,4 @@
-"""Small helpers of the methods, checked by hand: an error here would degrade a run without breaking it."""
+"""Small helpers of the methods against computed values: an error here would degrade a run without breaking it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_rcsr_without_anchors_and_regulariser_ignores_unpaired_items() -> None:
 
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_an_anchored_item_steps_on_the_cosine_to_the_prototype_of_the_modality_it_lacks(modality: str) -> None:
-    """One batch of a kind: theta moves by -rate times the gradient of lambda_anc (1 - mean cos(z, p)), by hand."""
+    """One batch of a kind: theta moves by -rate times the gradient of lambda_anc (1 - mean cos(z, p))."""
     options = {"lambda_anc": 0.7, "client_align": False, "lambda_s": 0.0}
     run = population("rcsr", options, kinds=((True, True),), sizes=[6], training=PLAIN)
     run.round()

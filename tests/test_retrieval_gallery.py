@@ -203,7 +203,7 @@ def test_a_failed_export_leaves_no_partial_files(embeddings: Release, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gallery, "_write_index", die)
+        patch.setattr(gallery, "flat_index", die)
         export(embeddings)
     assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
     assert isinstance(export(embeddings), Gallery)

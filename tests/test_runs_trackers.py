@@ -1,4 +1,4 @@
-"""Experiment trackers receive a run while it goes on; each library reads back what it was given."""
+"""Experiment trackers receive a run while it is in progress; each library reads back what it received."""
 
 from __future__ import annotations
 

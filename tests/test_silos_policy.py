@@ -1,4 +1,4 @@
-"""A silo's own policy: what it forbids is stopped before it is sealed, both logs say so, and the run goes on."""
+"""A silo's own policy: what it forbids is stopped before it is sealed, both logs say so, and the run continues."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
-from silos.preflight import Check, Verdict, preflight
+from silos.preflight import Check, Limits, Verdict, preflight
 from silos.program import SiloArguments
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
@@ -100,21 +101,18 @@ def test_versions_other_than_the_coordinators_are_shown_and_do_not_fail(
     assert "there, 9.9 here" in found.detail
 
 
-def test_what_is_missing_is_named(
-    scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.2)
-    found = by_name(preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo")))
+def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
+    soon = Limits(answer_seconds=0.2)
+    found = by_name(preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), limits=soon))
     assert found["keys"].verdict is Verdict.FAILED
     assert "coordinator" not in found
     gone = scenario.model_copy(update={"data": scenario.data.model_copy(update={"path": tmp_path / "gone.npz"})})
-    found = by_name(preflight(arguments(gone, keys, tmp_path / "silo")))
+    found = by_name(preflight(arguments(gone, keys, tmp_path / "silo"), limits=soon))
     assert found["coordinator"].verdict is Verdict.SKIPPED, "it does not run"
     assert found["data"].verdict is Verdict.FAILED
     assert "gone.npz" in found["data"].detail
-    monkeypatch.setattr(module, "_LOG_BYTES", 1e18)
-    monkeypatch.setattr(module, "_SPARE_MEMORY", 1e18)
-    found = by_name(preflight(replace(arguments(scenario, keys, tmp_path / "silo"))))
+    vast = replace(soon, log_bytes=1e18, spare_memory=1e18)
+    found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo"), limits=vast))
     assert found["disk"].verdict is found["memory"].verdict is Verdict.FAILED
 
 
@@ -135,7 +133,7 @@ def test_the_command_exits_with_1_if_a_check_failed(
 def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "preflight", partial(preflight, limits=Limits(answer_seconds=0.1)))
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", **COMMON, "partition": {"kind": "own"}}))
     lacks = ("text", "text_present") if name == IMAGE_ONLY else ()
     hospital = of_hospital(arrays(), HOSPITALS[int(name[-1])])

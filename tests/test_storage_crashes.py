@@ -25,6 +25,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
+from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
@@ -275,12 +276,12 @@ with Slots(Path(sys.argv[1]), 1).one():
 
 @pytest.mark.slow
 def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "r")], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     os.kill(holder.pid, signal.SIGKILL)
     began = time.monotonic()
-    with Slots(tmp_path, 1).one():
+    with Slots(tmp_path / "r", 1).one():
         assert time.monotonic() - began < 5
     holder.wait()
 
@@ -345,7 +346,7 @@ def test_slots_that_cannot_be_created_are_a_one_line_error(places: Path, blocked
 
 
 def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None:
-    first, second, third = (Slots(tmp_path, 2) for _ in range(3))
+    first, second, third = (Slots(tmp_path / "r", 2) for _ in range(3))
     with first.one(), second.one():
         import threading
 
@@ -360,3 +361,19 @@ def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None
         assert not done.wait(0.2)
     assert done.wait(5)
     thread.join()
+
+
+def test_folders_of_slots_that_no_process_uses_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "user-1").touch()  # not locked any more
+    first, other, second = Slots(tmp_path / "r", 1), Slots(tmp_path / "s", 1), Slots(tmp_path / "r", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "r", "s"]
+    first.close()
+    with second.one():
+        third = Slots(tmp_path / "r", 1)
+        assert not try_lock(third._files[0])  # the same slot
+    other.close()
+    third.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "r"]
+    second.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -153,7 +153,7 @@ def test_a_passphrase_comes_from_a_file_that_its_owner_alone_may_read(
         load_identity(keys, "silo-03")
     monkeypatch.setenv(PASSPHRASE_FILE_VARIABLE, str(secret))
     assert load_identity(keys, "silo-03").name == "silo-03"
-    shown = CliRunner().invoke(app, [*new, "silo-04", "--passphrase"])  # not asked for
+    shown = CliRunner().invoke(app, [*new, "silo-04", "--passphrase"])  # not requested
     assert shown.exit_code == 0 and "sesame" not in shown.output
     assert load_identity(keys, "silo-04").name == "silo-04"
     for content, mode, what in (

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
+import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -53,7 +57,7 @@ def written(path: Path) -> list[LogRecord]:
         log.handshake("received", Kind.HELLO, "silo-00", 1400)
         log.message("received", Message(header, (Loss(0.5),)), "ab" * 16, 900)
         log.refused("silo-00", Reason.REPLAY, "message 7", 900)
-        log.note(NoteKind.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, cause=4)
+        log.note(NoteKind.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, caused_by=0)
         log.event(EventKind.ARRIVED, silo="silo-00", sequence=3, now=1.5, version=2, number=5)
     found = [record for _, record in read_log(path)]
     assert None not in found
@@ -67,7 +71,7 @@ def test_each_kind_of_record_round_trips(tmp_path: Path) -> None:
     assert (message.action, message.header.kind, message.header.session) == ("received", Kind.REPLY, b"s" * 16)
     assert (message.payloads, message.digests) == ([("loss", 0)], [digest(Loss(0.5))])
     assert isinstance(refused, RefusedRecord) and refused.reason is Reason.REPLAY
-    assert isinstance(note, NoteRecord) and note.text is NoteKind.FAULT and note.cause == 4
+    assert isinstance(note, NoteRecord) and note.text is NoteKind.FAULT and note.caused_by == 0
     assert note.facts == {"kind": "crash", "place": 1, "silo": "silo-00", "sequence": 3}
     assert isinstance(event, EventRecord) and (event.event, event.now, event.number) == (EventKind.ARRIVED, 1.5, 5)
 
@@ -110,6 +114,34 @@ def line_of(**values: Any) -> bytes:
     """A valid log line."""
     plain = {"n": 0, "process": "silo-00", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS, **values}
     return canonical({**plain, "hash": chain(GENESIS, plain)}) + b"\n"
+
+
+def test_a_record_is_caused_by_an_earlier_one_and_the_causes_of_earlier_releases_are_read() -> None:
+    old = record_of(line_of(action="note", text="fault", cause=3))
+    assert isinstance(old, NoteRecord) and (old.cause, old.caused_by, old.facts) == (3, None, {})
+    event = {"action": "note", "text": "event", "event": "arrived", "silo": "", "sequence": 0, "now": 1, "version": 0}
+    for plain in ({"action": "note", "text": "fault"}, event):
+        later = record_of(line_of(**plain, n=7, caused_by=6))
+        assert isinstance(later, NoteRecord | EventRecord) and later.caused_by == 6
+        for wrong in (7, 8, -1, "6", 6.0):
+            assert record_of(line_of(**plain, n=7, caused_by=wrong)) is None
+
+
+def test_the_script_in_the_docs_prints_what_led_to_a_record(tmp_path: Path) -> None:
+    document = Path(__file__).parent.parent / "docs" / "reference" / "message_logs.md"
+    block = document.read_text().partition("    import json, sys\n")[2].partition("\n\n")[0]
+    path = tmp_path / "log.jsonl"
+    with MessageLog(path, "coordinator", VirtualClock()) as log:
+        log.note(NoteKind.STARTED)
+        expelled = log.note(NoteKind.EXPELLED, peer="silo-01")
+        event = {"silo": "silo-01", "sequence": 2, "now": 1.0, "version": 1, "number": 5}
+        failed = log.event(EventKind.FAILED, **event, caused_by=expelled)
+        log.note(NoteKind.KEYS_UNREADABLE)
+        last = log.note(NoteKind.TASK_FAILED, caused_by=failed)
+    script = f"import json, sys\n{textwrap.dedent(block)}"
+    done = subprocess.run([sys.executable, "-c", script, path, str(last)], capture_output=True, text=True, check=True)
+    texts = [ast.literal_eval(line)["text"] for line in done.stdout.splitlines()]
+    assert texts == ["task failed", "event", "expelled"]
 
 
 def test_a_note_and_an_event_of_another_release_keep_their_text() -> None:

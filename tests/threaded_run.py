@@ -24,6 +24,7 @@ from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
+from tests.log_causes import check_causes
 
 _NUMBERS = itertools.count()
 _LIVES = 3
@@ -131,11 +132,13 @@ def run(
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
-        return run_coordinator(
+        outcome = run_coordinator(
             CoordinatorArguments(made, uri, keys, out, resume, stop_silos=True),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )
+        check_causes(out)
+        return outcome
     finally:
         over.set()
         for thread in threads:

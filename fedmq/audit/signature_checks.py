@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.wire.log_records import LogRecord, MessageRecord, SignatureRecord, StartRecord, signed_statement
+from fedmq.wire.log_records import (
+    GENESIS,
+    LogRecord,
+    MessageRecord,
+    SignatureRecord,
+    StartRecord,
+    signed_statement,
+)
 from fedmq.wire.messages import COORDINATOR
 from fedmq.wire.sealed_sessions import REKEY_KINDS
 
@@ -37,14 +44,15 @@ class SignedLog:
     Args:
         starts: what the process declared at its starts, with places.
         records: number of records.
-        head: hash of the last record.
+        head: hash of the last record, computed from the content of all records.
         first: date and time of the first record.
         last: date and time of the last record.
         signed: number of records up to and including the last valid signature.
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
-        hashes: hashes of all records so far, with their positions.
+        hashes: hashes of all records so far, as the log states them, with their positions.
+        broken: number of records before the first one that does not follow or was changed; None in an intact log.
     """
 
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)
@@ -57,6 +65,24 @@ class SignedLog:
     invalid: list[str] = field(default_factory=list)
     headless: list[str] = field(default_factory=list)
     hashes: dict[str, int] = field(default_factory=dict)
+    broken: int | None = None
+
+    def add(self, record: LogRecord) -> None:
+        """Add the hash of the next record."""
+        self.hashes.setdefault(record.hash, self.records)
+        # From a changed record on, the stated hashes are not those of the content.
+        self.head = record.hash_after(self.head or GENESIS)
+        if self.broken is None and self.head != record.hash:
+            self.broken = self.records
+        self.records += 1
+        self.first, self.last = self.first or record.wall, record.wall
+
+    def had(self, head: str, records: int | None = None) -> bool:
+        """Whether this was the log's head, after that number of records if it is given, and all of them are intact."""
+        place = self.hashes.get(head)
+        if place is None or (self.broken is not None and place >= self.broken):
+            return False
+        return records in (None, place + 1)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -102,9 +128,7 @@ class SignatureChecks:
                 elif record.action == "sent" and record.head not in log.hashes:
                     what = f"carries a head that {process}'s log did not have when the message was sent"
                     self.found.append((place, what))
-        log.hashes.setdefault(record.hash, log.records)
-        log.records, log.head = log.records + 1, record.hash
-        log.first, log.last = log.first or record.wall, record.wall
+        log.add(record)
         if isinstance(record, SignatureRecord) and place not in log.invalid:
             log.signed = log.records
 
@@ -129,14 +153,19 @@ class SignatureChecks:
         return any(log.starts or log.invalid for log in self.logs.values())
 
     def compare(
-        self, scenario: Path, released: object, accepted: Mapping[str, Ed25519PublicKey] | None, *, finished: bool
+        self,
+        scenario: Path,
+        released: object,
+        accepted: Mapping[str, Set[str]] | None,
+        *,
+        finished: bool,
     ) -> Iterator[Discrepancy]:
         """Compare all logs; call once after all have been read.
 
         Args:
             scenario: the run folder's scenario; it may not exist.
             released: data digest in the coordinator's note of what it released, if any.
-            accepted: the processes' public keys by name, if the auditor knows them.
+            accepted: the processes' public keys (hex) by name, if the auditor knows them.
             finished: the run has ended, so that the coordinator must have signed the end of its log.
         """
         yield from self.found
@@ -161,17 +190,17 @@ class SignatureChecks:
         yield from self._keys()
         yield from self._declarations(scenario, released)
 
-    def _other_keys(self, accepted: Mapping[str, Ed25519PublicKey]) -> Iterator[Discrepancy]:
+    def _other_keys(self, accepted: Mapping[str, Set[str]]) -> Iterator[Discrepancy]:
         """Compare the declared keys with those that the auditor knows."""
         for process, log in self.logs.items():
             expected = accepted.get(process)
-            if expected is None:
-                yield f"{process}.jsonl", f"no public key of {process} was given, so its signatures prove nothing"
-            elif not log.starts:
+            if not expected:
+                continue  # not a difference: the verdict names these logs
+            if not log.starts:
                 yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
             else:
                 for place, start in log.starts:
-                    if start.key != expected.public_bytes_raw().hex():
+                    if start.key not in expected:
                         yield place, f"signed with another key than that of {process} that was given"
 
     def _keys(self) -> Iterator[Discrepancy]:

@@ -150,14 +150,17 @@ def _audit(run: Path, options: _Options) -> bool:
     """
     from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
     from fedmq.audit.heads import differences, heads_of, write_heads  # noqa: PLC0415
+    from fedmq.audit.known_keys import KnownKeys  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
-    from fedmq.wire.keys import load_accepted  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
     _check(options)
     allowed = None if policy_file is None else policy.read_policy(policy_file)
-    audit = audit_run(run, None if options.keys is None else load_accepted(options.keys))
+    known = None if options.keys is None else KnownKeys.load(options.keys)
+    audit = audit_run(run, None if known is None else known.all)
+    if known is not None:
+        known.require_any(audit.signatures, options.keys)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
     stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
@@ -172,7 +175,8 @@ def _audit(run: Path, options: _Options) -> bool:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
-    sentences = verdict(audit, Evidence(options.keys is not None, options.expect is not None, stamped))
+    former = () if known is None else known.signed_with_former(audit.signatures)
+    sentences = verdict(audit, Evidence(options.keys, options.expect is not None, stamped, former))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)
@@ -180,14 +184,14 @@ def _audit(run: Path, options: _Options) -> bool:
             err.print(f"stamped at {time_stamp.stamp(options.heads, options.stamp)}", highlight=False)
     reported = _report(run, options, audit, sentences)
     if options.as_json:
-        facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
+        facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
         results = {"policy": policy_result, "accounts": accounts, "probe": measured}
         facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured)
-        print_line(f"heads of the logs{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
+        print_line(f"{_heads_line(audit)}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv in the same folder")
     if deferred and not findings:
@@ -195,6 +199,11 @@ def _audit(run: Path, options: _Options) -> bool:
     if deferred:
         err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
     return bool(findings)
+
+
+def _heads_line(audit: Audit) -> str:
+    broken = any(log.broken is not None for log in audit.signatures.values())
+    return "heads of the logs" + (" as they are now, not as they were written" if broken else "")
 
 
 def _check(options: _Options) -> None:

@@ -335,7 +335,7 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
         )
         if options.select_rounds is not None and any(each.key == "rounds" for each in select):
             allowed = "one of them: both set the rounds of those runs"
-            raise InputError("--select rounds", "beside --select-rounds", allowed)
+            raise InputError("--select rounds", "together with --select-rounds", allowed)
         summary.baselines(made)
         plan.check_across(made)
         plan.check_metrics(made, resolve)

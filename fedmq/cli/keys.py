@@ -100,7 +100,7 @@ def keys_accept(
 
 @keys_app.command("remove")
 def keys_remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Name of the accepted key.")],
     keys: _Keys = Path("keys"),
 ) -> None:
     """Stop accepting a key. A running coordinator expels its silo within a second.

@@ -29,7 +29,10 @@ def add_report(app: typer.Typer) -> None:
 
     @app.command("report")
     def report_command(
-        runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)], page: _Out = None
+        runs: Annotated[
+            list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.", show_default=False)
+        ],
+        page: _Out = None,
     ) -> None:
         """Write the report.html of a finished run again; for several runs, also a page that compares them side by side.
 

@@ -153,7 +153,7 @@ def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextM
 
 
 def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
-    """A scenario's processes log only if asked to: to the file if there is one, so that the display stays readable."""
+    """Processes of a scenario log only on request: to the file if there is one, so that the display stays readable."""
     if level is None and file is None:
         return None
     logs = LogOptions(level or LogLevel.INFO, file, format_, console=file is None)
@@ -352,7 +352,7 @@ def coordinator_command(
 
     Ctrl-C or SIGTERM stops it cleanly; silos and evaluator wait until it is started again with --resume.
 
-    Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --bind tcp://127.0.0.1:5555 --out runs/hand[/bold]
+    Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --out runs/manual[/bold]
     """
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415

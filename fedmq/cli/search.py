@@ -102,7 +102,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         ] = None,
         among: Annotated[
             Among | None,
-            typer.Option("--among", help="Modality to search; by default the one that the query is not."),
+            typer.Option("--among", help="Modality to search; by default the one other than the query's."),
         ] = None,
         top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
         chosen: Chosen = None,

@@ -158,7 +158,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def dump(value: object) -> str:
-    """YAML text of a value, which readers of YAML 1.1 and 1.2 understand alike; keys keep their order."""
+    """YAML text of a value, which readers of YAML 1.1 and 1.2 both understand; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 

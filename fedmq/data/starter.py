@@ -137,7 +137,7 @@ def count(path: Path, progress: Progress | None = None) -> OwnData:
     opened = unreadable(kept, progress)
     if opened.names:
         found = f"{len(opened.names)} of {opened.tried} pictures that cannot be read: {few(opened.names)}"
-        raise InputError(str(path), found, "images, e.g. JPEG or PNG; repair these or take them away")
+        raise InputError(str(path), found, "images, e.g. JPEG or PNG; repair or remove these")
     both = np.array([bool(captions) for captions in kept.captions]) & kept.pictured
     split = None if kept.split is None else _train_and_test(kept.split, both)
     captions = sum(map(len, kept.captions))

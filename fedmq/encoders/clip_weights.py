@@ -251,7 +251,7 @@ def _load_checkpoint(model: nn.Module, path: Path) -> None:
         if state[name].shape != value.shape:
             raise InputError(f"{place}: {name}", f"shape {list(state[name].shape)}", f"shape {list(value.shape)}")
     if unknown := sorted(set(state) - set(wanted)):
-        raise InputError(f"{place}: {unknown[0]}", "a parameter the model does not have", "weights of this very model")
+        raise InputError(f"{place}: {unknown[0]}", "a parameter the model does not have", "weights of this model")
     model.load_state_dict(state, strict=False)
 
 

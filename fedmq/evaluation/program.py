@@ -23,7 +23,7 @@ from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
-from fedmq.wire.keys import load_accepted, load_identity
+from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -74,7 +74,8 @@ class Evaluator:
         self.model = population.build_model(scenario, device, ("image", "text"))
         self.heldout = HeldOut.load(scenario, population)
         # The evaluator's own held-out set has no parts that belong to silos.
-        self.names = tuple(self.heldout.items) if population.agreed is None else ()
+        counts = {name: len(items) for name, items in self.heldout.items.items()}
+        self.names = tuple(name for name, count in counts.items() if count) if population.agreed is None else ()
 
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
         """Evaluate a model.
@@ -114,10 +115,12 @@ class EvaluatorStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or an evaluator with its own set has no site file.
+            InputError: the data cannot be read, an evaluator with its own set has no site file, or this machine does
+                not have the device.
         """
         scenario, run = arguments.scenario, arguments.run.id
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        device_of(here.device)
         if scenario.data is None:
             if not scenario.evaluator:
                 allowed = "shared or both, for an evaluator with its own held-out set"
@@ -146,6 +149,7 @@ def run_evaluator(
     logger: Logger | None = None,
     *,
     measured: Callable[[], None] = lambda: None,
+    identity: Identity | None = None,
 ) -> None:
     """Run the evaluator until the coordinator sends a stop.
 
@@ -153,12 +157,14 @@ def run_evaluator(
         arguments: how the evaluator is started.
         logger: the log for operators; None opens that of the arguments.
         measured: called after each evaluation.
+        identity: its name and key; None loads the key from its folder.
 
     Raises:
         InputError: a key or the data cannot be read or is invalid.
     """
     torch.set_num_threads(1)
-    identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
+    device_of(arguments.device or arguments.scenario.device)  # before anything is written or sent
+    identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
@@ -173,10 +179,7 @@ def run_evaluator(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, items=start.items)
-        while True:
-            message = link.receive()
-            if message is None or message.header.kind is Kind.STOP:
-                break
+        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             if message.header.kind is Kind.ERROR:
                 raise_refused(message, EVALUATOR)
             if message.header.kind is Kind.AGREEMENT:

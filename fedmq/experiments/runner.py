@@ -90,17 +90,20 @@ class Run:
 
     @property
     def unaccepted(self) -> str | None:
-        """Why the finished run says nothing about its settings; None if all updates were accepted.
+        """Why the finished run says nothing about its settings; None if all silos trained and were accepted.
 
-        Refused updates that the scenario scripts as attacks do not count.
+        A silo whose training diverges may report that itself, as an error, before the coordinator could refuse its
+        update. Refused updates that the scenario scripts as attacks do not count.
         """
         summary = results.read_summary(self.folder)
         if summary.unchanged:
             return "no silo's update changed the model"
         if summary.versions in summary.unevaluated:
             return "the evaluator did not answer within the limit, so the last version is not evaluated"
-        refused = ((silo, each) for silo, each in summary.unusable_replies.items() if each.refused)
-        return next((f"{each.refused} replies of {silo} were refused; {each.last}" for silo, each in refused), None)
+        for silo, each in summary.unusable_replies.items():
+            if each.refused or each.errors:
+                return f"tasks of {silo}: {each.refused} refused, {each.errors} errors; the last one: {each.last}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,8 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     """The candidate whose run on the validation split is best by a metric; the first one in case of ties.
 
     If the method does not train the shared model as a whole, as ``local`` or ``fedper``, personal models are compared.
-    A run whose updates were refused is never chosen: it measures a model that part of the silos did not train.
+    A run with refused updates or errors of silos is never chosen: it measures a model that part of the silos did not
+    train.
 
     Returns:
         Its settings; None if no candidate's run is finished with all updates accepted.

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedmq import seeds
-from fedmq.clock import WallClock
+from fedmq.clock import Clock, WallClock
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
@@ -107,6 +107,7 @@ def tune(
     place: Workplace,
     report: Callable[[str, pool.JobProgress], None],
     until_stopped: Callable[[], Callable[[], bool]],
+    clock: Clock | None = None,
 ) -> Tuned:
     """Search, or continue a search in a folder.
 
@@ -116,6 +117,7 @@ def tune(
         place: where and how runs are executed.
         report: called with the current step and its progress.
         until_stopped: called before the first run is started; returns a function that says whether to stop.
+        clock: measures the time and pauses between looks at the running runs; None for the wall clock.
 
     Raises:
         InputError: the folder belongs to another search, its data are invalid, or a run has no such metric.
@@ -130,7 +132,7 @@ def tune(
             studies = {method.name: _study(optuna, plan, folder, method) for method in plan.methods}
         except (AssertionError, LookupError, TypeError, ValueError):  # lines are missing, or not Optuna's
             raise InputError(str(journal), "a damaged journal", _JOURNAL) from None
-        search = _Search(optuna, plan, place, studies, report, until_stopped())
+        search = _Search(optuna, plan, place, studies, report, until_stopped(), clock or WallClock())
         stopped = False
         while not stopped and (batch := search.next_batch()):
             stopped = search.execute(batch)
@@ -224,6 +226,7 @@ class _Search:
         studies: studies by method.
         report: called with the progress.
         stop_wanted: whether to stop.
+        clock: measures the time and pauses.
     """
 
     def __init__(
@@ -234,11 +237,12 @@ class _Search:
         studies: Mapping[str, Any],
         report: Callable[[str, pool.JobProgress], None],
         stop_wanted: Callable[[], bool],
+        clock: Clock,
     ) -> None:
         self._optuna, self._plan, self._place, self._studies = optuna, plan, place, studies
         self._report, self._stop_wanted = report, stop_wanted
         self._errors: dict[str, str] = {}
-        self._clock, self._done_before = WallClock(), self._over * len(plan.spec.seeds)
+        self._clock, self._done_before = clock, self._over * len(plan.spec.seeds)
         self.maximise = _maximise(plan)
 
     @property

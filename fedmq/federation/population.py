@@ -384,8 +384,9 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
     """Each silo's training, evaluated and other rows, ascending, by the column that the partition names.
 
     Raises:
-        InputError: the data set has no such column, its values are not as many as silos, or a value has no training or
-            no evaluated item.
+        InputError: the data set has no such column, its values are not as many as silos, or a value has no item of the
+            training split or of the evaluated one. Evaluated items may all lack a modality, as at a site with images
+            only.
     """
     column, values = scenario.partition.column or "", prepared.column
     if values is None:
@@ -393,9 +394,10 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
         raise InputError("partition.column", f"{column} with data.name {label(scenario.dealt.name)}", allowed)
     silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
     parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
-    for name, dealt in zip(("train", scenario.evaluation.split), parts, strict=False):
-        for index, part in enumerate(dealt):
-            if not len(part):
+    for name in ("train", scenario.evaluation.split):
+        found = set(silo[prepared.rows(name)].tolist())
+        for index in range(count):
+            if index not in found:
                 value = values[int(np.flatnonzero(silo == index)[0])]
                 raise InputError(f"partition.column {column}", f"no {name} item with {value}", "one for every value")
     return parts

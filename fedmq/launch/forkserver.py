@@ -5,16 +5,22 @@ The command starts it before its own imports, so that both import in parallel.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import tempfile
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
 from fedmq.config.scenario import MATCONVNET, TIMM
-from fedmq.launch.private_folder import socket_folder
+from fedmq.launch.private_folder import FORKSERVER, private_folder
 
 CONTEXT = multiprocessing.get_context("forkserver")
+#: Order of the removal of the forkserver's folder at the end of this process: after multiprocessing removed its own
+#: folder in it (-100).
+_LAST = -200
 
 
 def warm_up(backbone: str) -> None:
@@ -41,7 +47,7 @@ def warm_up(backbone: str) -> None:
     # process a Ctrl-C stays pending until the mask is restored.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        tempfile.tempdir = str(socket_folder())  # for the forkserver's socket
+        tempfile.tempdir = str(_socket_folder())
         forkserver.ensure_running()
     finally:
         tempfile.tempdir = folder
@@ -51,3 +57,17 @@ def warm_up(backbone: str) -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@functools.cache
+def _socket_folder() -> Path:
+    """The folder in which multiprocessing makes its own one, which would stay after a SIGKILL.
+
+    It is removed when this process ends.
+
+    Raises:
+        InputError: no folder for temporary files has a path that is short enough.
+    """
+    stack = contextlib.ExitStack()
+    util.Finalize(None, stack.close, exitpriority=_LAST)
+    return stack.enter_context(private_folder(FORKSERVER))

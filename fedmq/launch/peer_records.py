@@ -23,7 +23,9 @@ from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.storage.json_files import refusal
 from fedmq.storage.logs import LogOptions
-from fedmq.storage.run_folder import RunFolder, write_bytes
+from fedmq.storage.regular_files import read_regular
+from fedmq.storage.run_folder import RunFolder, write_bytes, writing
+from fedmq.wire.keys import private_names
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments
 from silos.program import SiloArguments
@@ -37,6 +39,7 @@ MOST_BYTES = 1 << 30
 _MOST_FILES = 1 << 14
 #: Maximum length of a process's error message [characters].
 _LONGEST_ERROR = 4000
+_PRIVATE_KEY = re.compile(r"keys/([^/]+)\.key")
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -198,6 +201,34 @@ def key_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:
     names, keys = names_of(arguments), _first(arguments).keys
     paths = (*(f"accepted/{name}.pub" for name in (COORDINATOR, *names)), *(f"{name}.key" for name in names))
     return tuple(PeerFile(path=f"keys/{path}", content=(keys / path).read_bytes()) for path in paths)
+
+
+def split_keys(files: Iterable[PeerFile]) -> tuple[dict[str, bytes], tuple[PeerFile, ...]]:
+    """The private keys among the files of a process, by name, and the other files."""
+    private: dict[str, bytes] = {}
+    others = []
+    for file in files:
+        match = _PRIVATE_KEY.fullmatch(file.path)
+        if match is None:
+            others.append(file)
+        else:
+            private[match[1]] = file.content
+    return private, tuple(others)
+
+
+def take_keys(folder: Path) -> dict[str, bytes]:
+    """Read the private keys of a process, by name, and remove their files: a process that is killed leaves no key.
+
+    Raises:
+        InputError: a file cannot be read or removed, or is not a regular file.
+    """
+    taken = {}
+    for name in private_names(folder):
+        path = folder / f"{name}.key"
+        taken[name] = read_regular(path, "a readable key file", MOST_BYTES, links=False)
+        with writing(path):
+            path.unlink()
+    return taken
 
 
 def earlier_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:

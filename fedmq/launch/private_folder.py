@@ -1,4 +1,4 @@
-"""The temporary folder of a run, with its keys and its socket."""
+"""Temporary folders with keys, sockets and messages: removed at their end, or by a later process after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from pathlib import Path
 from fedmq.errors import InputError
 from fedmq.storage.locks import try_lock
 
-#: Prefix of the temporary folders with runs' keys and sockets.
-_PRIVATE = "fedmq-run-"
-#: File in such a folder that its run has locked.
+#: Prefix of the folders of runs, with their keys and sockets.
+RUN = "fedmq-run-"
+#: Prefix of the folders of processes that a cluster's engine placed on this machine.
+PEER = "fedmq-peer-"
+#: Prefix of the folders with the forkserver's sockets.
+FORKSERVER = "fedmq-fork-"
+#: File in such a folder that its process has locked.
 _LOCK = "lock"
-#: Maximum length of the path of a folder for sockets [bytes]. Unix sockets have at most 107, and the forkserver's is 32
+#: Maximum length of the path of a folder for sockets [bytes]. Unix sockets have at most 107, and the forkserver's is 52
 #: longer.
-_SOCKET_FOLDER_BYTES = 72
+_SOCKET_FOLDER_BYTES = 52
 
 
 def socket_folder() -> Path:
@@ -38,21 +42,25 @@ def socket_folder() -> Path:
 
 
 @contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """A temporary folder for the keys and the socket of one run, removed at its end.
+def private_folder(prefix: str = RUN) -> Iterator[Path]:
+    """A temporary folder that only this user can open, removed at the end.
 
-    A run ended by SIGKILL cannot remove its folder; the next run does, as the folder's lock is then free. The path is
-    short, because paths of Unix sockets must be.
+    A process ended by SIGKILL cannot remove its folder; the next process of fedmq that makes such a folder does, as the
+    lock is then free. The path is short, because paths of Unix sockets must be.
+
+    Args:
+        prefix: beginning of its name: :data:`RUN`, :data:`PEER` or :data:`FORKSERVER`.
 
     Raises:
         InputError: no folder for temporary files has a path that is short enough.
     """
     parent = socket_folder()
-    for lock in parent.glob(f"{_PRIVATE}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("r+b") as file:
-            if try_lock(file):
-                shutil.rmtree(lock.parent)
-    private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=parent))
+    for each in (RUN, PEER, FORKSERVER):
+        for lock in parent.glob(f"{each}*/{_LOCK}"):
+            with contextlib.suppress(OSError), lock.open("r+b") as file:
+                if try_lock(file):
+                    shutil.rmtree(lock.parent)
+    private = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         # Locked under another name first, so that no other run mistakes the folder for an abandoned one.
         with (private / "fresh").open("xb") as file:

@@ -10,10 +10,8 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedmq.config.scenario import Scenario
@@ -27,8 +25,10 @@ from fedmq.launch.peer_records import (
     earlier_files,
     encode,
     key_files,
+    split_keys,
     write_private,
 )
+from fedmq.launch.private_folder import PEER, private_folder
 from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
 from fedmq.storage.run_folder import RunFolder
 
@@ -46,9 +46,10 @@ def run_there(task: bytes, files: bytes) -> bytes:
     Raises:
         InputError: the files are not allowed.
     """
-    with tempfile.TemporaryDirectory(prefix="fedmq-peer-") as place:
-        write_private(Path(place), decode(PeerFiles, files, "files of this process").files)
-        return encode(run_peer(task, Path(place)))
+    private, others = split_keys(decode(PeerFiles, files, "files of this process").files)
+    with private_folder(PEER) as place:
+        write_private(place, others)
+        return encode(run_peer(task, place, private))
 
 
 class RayProcess(RemoteProcess):

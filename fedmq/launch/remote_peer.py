@@ -28,6 +28,8 @@ from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.launch.peer_records import Ended, PeerArguments, PeerTask, decode, store_files, written_files
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line, printable
+from fedmq.wire.keys import Identity, identity_of
+from fedmq.wire.messages import EVALUATOR
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
 
@@ -130,36 +132,47 @@ class Cluster(Protocol):
         """Start a silo, a host or the evaluator where it finds a place."""
 
 
-def run_peer(task: bytes, place: Path, joined: Callable[[], None] = lambda: None) -> Ended:
+def run_peer(
+    task: bytes, place: Path, private: Mapping[str, bytes], joined: Callable[[], None] = lambda: None
+) -> Ended:
     """Run a silo, a host or the evaluator on the machine that it was placed on.
 
     It writes into the run folder if this machine has it, otherwise into its own folder.
 
     Args:
         task: a :class:`fedmq.launch.peer_records.PeerTask`.
-        place: the process's own folder, with the keys that it needs in ``keys/``.
+        place: the process's own folder, with the public keys that it needs in ``keys/``.
+        private: its private keys by name, as PEM. They are only in memory, so a process that is killed leaves none.
         joined: called when it has joined the run and the coordinator can end it.
     """
     try:
         given = decode(PeerTask, task, "task of this process")
+        identities = {name: _identity(name, private, place) for name in given.names}
     except InputError as refused:
         return Ended.saying(_REFUSED, str(refused))
     shared = RunFolder(given.out).scenario.is_file()
     out = given.out if shared else place / "run"
-    code, error = _run(given.arguments(place / "keys", out), joined)
+    code, error = _run(given.arguments(place / "keys", out), identities, joined)
     return Ended.saying(code, error, () if shared else written_files(out, given.names))
 
 
-def _run(arguments: PeerArguments, joined: Callable[[], None]) -> tuple[int, str]:
+def _identity(name: str, private: Mapping[str, bytes], place: Path) -> Identity:
+    path = place / "keys" / f"{name}.key"
+    if name not in private:
+        raise InputError(str(path), "no such key", "the private key that the command created for this process")
+    return identity_of(name, private[name], path)
+
+
+def _run(arguments: PeerArguments, identities: Mapping[str, Identity], joined: Callable[[], None]) -> tuple[int, str]:
     """Run a program; returns its exit code and its error."""
     try:
         match arguments:
             case EvaluatorArguments():
-                run_evaluator(arguments, measured=joined)
+                run_evaluator(arguments, measured=joined, identity=identities[EVALUATOR])
             case SiloArguments():
-                run_silo(arguments, joined=joined)
+                run_silo(arguments, joined=joined, identity=identities[arguments.name])
             case HostArguments():
-                run_host(arguments, joined=joined)
+                run_host(arguments, joined=joined, identities=identities)
     except FedmqError as error:
         return _REFUSED if isinstance(error, InputError) else _FAILED, str(error)
     except Exception as error:

@@ -32,7 +32,7 @@ import psutil
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.extras import package
-from fedmq.launch.peer_records import MOST_BYTES, PeerArguments, PeerTask, encode, key_files, write_private
+from fedmq.launch.peer_records import MOST_BYTES, PeerArguments, PeerTask, encode, key_files, take_keys, write_private
 from fedmq.launch.processes import ignore_sigterm
 from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
 from fedmq.storage.regular_files import read_regular
@@ -82,7 +82,8 @@ def run_job(folder: str) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     place = Path(folder)
-    ended = run_peer(read_regular(place / _TASK, "the task of this job", MOST_BYTES), place, ignore_sigterm)
+    task, private = read_regular(place / _TASK, "the task of this job", MOST_BYTES), take_keys(place / "keys")
+    ended = run_peer(task, place, private, ignore_sigterm)
     # Not into a folder that the command has removed, as it takes this job for dead.
     (place / _WRITING).write_bytes(encode(ended))
     (place / _WRITING).replace(place / _RESULT)

@@ -180,8 +180,8 @@ def simulate(
     began = time.monotonic() if began is None else began
     allow_descriptors()
     alone = run.scenario.launcher in ("ray", "slurm") or sites
-    # On a cluster the limits of this machine mean nothing: silos share processes there only if asked to. A process of
-    # several silos has one data set, so it cannot serve sites with their own data.
+    # The limits of this machine do not apply to a cluster: silos share processes there only with silos.hosts. A
+    # process of several silos has one data set, so it cannot serve sites with their own data.
     hosting = plan_hosting(run.scenario, Limits(math.inf, math.inf) if alone else limits_here())
     if hosting.reason:
         notice(hosting.reason)

@@ -142,7 +142,7 @@ class ModelFolder:
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
         if model.layout.digest != self.config.layout_digest:
-            raise InputError(str(self.folder), "parameters of another model", "the release of this very scenario")
+            raise InputError(str(self.folder), "parameters of another model", "the release of this run")
         tensors = self._tensors("model")
         for entry in model.layout.entries:
             place = f"{self.folder / 'model.safetensors'}: {entry.name}"
@@ -160,7 +160,7 @@ class ModelFolder:
         try:
             load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
         except RemoteWireError as error:
-            raise InputError(str(self.folder), str(error), "the release of this very scenario") from None
+            raise InputError(str(self.folder), str(error), "the release of this run") from None
         return model
 
     def encoder(self, modality: Modality) -> Encoder:

@@ -103,7 +103,7 @@ def find(
         release: a run, or the folder of a model without its run.
         query: the query.
         chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`; without the run a folder of images.
-        among: whether to search images or captions; None searches the modality that the query is not, or images if
+        among: whether to search images or captions; None searches the modality other than the query's, or images if
             there are no captions.
         top: number of items to return.
         progress: called while the gallery is encoded.

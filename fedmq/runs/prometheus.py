@@ -74,7 +74,7 @@ def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], No
         server, thread = client.start_http_server(port, HOST, registry)
     except OSError as error:
         found = f"{port} ({error.strerror})"
-        raise InputError("--metrics-port", found, "a free port of this machine that you may listen on") from None
+        raise InputError("--metrics-port", found, "a free port on which you may listen") from None
 
     def close() -> None:
         server.shutdown()

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
 
 from fedmq.storage.json_files import Digest, Stored
 from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
@@ -42,9 +42,21 @@ class NoteKind(StrEnum):
     RELEASED = "released"
     #: SHA-256 of the files of a finished run, by name.
     RESULTS = "digests of the results"
-    # About silos and their tasks, written by the coordinator.
-    EXPELLED = "expelled"
+    # Events from outside the run's timeline, written by the coordinator.
+    JOINED = "joined"
+    #: A silo is ready again before the coordinator had noticed that it lost its connection; ``joined`` follows.
+    RETURNED = "returned after a lost connection"
     PEER_LOST = "peer lost"
+    EXPELLED = "expelled"
+    OVERDUE = "task exceeded its limit"
+    STAYED_AWAY = "silo stayed away"
+    OFF_AT_START = "silos are off at the start"
+    STILL_CONNECTED = "silos stayed connected"
+    WAIT_ENDED = "waited long enough for the silos that took part before"
+    LATE_SILOS = "late silos are to be included"
+    STOP_REQUESTED = "stop requested"
+    EVALUATION_ABORTED = "stop requested before the last evaluation"
+    # About silos and their tasks, written by the coordinator.
     NOT_DELIVERED = "a message could not be delivered"
     EVALUATOR_GIVEN_UP = "evaluator did not answer within the limit"
     NOT_MEASURED = "peer stayed away: its own model is not measured"
@@ -119,6 +131,15 @@ _NoteKind = Annotated[NoteKind, Field(strict=False)]
 _EventKind = Annotated[EventKind, Field(strict=False)]
 
 
+def _earlier(caused_by: int | None, info: ValidationInfo) -> int | None:
+    if caused_by is not None and caused_by >= info.data.get("n", 0):
+        raise ValueError("the number of an earlier record")
+    return caused_by
+
+
+_CausedBy = Annotated[_Size | None, AfterValidator(_earlier)]
+
+
 class _Record(Stored):
     """Base of all records.
 
@@ -153,13 +174,13 @@ class _Record(Stored):
     @property
     def intact(self) -> bool:
         """Whether the stored hash matches the record."""
-        return self.hash == _hash(self)
+        return self.hash == self.hash_after(self.previous)
 
-
-def _hash(record: _Record) -> str:
-    plain = record.plain()
-    del plain["hash"]
-    return chain(record.previous, plain)
+    def hash_after(self, previous: str) -> str:
+        """The hash of this record's content after a record with the hash ``previous``."""
+        plain = self.plain()
+        del plain["hash"]
+        return chain(previous, plain)
 
 
 class NoteRecord(_Record):
@@ -169,13 +190,15 @@ class NoteRecord(_Record):
         action: ``note``.
         text: the kind of note; plain text if another release of fedmq wrote it.
         version: number of merges, if the note has one.
-        cause: number of the event that caused it; 0 if it was not an event of the run but a silo that joined or was
-            lost, or the operator.
+        caused_by: number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a
+            note of what peers or the operator did.
+        cause: in logs of earlier versions instead: number of the timeline event; 0 if it was none.
     """
 
     action: Literal["note"]
     text: Annotated[_NoteKind | str, Field(union_mode="left_to_right")]
     version: int | None = None
+    caused_by: _CausedBy = None
     cause: int | None = None
     __pydantic_extra__: dict[str, Fact]
 
@@ -196,8 +219,9 @@ class EventRecord(_Record):
         sequence: number of that task; 0 if there is none.
         now: the run's time [s].
         version: number of merges.
-        number: number of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier
-            releases.
+        number: number of the event in the run, from 1. None in logs of earlier releases.
+        caused_by: number ``n`` of an earlier record of this log, which led to this one: the received reply, or why the
+            task failed.
     """
 
     action: Literal["note"]
@@ -208,6 +232,7 @@ class EventRecord(_Record):
     now: int | float
     version: int
     number: int | None = None
+    caused_by: _CausedBy = None
     __pydantic_extra__: dict[str, Fact]
 
     @property
@@ -349,7 +374,7 @@ _Any = TypeVar("_Any", bound=_Record)
 def sealed(record: type[_Any], /, **values: object) -> _Any:
     """Make a record and set its hash."""
     unhashed = record.model_validate({**values, "hash": ""})
-    return unhashed.model_copy(update={"hash": _hash(unhashed)})
+    return unhashed.model_copy(update={"hash": unhashed.hash_after(unhashed.previous)})
 
 
 def record_of(line: bytes) -> LogRecord | None:

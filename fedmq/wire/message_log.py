@@ -191,7 +191,8 @@ class MessageLog:
             )
             self._signed = self._count
 
-    def _append(self, kind: type[LogRecord], /, **values: object) -> None:
+    def _append(self, kind: type[LogRecord], /, **values: object) -> int:
+        """Write a record; returns its number."""
         with self._write_lock:
             # Never before the record before it, even if the machine's clock was set back: an audit requires that.
             wall = max(self._clock.utc(), self._last_wall)
@@ -207,6 +208,7 @@ class MessageLog:
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
             self._last_wall = wall
         mirror(self.logger, record)
+        return record.n
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
@@ -233,8 +235,8 @@ class MessageLog:
         """Record a handshake message."""
         self._append(HandshakeRecord, action=action, kind=kind, peer=peer, bytes=size)
 
-    def refused(self, peer: str, reason: str, detail: str, size: int) -> None:
-        """Record a refused message.
+    def refused(self, peer: str, reason: str, detail: str, size: int) -> int:
+        """Record a refused message; returns the number of the record.
 
         Args:
             peer: its sender, as far as known.
@@ -243,16 +245,35 @@ class MessageLog:
             size: bytes of all its frames.
         """
         detail = _encodable(detail[:300])
-        self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
+        return self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
 
-    def note(self, kind: NoteKind, /, **facts: Fact) -> None:
-        """Record something other than a message, e.g. a start, a resume, a lost silo, a stop."""
+    def note(self, kind: NoteKind, /, *, caused_by: int | None = None, **facts: Fact) -> int:
+        """Record something other than a message, e.g. a start, a resume, a lost silo, a stop.
+
+        Args:
+            kind: the kind of note.
+            caused_by: number of the record of this log that led to it; None if there is none.
+            facts: further fields.
+
+        Returns:
+            The number of the record.
+        """
         encodable = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._append(NoteRecord, action="note", text=kind, **encodable)
+        return self._append(NoteRecord, action="note", text=kind, **_cause(caused_by), **encodable)
 
-    def event(self, event: EventKind, *, silo: str, sequence: int, now: float, version: int, number: int) -> None:
-        """Record an event of the run; see :class:`EventRecord`."""
-        self._append(
+    def event(
+        self,
+        event: EventKind,
+        *,
+        silo: str,
+        sequence: int,
+        now: float,
+        version: int,
+        number: int,
+        caused_by: int | None = None,
+    ) -> int:
+        """Record an event of the run, see :class:`EventRecord`; returns the number of the record."""
+        return self._append(
             EventRecord,
             action="note",
             text="event",
@@ -262,6 +283,7 @@ class MessageLog:
             now=now,
             version=version,
             number=number,
+            **_cause(caused_by),
         )
 
     def close(self) -> None:
@@ -281,6 +303,10 @@ class MessageLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _cause(caused_by: int | None) -> dict[str, int]:
+    return {} if caused_by is None else {"caused_by": caused_by}
 
 
 def write_all(file: RawIOBase, line: bytes) -> None:

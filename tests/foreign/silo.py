@@ -1,7 +1,7 @@
 """A silo written from docs/reference/wire.md and message_logs.md alone, without fedmq and torch.
 
     python silo.py --connect tcp://127.0.0.1:5555 --keys keys --name silo-03 --run run.json --data data.npz \
-        --log runs/hand/messages/silo-03.jsonl
+        --log runs/manual/messages/silo-03.jsonl
 
 ``data.npz`` has ``items``, the three digests of each item of the data set (uint8 [n, 3, 32]), and ``counts``, the
 numbers of the silo's own items by split and modality (int64 [5, 3]). ``run.json`` has ``run``, ``scenario``,

@@ -185,7 +185,7 @@ def _refuse_truncated(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         if any(end > size for end in _mat_lengths(file, size)):
-            raise InputError(str(path), f"a file cut off after {size} bytes", "a whole .mat file")
+            raise InputError(str(path), f"a file cut off after {size} bytes", "a complete .mat file")
     check_tags(path)
 
 

@@ -38,7 +38,9 @@ def dense(place: str, rows: int, data: Array, ir: Array, jc: Array) -> Array:
     columns = len(jc) - 1
     bounded(place, rows, columns)
     if jc[0] != 0 or (jc[1:] < jc[:-1]).any() or jc[-1] > min(len(ir), len(data)):
-        raise InputError(f"{place}: jc", "columns that begin where no value is", f"ascending places, 0 to {len(ir)}")
+        raise InputError(
+            f"{place}: jc", "column offsets out of order or out of range", f"ascending offsets, 0 to {len(ir)}"
+        )
     used = int(jc[-1])
     data, ir = data[:used], ir[:used]
     if used and (ir.min() < 0 or ir.max() >= rows):
@@ -98,8 +100,8 @@ def hdf5_dense(place: str, group: Any) -> Array:
     bounded(place, rows, columns)
     lengths = {name: len(group[name]) if name in group else 0 for name in ("data", "ir")}
     if lengths["data"] != lengths["ir"] or lengths["ir"] > rows * columns:
-        found = f"{lengths['data']} values of {lengths['ir']} rows"
-        raise InputError(place, found, f"as many of both, at most {rows} x {columns}")
+        found = f"{lengths['data']} values and {lengths['ir']} row indices"
+        raise InputError(place, found, f"the same number of both, at most {rows} x {columns}")
     if "data" in group and group["data"].dtype.kind not in "iufb":
         raise InputError(f"{place}: data", f"dtype {group['data'].dtype}", "real numbers")
     data, ir = (group[name][()] if name in group else np.zeros(0, np.uint8) for name in ("data", "ir"))

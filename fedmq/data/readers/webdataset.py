@@ -201,7 +201,7 @@ def _members(tar: Path) -> Iterator[Member]:
                 if info.size > MAX_PICTURE:
                     raise InputError(place, f"{info.size:,} bytes", f"at most {MAX_PICTURE:,}")
                 if info.offset_data + info.size > size:
-                    raise InputError(place, "a file that was cut off", "a whole archive")
+                    raise InputError(place, "a file that was cut off", "a complete archive")
                 yield Member(tar, info.name, info.offset_data, info.size)
     except (tarfile.TarError, EOFError, OSError, ValueError, UnicodeError, RecursionError) as error:
         raise InputError(str(tar), str(error) or type(error).__name__, _ALLOWED) from None

@@ -77,7 +77,7 @@ def curve_public(key: Ed25519PublicKey) -> bytes:
     return _montgomery(key.public_bytes_raw())
 
 
-@lru_cache(maxsize=1 << 14)  # asked for every accepted key, of every connection that anyone makes
+@lru_cache(maxsize=1 << 14)  # called for each accepted key at every connection
 def _montgomery(public: bytes) -> bytes:
     y = int.from_bytes(public, "little") % _SIGN
     return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")

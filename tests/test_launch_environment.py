@@ -1,0 +1,123 @@
+"""Odd machines: any number of silos and open files, any folder for temporary files, any mode of key files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.descriptors import OTHER_DESCRIPTORS
+from fedmq.config import loader
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.launch.hosting import Limits, plan_hosting
+from fedmq.launch.private_folder import private_folder, socket_folder
+from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.transports.registry import check_uri
+from fedmq.wire.transports.shared import MAX_BRANCHES
+
+#: Open files of a host per silo: its message log, and its log for operators.
+PER_SILO = 2
+
+
+@pytest.fixture(scope="module")
+def scenario(tiny: Path) -> Scenario:
+    return loader.load(tiny, ("missing_modality.silos={}",))
+
+
+def of_size(scenario: Scenario, count: int, hosts: int | None, slots: int) -> Scenario:
+    silos = scenario.silos.model_copy(update={"count": count, "hosts": hosts, "slots": slots})
+    return scenario.model_copy(update={"silos": silos})
+
+
+@given(
+    count=st.one_of(st.integers(1, 90), st.integers(1, 3000)),
+    descriptors=st.one_of(st.integers(1, 300), st.integers(1, 5000)),
+    memory=st.one_of(st.just(1 << 50), st.integers(0, 8 << 30)),
+    hosts=st.one_of(st.none(), st.integers(1, 40)),
+    slots=st.integers(1, 8),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_plan_fits_the_open_files_for_any_number_of_silos_or_one_line_says_what_to_raise(
+    scenario: Scenario, count: int, descriptors: int, memory: int, hosts: int | None, slots: int
+) -> None:
+    chosen = of_size(scenario, count, hosts, slots)
+    try:
+        plan = plan_hosting(chosen, Limits(memory, descriptors))
+    except InputError as error:
+        assert descriptors < OTHER_DESCRIPTORS + PER_SILO
+        assert "\n" not in str(error) and "ulimit -n" in str(error) and str(descriptors) in str(error)
+        return
+    names = [name for host in plan.hosts for name in host]
+    if not plan.hosts:  # each silo is a separate process, of which the command keeps two files open
+        assert hosts is None and PER_SILO * count + OTHER_DESCRIPTORS <= descriptors
+        return
+    assert sorted(names) == sorted(chosen.silo_names)
+    for host in plan.hosts:
+        assert 1 <= len(host) <= MAX_BRANCHES
+        assert PER_SILO * len(host) + OTHER_DESCRIPTORS <= descriptors
+    assert "\n" not in plan.reason and bool(plan.reason) == (hosts is None)
+
+
+def folder_of(parent: Path, length: int) -> Path:
+    """A new folder whose path has this number of bytes, if the parent's is shorter."""
+    path = os.fsencode(parent)
+    while len(path) + 1 < length:
+        path += b"/" + b"d" * min(100, length - len(path) - 1)
+    Path(os.fsdecode(path)).mkdir(parents=True, exist_ok=True)
+    return Path(os.fsdecode(path))
+
+
+def assert_binds(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path)
+
+
+@given(length=st.integers(1, 300), runtime=st.one_of(st.none(), st.integers(1, 150)))
+@settings(max_examples=60, deadline=None)
+def test_sockets_fit_whatever_the_length_of_the_folder_for_temporary_files(length: int, runtime: int | None) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder_of(Path(base), length)))
+        if runtime is None:
+            patch.delenv("XDG_RUNTIME_DIR", raising=False)
+        else:
+            patch.setenv("XDG_RUNTIME_DIR", str(folder_of(Path(base) / "r", runtime)))
+        with private_folder() as private:
+            assert stat.S_IMODE(private.stat().st_mode) == 0o700
+            check_uri(f"ipc://{private}/wire", "uri", listening=True)
+            assert_binds(f"{private}/wire")
+            # The forkserver's socket, as multiprocessing makes it.
+            own = tempfile.mkdtemp(prefix="pymp-", dir=socket_folder())
+            assert_binds(tempfile.mktemp(prefix="listener-", dir=own))
+            shutil.rmtree(own)
+        assert not private.exists()
+
+
+@given(mode=st.integers(0, 0o777), which=st.sampled_from(["private key", "accepted key", "accepted"]))
+@settings(max_examples=60, deadline=None)
+def test_keys_that_others_could_read_or_replace_are_refused_in_one_line(mode: int, which: str) -> None:
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        init_keys(folder, ["coordinator", "silo-00"])
+        path = {
+            "private key": folder / "silo-00.key",
+            "accepted key": folder / "accepted" / "silo-00.pub",
+            "accepted": folder / "accepted",
+        }[which]
+        path.chmod(mode | (0o700 if which == "accepted" else 0o400))
+        wrong = mode & (0o077 if which == "private key" else 0o002)
+        try:
+            load_identity(folder, "silo-00")
+            load_accepted(folder)
+        except InputError as error:
+            assert wrong
+            assert str(path) in str(error) and "chmod" in str(error) and "\n" not in str(error)
+        else:
+            assert not wrong

@@ -227,7 +227,7 @@ def test_another_runs_memory_next_to_the_model_is_refused(hashing: Release, tmp_
 
 def test_an_unknown_gallery_is_refused_with_the_allowed_ones(embeddings: Release, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, or"
+        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, a scen"
     ):
         export(embeddings, tmp_path / "nowhere")
 

@@ -1,0 +1,106 @@
+"""The data set that ``--gallery FILE`` names, checked against the agreement of a run on sites' own data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.config.loader import load
+from fedmq.config.scenario import Data
+from fedmq.config.site import Site, read_site
+from fedmq.config.yaml_files import read_yaml
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import Prepared
+from fedmq.errors import InputError
+from fedmq.federation.agreement import difference, format_of, spread, unknown_name
+from fedmq.progress import Progress
+from fedmq.retrieval.released_model import Release
+from fedmq.runs.data_records import AgreementRecord
+from fedmq.storage.json_files import read_json
+from fedmq.wire.payloads import DataFormat
+
+_FEATURES: Final = (".npz", ".safetensors")
+ALLOWED: Final = (
+    "a folder of images, a scenario or site file (YAML) for its data, or with backbone features a features file "
+    f"({', '.join(_FEATURES)})"
+)
+#: What to name for a run whose data only the sites have.
+NO_DATA_SET: Final = f"{ALLOWED}: with partition.kind own only the sites have data"
+
+
+def data_in(file: Path) -> Data:
+    """The data of a scenario, a site file or a features file.
+
+    Args:
+        file: value of ``--gallery``.
+
+    Raises:
+        InputError: there is no such file, or it is invalid or has no data.
+    """
+    if not file.is_file():
+        raise InputError(f"--gallery {file}", "no such file or folder", ALLOWED)
+    if file.suffix.lower() in _FEATURES:
+        return Data(name="features", path=file.absolute())
+    # A site file may have the same keys as a scenario of nothing but data; its paths start at its own folder.
+    site = read_yaml(file).keys() <= Site.model_fields.keys()
+    found = read_site(file).data if site else load(file).data
+    if found is None:
+        raise InputError(f"--gallery {file}", f"a {'site file' if site else 'scenario'} without data", ALLOWED)
+    return found
+
+
+@dataclass(frozen=True)
+class SiteGallery:
+    """Data for a run whose data only the sites have, which fit what the sites agreed on.
+
+    Args:
+        data: where they are.
+        prepared: the arrays.
+        agreed: the agreed format.
+        text: whether they have captions.
+    """
+
+    data: Data
+    prepared: Prepared
+    agreed: DataFormat
+    text: bool
+
+    def captions(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rows of captions [n, ...] as the model reads them: the counts of bags of words in the agreed order."""
+        words, agreed = self.prepared.vocabulary, self.agreed.vocabulary
+        if words == agreed:
+            return rows
+        return spread(torch.from_numpy(np.array(rows)), len(rows), words, agreed).numpy()
+
+
+def site_gallery(release: Release, chosen: Path, progress: Progress | None) -> SiteGallery:
+    """Prepare the data that a user chose for a run whose data only the sites have.
+
+    Args:
+        release: the run.
+        chosen: scenario, site file or features file.
+        progress: called while features are extracted.
+
+    Raises:
+        InputError: the data are invalid, have no images, or do not fit the agreement.
+    """
+    scenario, place, data = release.scenario, f"--gallery {chosen}", data_in(chosen)
+    record = read_json(release.run.agreement, AgreementRecord, "what the sites of a run agreed on")
+    if record.agreed is None:
+        raise InputError(str(release.run.agreement), "no agreed format", "the agreement of a run on sites' own data")
+    agreed = record.agreed.payload()
+    prepared = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    image, text = np.asarray(prepared.present).any(axis=0).tolist()
+    if not image:
+        raise InputError(place, "data without images", "data with images")
+    # Labels are not encoded, so they may differ.
+    held = replace(format_of(prepared, image=image, text=text), label_names=())
+    wrong = difference("the gallery", held, "the run", agreed) or unknown_name("the gallery", held, agreed)
+    if wrong is not None:
+        raise InputError(place, wrong, "data with the widths, encoders and words on which the sites agreed")
+    return SiteGallery(data, prepared, agreed, text)

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
-# Tests with processes of their own often wait; two workers more than cores keep the cores busy.
+# Tests that start processes often wait; two more workers than cores keep the cores busy.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
 
-# What needs no run: style, types, layers, circles, lengths.
+# Static checks: style, types, layers, import circles, lengths.
 static: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,7 +30,7 @@ check: static
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py
 
-# Ray is large, and its test takes two minutes: not in make test.
+# Not part of make test: Ray is large, and its test takes two minutes.
 clusters: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray,slurm]'
 	$(BIN)/pytest tests/test_launch_remote_peer.py tests/test_launch_slurm.py tests/test_launch_ray.py

@@ -168,6 +168,8 @@ def run_coordinator(
         if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
+            if arguments.stop_silos:
+                roster.dismiss((*scenario.silo_names, EVALUATOR))
             return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
         if isinstance(roster, Roster) and roster.inquiries is not None:

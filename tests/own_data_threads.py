@@ -42,6 +42,7 @@ class OwnRun:
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         sets: data sets of the silos instead of arrays, in their order.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
+        policies: files of silos' policies, by name.
         uri: where the coordinator listens; empty for one within this process.
 
     Attributes:
@@ -54,6 +55,7 @@ class OwnRun:
     ended: dict[str, str] = field(default_factory=dict)
     uri: str = ""
     sets: Sequence[Data] = ()
+    policies: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
@@ -93,7 +95,8 @@ class OwnRun:
             if name == EVALUATOR:
                 run_evaluator(EvaluatorArguments(self.run, self.uri, keys, out, site=site))
             else:
-                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site))
+                policy = self.policies.get(name)
+                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site, policy=policy))
             self.ended[name] = ""
         except FedmqError as error:
             self.ended[name] = str(error)

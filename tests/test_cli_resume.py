@@ -47,6 +47,8 @@ def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(
     written = read_yaml(out / "scenario.yaml")
     assert (written["rounds"], written["training"]["schedule_rounds"]) == (6, 4)
     assert not audit_run(out).findings
+    # The evaluation at the former end is not a difference.
+    assert fedmq(monkeypatch, "replay", out, "--quiet") == 0
     # A second extension keeps the first schedule.
     assert fedmq(monkeypatch, "scenario", "--resume", out, "--extend", 1, "--quiet") == 0
     assert read_yaml(out / "scenario.yaml")["training"]["schedule_rounds"] == 4

@@ -59,8 +59,10 @@ def with_longer_updates(diverging: Diverging, patch: pytest.MonkeyPatch) -> None
 @given(st.tuples(*[st.tuples(*[st.booleans()] * ROUNDS)] * SILOS))
 @example(NEVER)
 @example(ALWAYS)
+@example(((True, False),) * SILOS)
+@example(((False, True),) * SILOS)
 @example(((True, True), *NEVER[1:]))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_a_run_fails_if_a_round_trains_nobody_and_otherwise_names_silos_refused_throughout(
     scenario: Scenario, diverging: Diverging
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.io
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -314,3 +315,28 @@ def test_a_file_of_one_modality_needs_no_key_for_the_other(tmp_path: Path, lacks
     assert found.present.all(axis=0).tolist() == [lacks != "image", lacks != "text"]
     assert not found.present[:, int(lacks == "text")].any()
     assert (found.image if lacks == "text" else found.text).shape[-1] == width
+
+
+@given(exponent=st.floats(-44, 37), which=st.sampled_from(["image", "text"]), row=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_vectors_of_any_scale_are_refused_or_have_unit_length_in_float32(exponent: float, which: str, row: int) -> None:
+    changed = {name: np.array(arrays()[name], np.float32) for name in ("image", "text")}
+    changed[which][row] *= np.float32(10.0**exponent)
+    with tempfile.TemporaryDirectory() as folder:
+        path = saved(Path(folder), **changed)
+        try:
+            found = read_features(path)
+        except InputError as error:
+            assert not -9 < exponent < 14
+            assert f"set.npz: {which}: found" in str(error) and f"in row {row}" in str(error)
+            return
+    for vectors in (found.image, found.text):
+        some = torch.from_numpy(vectors[vectors.any(axis=1)])
+        lengths = torch.linalg.vector_norm(torch.nn.functional.normalize(some, dim=1), dim=1)
+        assert torch.allclose(lengths, torch.ones(len(some)), atol=1e-5)
+
+
+def test_what_stands_behind_an_items_captions_may_have_any_scale(tmp_path: Path) -> None:
+    text = np.array(arrays()["text"], np.float32)
+    text[:, 1:] = 1e-30
+    assert read_features(saved(tmp_path, text=text, captions=np.ones(10, np.int64))).captions.sum() == 10

@@ -15,6 +15,7 @@ from fedmq.cli.scenarios import resolved_file
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
+from silos.program import SiloArguments, run_silo
 from tests.in_process_run import run as run_inline
 from tests.own_data_sites import COMMON, HOSPITALS, Sites, arrays, fedmq, of_hospital, outputs
 
@@ -120,6 +121,16 @@ def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sid
         coordinator.kill()
     assert "refused: 1 data" in printed
     assert sites.summary()["versions"] == COMMON["rounds"]
+
+
+def test_a_silo_that_lacks_its_gpu_says_so_before_it_connects(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    sites = Sites(tmp_path, "tcp://127.0.0.1:1")
+    sites.write()
+    run = resolved_file(sites.scenario, manual=True)
+    arguments = SiloArguments(run, "silo-00", sites.uri, tmp_path / "berlin" / "keys", tmp_path / "out", "cuda:0")
+    with pytest.raises(InputError, match="device: found 'cuda:0', allowed: auto, cpu, as PyTorch finds no GPU"):
+        run_silo(arguments)
 
 
 def test_a_silo_of_a_simulated_partition_with_another_file_is_refused_by_name(tmp_path: Path) -> None:

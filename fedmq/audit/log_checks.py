@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
@@ -149,14 +147,14 @@ class _Logs:
     results: ResultChecks = field(default_factory=ResultChecks)
 
 
-def audit_run(folder: Path, accepted: Mapping[str, Ed25519PublicKey] | None = None) -> Audit:
+def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> Audit:
     """Check every message log of a run folder: its hash chain, sent against received messages, and both against the
     other files of the folder.
 
     Args:
         folder: the run folder.
-        accepted: the processes' public keys by name, if the auditor has them; otherwise signatures are checked with the
-            keys that the logs declare.
+        accepted: the processes' public keys (hex) by name, if the auditor has them; otherwise signatures are checked
+            with the keys that the logs declare.
 
     Raises:
         InputError: the folder holds no message logs, or a file in it is not a regular file.

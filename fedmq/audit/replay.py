@@ -16,6 +16,7 @@ from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
+from fedmq.runs.extension import earlier_ends
 from fedmq.runs.model_files import BESIDE, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import MetricsLine, PersonalLine, ReleaseConfig, RunSummary
@@ -61,6 +62,7 @@ class Record:
         measured: silos whose personal models were evaluated at the end of the run.
         made_with: versions of fedmq, torch and Python, and the kind of processor.
         resumed: number of times the coordinator resumed from a checkpoint.
+        ends: versions at which the run had ended before it was extended; they were evaluated in addition.
     """
 
     digest: str
@@ -73,6 +75,7 @@ class Record:
     measured: frozenset[str]
     made_with: Mapping[str, str]
     resumed: int
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ def read_record(folder: RunFolder) -> Record:
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
         resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(log)),
+        ends=earlier_ends(folder),
     )
 
 
@@ -235,11 +239,15 @@ def _other_difference(was: Record, now: Record) -> Difference | None:
         one_sided = key not in was.messages or key not in now.messages
         if one_sided and _under_way(key, was if key in was.messages else now):
             continue
+        if key not in now.messages and key[0] == _MEASUREMENT and key[2] in was.ends:
+            continue
         difference = _message_difference(key, was, now)
         if difference is not None:
             return difference
     for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] != "merge", line[0])):
         before, after = was.lines.get(line), now.lines.get(line)
+        if after is None and line[0] != "merge" and line[1] in was.ends:
+            continue
         if before != after and not _of_other_silos(before, after):
             return Difference("{} of version {}".format(*line), _shown_line(before), _shown_line(after))
     return None

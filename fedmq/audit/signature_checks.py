@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,14 +129,19 @@ class SignatureChecks:
         return any(log.starts or log.invalid for log in self.logs.values())
 
     def compare(
-        self, scenario: Path, released: object, accepted: Mapping[str, Ed25519PublicKey] | None, *, finished: bool
+        self,
+        scenario: Path,
+        released: object,
+        accepted: Mapping[str, Set[str]] | None,
+        *,
+        finished: bool,
     ) -> Iterator[Discrepancy]:
         """Compare all logs; call once after all have been read.
 
         Args:
             scenario: the run folder's scenario; it may not exist.
             released: data digest in the coordinator's note of what it released, if any.
-            accepted: the processes' public keys by name, if the auditor knows them.
+            accepted: the processes' public keys (hex) by name, if the auditor knows them.
             finished: the run has ended, so that the coordinator must have signed the end of its log.
         """
         yield from self.found
@@ -161,17 +166,17 @@ class SignatureChecks:
         yield from self._keys()
         yield from self._declarations(scenario, released)
 
-    def _other_keys(self, accepted: Mapping[str, Ed25519PublicKey]) -> Iterator[Discrepancy]:
+    def _other_keys(self, accepted: Mapping[str, Set[str]]) -> Iterator[Discrepancy]:
         """Compare the declared keys with those that the auditor knows."""
         for process, log in self.logs.items():
             expected = accepted.get(process)
-            if expected is None:
+            if not expected:
                 yield f"{process}.jsonl", f"no public key of {process} was given, so its signatures prove nothing"
             elif not log.starts:
                 yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
             else:
                 for place, start in log.starts:
-                    if start.key != expected.public_bytes_raw().hex():
+                    if start.key not in expected:
                         yield place, f"signed with another key than that of {process} that was given"
 
     def _keys(self) -> Iterator[Discrepancy]:

@@ -13,6 +13,7 @@ class Evidence:
 
     Args:
         keys: the processes' public keys.
+        former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
         stamped: time and authority of a verified time stamp of these heads; None without one.
     """
@@ -20,6 +21,7 @@ class Evidence:
     keys: bool = False
     heads: bool = False
     stamped: str | None = None
+    former: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,20 @@ def _number(findings: list[object] | object) -> str:
 
 def _doubts(audit: Audit, evidence: Evidence) -> list[str]:
     """What signed logs without findings do not prove."""
-    collude = "that the holders of all keys did not agree on other logs than the true ones"
+    collude = "that the holders of all keys did not collude to write false logs"
     doubts = [collude + (" before the heads were noted" if evidence.heads else "")]
     if not evidence.keys:
         doubts.append("whose keys these are (compare fingerprints, or give --keys DIR)")
+    if evidence.former:
+        shown = ", ".join(evidence.former[:3]) + (" and others" if len(evidence.former) > 3 else "")
+        doubts.append(f"that no one else held the keys of {shown} that were replaced or removed")
     if evidence.stamped is None:
-        doubts.append("when it happened, without an outside time stamp")
+        doubts.append("when it happened, without an external time stamp")
     if not audit.finished:
-        doubts.append("that the run did not go on, as it has no summary")
+        doubts.append("that the run did not continue, as it has no summary")
     unsigned = {process: log.unsigned for process, log in audit.signatures.items() if log.unsigned}
     if unsigned:
         total, names = sum(unsigned.values()), sorted(unsigned)
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        doubts.append(f"the last {total} records of {shown}, which were not signed any more")
+        doubts.append(f"the last {total} records of {shown}, which are not signed")
     return doubts

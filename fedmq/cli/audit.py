@@ -150,14 +150,15 @@ def _audit(run: Path, options: _Options) -> bool:
     """
     from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
     from fedmq.audit.heads import differences, heads_of, write_heads  # noqa: PLC0415
+    from fedmq.audit.known_keys import KnownKeys  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
-    from fedmq.wire.keys import load_accepted  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
     _check(options)
     allowed = None if policy_file is None else policy.read_policy(policy_file)
-    audit = audit_run(run, None if options.keys is None else load_accepted(options.keys))
+    known = None if options.keys is None else KnownKeys.load(options.keys)
+    audit = audit_run(run, None if known is None else known.all)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
     stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
@@ -172,7 +173,8 @@ def _audit(run: Path, options: _Options) -> bool:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
-    sentences = verdict(audit, Evidence(options.keys is not None, options.expect is not None, stamped))
+    former = () if known is None else known.signed_with_former(audit.signatures)
+    sentences = verdict(audit, Evidence(known is not None, options.expect is not None, stamped, former))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)

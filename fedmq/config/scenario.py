@@ -337,16 +337,16 @@ class Scenario(Part):
     @model_validator(mode="before")
     @classmethod
     def _short_warmup(cls, given: object) -> object:
-        """Shorten the default warm-up of a run of at most five rounds, so that it ends before the last round."""
-        rounds = given.get("rounds") if isinstance(given, dict) else None
-        # 4.0 counts as 4, as for every integer key; the validation of `rounds` reports anything else.
-        if not isinstance(given, dict) or isinstance(rounds, bool) or not isinstance(rounds, int | float) or rounds % 1:
+        """Shorten the default warm-up of a schedule of at most five rounds, so that it ends before its last round."""
+        training = (given.get("training") or {}) if isinstance(given, dict) else None
+        if not isinstance(given, dict) or not isinstance(training, dict) or "warmup_rounds" in training:
             return given
-        training, most = given.get("training") or {}, int(rounds) - 1
-        default = Training.model_fields["warmup_rounds"].default
-        if not isinstance(training, dict) or "warmup_rounds" in training or not 0 <= most < default:
-            return given
-        return {**given, "training": {**training, "warmup_rounds": most}}
+        lengths = (given.get("rounds"), training.get("schedule_rounds"))
+        # 4.0 counts as 4, as for every integer key; the validation of these keys reports anything else.
+        numbers = (each for each in lengths if isinstance(each, int | float) and not isinstance(each, bool))
+        most = int(min((each for each in numbers if not each % 1), default=0)) - 1
+        short = 0 <= most < Training.model_fields["warmup_rounds"].default
+        return {**given, "training": {**training, "warmup_rounds": most}} if short else given
 
     @model_validator(mode="before")
     @classmethod

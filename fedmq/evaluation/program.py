@@ -115,10 +115,12 @@ class EvaluatorStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, or an evaluator with its own set has no site file.
+            InputError: the data cannot be read, an evaluator with its own set has no site file, or this machine does
+                not have the device.
         """
         scenario, run = arguments.scenario, arguments.run.id
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        device_of(here.device)
         if scenario.data is None:
             if not scenario.evaluator:
                 allowed = "shared or both, for an evaluator with its own held-out set"
@@ -161,6 +163,7 @@ def run_evaluator(
         InputError: a key or the data cannot be read or is invalid.
     """
     torch.set_num_threads(1)
+    device_of(arguments.device or arguments.scenario.device)  # before anything is written or sent
     identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fedmq.clock import WallClock
 from fedmq.config.scenario import Scenario
 from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import RunSummary
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text, writing
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -24,6 +26,16 @@ def extended(scenario: Scenario, rounds: int) -> Scenario:
     """
     training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})
     return scenario.model_copy(update={"rounds": scenario.rounds + rounds, "training": training})
+
+
+def earlier_ends(folder: RunFolder) -> frozenset[int]:
+    """Versions at which a run had ended before it was extended.
+
+    Raises:
+        InputError: a kept summary is damaged.
+    """
+    kept = sorted(folder.root.glob("summary-*.json"))
+    return frozenset(read_json(path, RunSummary, "the summary of a run").versions for path in kept)
 
 
 def begin_extension(folder: RunFolder, scenario: Scenario) -> None:

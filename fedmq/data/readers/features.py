@@ -74,6 +74,10 @@ BROKEN_NPZ = (
 )  # fmt: skip
 
 
+#: Range of the largest absolute value of a vector: the sum of its squares must neither overflow nor vanish.
+_SMALLEST, _LARGEST = 1e-12, 1e16
+
+
 def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     def read(key: str) -> Array:
         with np.load(path, allow_pickle=False) as opened:
@@ -188,6 +192,26 @@ def _floats(
             allowed = f"finite float32 values; {name}_present [n] says which items have no {name}"
             raise InputError(f"{path}: {name}", f"a value in row {row} that is not finite", allowed)
     return wide
+
+
+def _check_lengths(path: Path, name: str, vectors: npt.NDArray[np.float32], items: npt.NDArray[np.int64]) -> None:
+    """Refuse vectors so long or so short that float32 cannot scale them to unit length; zeros are allowed.
+
+    Args:
+        path: the file, for the error message.
+        name: the array, likewise.
+        vectors: finite vectors [N, d].
+        items: the row in the file of each vector's item, int64 [N].
+
+    Raises:
+        InputError: a vector's largest absolute value is out of range.
+    """
+    largest = np.maximum(vectors.max(axis=1), -vectors.min(axis=1))
+    wrong = np.flatnonzero((largest > _LARGEST) | ((largest > 0) & (largest < _SMALLEST)))
+    if len(wrong):
+        found = f"a vector in row {items[wrong[0]]} whose largest value is {largest[wrong[0]]:.2g}"
+        allowed = f"vectors of zeros, or with a largest value from {_SMALLEST:g} to {_LARGEST:g}; scale the features"
+        raise InputError(f"{path}: {name}", found, allowed)
 
 
 def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
@@ -363,6 +387,9 @@ def checked(
         raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
     text = text if text.ndim == 3 else text[:, None, :]
     captions = _captions(path, arrays.get("captions"), text, present)
+    kept = text[np.arange(text.shape[1]) < np.maximum(captions, 1)[:, None]]
+    _check_lengths(path, "image", image, np.arange(n))
+    _check_lengths(path, "text", kept, np.repeat(np.arange(n), np.maximum(captions, 1)))
     padding = 0 if "captions" in arrays else int((text.shape[1] - captions[captions > 0]).sum())
     labels: npt.NDArray[np.uint8] | None = None
     label_names: tuple[str, ...] = ()
@@ -372,7 +399,7 @@ def checked(
     given = split_codes(path, arrays["split"], n) if "split" in arrays else None
     found = FeatureSet(
         image=image,
-        text=text[np.arange(text.shape[1]) < np.maximum(captions, 1)[:, None]],
+        text=kept,
         captions=captions,
         labels=labels,
         label_names=label_names,

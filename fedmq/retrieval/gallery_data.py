@@ -95,7 +95,8 @@ def site_gallery(release: Release, chosen: Path, progress: Progress | None) -> S
         raise InputError(str(release.run.agreement), "no agreed format", "the agreement of a run on sites' own data")
     agreed = record.agreed.payload()
     prepared = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
-    image, text = map(bool, np.asarray(prepared.present).any(axis=0))
+    present = np.asarray(prepared.present)
+    image, text = bool(present[:, 0].any()), bool(present[:, 1].any())
     if not image:
         raise InputError(place, "data without images", "data with images")
     # Labels are not encoded, so they may differ.

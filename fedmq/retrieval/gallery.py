@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,10 +30,10 @@ from fedmq.data.prepared_arrays import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.base import MODALITIES
-from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
+from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery_data import NO_DATA_SET, data_in, site_gallery
+from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, pictures_below, site_gallery
 from fedmq.retrieval.nearest import FAISS_FROM, faiss, flat_index
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.storage.cache import build_once, file_digest, key_of
@@ -159,33 +159,6 @@ def of_data(
         text=texts if counts.any() else None,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
     )
-
-
-def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
-    known: dict[str, tuple[str, ...]] = {}
-    if backbone.name != "features":
-        from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
-
-        found = catalogue.find(data.name).read(data)
-        known = dict(zip(found.keys, found.captions, strict=True))
-    return tuple(known.get(key, ()) for key in keys)
-
-
-def pictures_below(folder: Path, place: str) -> list[Path]:
-    """The image files below a folder, in the order of their paths.
-
-    Args:
-        folder: folder to search; links to folders are followed.
-        place: the option or argument that names it, for the error.
-
-    Raises:
-        InputError: there are none.
-    """
-    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
-    if not files:
-        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    return files
 
 
 def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
@@ -419,12 +392,11 @@ def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress |
 
 def _export_own(release: Release, chosen: Path | None, progress: Progress | None) -> Gallery:
     """A gallery for a run whose data only the sites have."""
-    if chosen is None:
-        raise InputError("--gallery", "nothing", NO_DATA_SET)
-    if chosen.is_dir():
-        return _filled_alone(release.files, of_folder(release, chosen), progress)
-    found = site_gallery(release, chosen, progress)
-    name = _named(release, chosen.stem, key_of(release.used, found.prepared.digest))
+    path = chosen_for_sites(release, chosen)
+    if path.is_dir():
+        return _filled_alone(release.files, of_folder(release, path), progress)
+    found = site_gallery(release, path, progress)
+    name = _named(release, path.stem, key_of(release.used, found.prepared.digest))
     source = of_data(found.data, release.scenario.backbone, found.prepared, name, found.captions)
     return _filled_alone(release.files, source, progress)
 

@@ -1,7 +1,8 @@
-"""The data set that ``--gallery FILE`` names, checked against the agreement of a run on sites' own data."""
+"""The data of galleries: what ``--gallery`` names, checked against the agreement of a run on sites' own data."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from fedmq.config.loader import load
-from fedmq.config.scenario import Data
+from fedmq.config.scenario import Backbone, Data
 from fedmq.config.site import Site, read_site
 from fedmq.config.yaml_files import read_yaml
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
+from fedmq.encoders.images import IMAGE_ENDINGS, files_below
 from fedmq.errors import InputError
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
 from fedmq.progress import Progress
@@ -52,6 +54,47 @@ def data_in(file: Path) -> Data:
     if found is None:
         raise InputError(f"--gallery {file}", f"a {'site file' if site else 'scenario'} without data", ALLOWED)
     return found
+
+
+def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
+    known: dict[str, tuple[str, ...]] = {}
+    if backbone.name != "features":
+        from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
+
+        found = catalogue.find(data.name).read(data)
+        known = dict(zip(found.keys, found.captions, strict=True))
+    return tuple(known.get(key, ()) for key in keys)
+
+
+def pictures_below(folder: Path, place: str) -> list[Path]:
+    """The image files below a folder, in the order of their paths.
+
+    Args:
+        folder: folder to search; links to folders are followed.
+        place: the option or argument that names it, for the error.
+
+    Raises:
+        InputError: there are none.
+    """
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    return files
+
+
+def chosen_for_sites(release: Release, chosen: Path | None) -> Path:
+    """The value of ``--gallery`` for a run whose data only the sites have.
+
+    Raises:
+        InputError: nothing was chosen, or a folder of images for a model of features.
+    """
+    if chosen is None:
+        raise InputError("--gallery", "nothing", NO_DATA_SET)
+    if chosen.is_dir() and release.scenario.backbone.name == "features":
+        allowed = f"a features file ({', '.join(_FEATURES)}), or a scenario or site file (YAML) for its data"
+        raise InputError(f"--gallery {chosen}", "a folder, for a model that was trained on features", allowed)
+    return chosen
 
 
 @dataclass(frozen=True)

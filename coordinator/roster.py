@@ -132,7 +132,7 @@ class Roster:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
-        self.refusal = ""
+        self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
@@ -152,6 +152,11 @@ class Roster:
     def elapsed(self) -> float:
         """Real time since the roster was made [s]."""
         return self._clock.stopwatch() - self._began
+
+    @property
+    def refused_ago(self) -> float:
+        """Real time since the last refusal [s]."""
+        return self._clock.stopwatch() - self.refused_at
 
     @property
     def wired(self) -> bool:
@@ -219,7 +224,7 @@ class Roster:
 
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
-        self.refusal = f"{name}: {error.detail}"
+        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
 
     def removed_keys(self, now: float) -> list[str]:
         """Peers whose keys have been removed from the folder since the last call; it is read once a second."""

@@ -90,7 +90,14 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
 
     if run is None:
         raise InputError("status", "no run", "a run folder, or --connect URI to query its coordinator")
+    begun = run.is_dir() and ((run / "messages").is_dir() or not any(run.iterdir()))
+    if begun and not (run / "scenario.yaml").exists():
+        found = "no scenario.yaml in it: the run has not started yet"
+        raise InputError(str(run), found, "a run folder whose coordinator has been started")
     path = open_run(run).status
+    if not path.exists() and not path.parent.joinpath("summary.json").exists():
+        found = "no status.json in it: the run has not started yet, as not all of its silos have joined"
+        raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 
     return lambda: read_status(path)

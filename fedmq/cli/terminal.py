@@ -254,6 +254,14 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
     return f"R@1 over silos: std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
 
 
+def _failed_at(summary: RunSummary) -> str:
+    """The silos with replies that could not be merged, those with most of them first."""
+    found = {name: each.refused + each.scripted + each.errors for name, each in summary.unusable_replies.items()}
+    first = sorted(found, key=lambda name: (-found[name], name))
+    shown_silos = ", ".join(f"{name} {found[name]}" for name in first[:_MANY])
+    return f" ({shown_silos}{f' and {len(first) - _MANY} more silos' if len(first) > _MANY else ''})" if first else ""
+
+
 def _head(folder: RunFolder) -> str:
     """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
     path = folder.messages(COORDINATOR)
@@ -275,7 +283,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             known = [(whose, measured[metric.name]) for whose, measured, _ in models if metric.name in measured]
             say(console, f"{metric.title}: {', '.join(f'{whose}{value:.4f}' for whose, value in known)}")
     seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
-    lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
+    lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed{_failed_at(summary)}, {tasks.discarded} discarded\n"
     # Only paths can make these lines longer than 80 columns; they stay in one piece to be copied.
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"

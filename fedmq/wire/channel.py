@@ -465,7 +465,8 @@ class Channel:
         name = self._identity.name
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:
-                ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)}), or --keys names another key here"
+                ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
+                ask += ", or this process was started with the wrong key file (--keys)"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
                 self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")

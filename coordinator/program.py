@@ -260,6 +260,8 @@ def _resumable(
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
     _require_selectable(arguments, run_context, revoked)
+    if saved:
+        checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")

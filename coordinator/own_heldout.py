@@ -20,7 +20,10 @@ from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import Error, OwnMetrics, Payload
+from fedmq.wire.payloads import Error, OwnMetrics, Payload, Refusal
+
+#: What a silo's policy names when it withholds an evaluation.
+_OWN = (OwnMetrics.KIND, Kind.OWN_RESULT.value)
 
 
 def own_heldout_line(
@@ -124,13 +127,18 @@ class OwnHeldOutRequests:
     def take(self, message: Message) -> bool:
         """Handle a silo's answer; returns whether the message was one."""
         header = message.header
-        if header.kind is not Kind.OWN_RESULT:
+        answer = message.payloads[0] if len(message.payloads) == 1 else None
+        withheld = isinstance(answer, Refusal) and answer.withheld in _OWN
+        if header.kind is not Kind.OWN_RESULT and not withheld:
             return False
         name, version = header.sender, header.base_version
         if name not in self._owing.get(version, ()):
             return True  # a repeated answer, or one after the silo was given up
-        answer = message.payloads[0] if len(message.payloads) == 1 else None
-        if isinstance(answer, Error):
+        if isinstance(answer, Refusal):
+            text = f"its policy forbids {answer.withheld} ({answer.rule})"
+            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._missing[version][name] = text
+        elif isinstance(answer, Error):
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=answer.text[:300])
             self._missing[version][name] = answer.text[:300]
         elif isinstance(answer, OwnMetrics) and (wrong := self._wrong(name, answer)) is None:

@@ -84,6 +84,15 @@ def private_names(directory: Path) -> list[str]:
     return sorted(path.stem for path in directory.glob("*.key"))
 
 
+def is_encrypted(directory: Path, name: str) -> bool:
+    """Whether a private key is encrypted with a passphrase.
+
+    Raises:
+        InputError: the file is missing or cannot be read.
+    """
+    return _ENCRYPTED in read_regular(directory / f"{name}.key", "a readable key file", _LARGEST_KEY)
+
+
 def load_identity(directory: Path, name: str) -> Identity:
     """Load a private key.
 

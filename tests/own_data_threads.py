@@ -42,6 +42,7 @@ class OwnRun:
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
         uri: where the coordinator listens; empty for one within this process.
+        policies: files of the silos' policies, by silo.
 
     Attributes:
         started: names of the silos that were started, and of the evaluator.
@@ -52,6 +53,7 @@ class OwnRun:
     data: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     uri: str = ""
+    policies: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
@@ -89,7 +91,8 @@ class OwnRun:
             if name == EVALUATOR:
                 run_evaluator(EvaluatorArguments(self.run, self.uri, keys, out, site=site))
             else:
-                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site))
+                policy = self.policies.get(name)
+                run_silo(SiloArguments(self.run, name, self.uri, keys, out, site=site, policy=policy))
             self.ended[name] = ""
         except FedmqError as error:
             self.ended[name] = str(error)

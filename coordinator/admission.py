@@ -361,6 +361,7 @@ def gather(
     *,
     enough: Callable[[], bool],
     report: Callable[[tuple[str, ...]], None],
+    failed: Callable[[Message], None],
     stop_wanted: Callable[[], bool],
 ) -> bool:
     """Wait until all silos, or enough of them, have stated their data, and settle what they agree on.
@@ -370,6 +371,7 @@ def gather(
         admission: collects their statements.
         enough: whether the run can start with the silos that have stated their data, which fit together.
         report: called a few times per second with the silos that are missing.
+        failed: called with the error or refusal of a silo that cannot state its data.
         stop_wanted: true ends the wait.
 
     Returns:
@@ -388,7 +390,9 @@ def gather(
             roster.refuse("unknown", error, 0)
             continue
         if received is not None:
-            roster.take(*received)
+            taken = roster.take(*received)
+            if isinstance(taken, Message) and taken.header.kind is Kind.ERROR:
+                failed(taken)
     if admission.agreed is None:
         try:
             admission.agree()

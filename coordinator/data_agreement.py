@@ -9,6 +9,7 @@ from coordinator.admission import OwnDataAdmission, SimulatedAdmission, gather
 from coordinator.build_run_context import run_context_of, selectable
 from coordinator.checkpoint_files import Checkpoint
 from coordinator.roster import Roster
+from coordinator.task_errors import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests, salted_digest
@@ -17,12 +18,13 @@ from fedmq.federation.agreement import FormatError
 from fedmq.federation.population import Population
 from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.status import Status
+from fedmq.runs.status import ERROR_CHARACTERS, Status
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Message
 
 
 def admission_of(
@@ -91,9 +93,19 @@ def gathered(
         )
 
     enough = partial(_enough, admission, scenario)
-    if not gather(roster, admission, enough=enough, report=report, stop_wanted=stop_wanted):
+    if not gather(
+        roster, admission, enough=enough, report=report, failed=partial(_failed, roster, log), stop_wanted=stop_wanted
+    ):
         return None
     return _offered(roster, admission, folder, log)
+
+
+def _failed(roster: Roster, log: MessageLog, message: Message) -> None:
+    """Report a silo that ended, or whose policy forbids its statement, before the silos agreed."""
+    name, text = message.header.sender, text_of(message)
+    record = log.note(NoteKind.ERROR_REPORTED, peer=name, error=text[:ERROR_CHARACTERS])
+    roster.failures[name] = text[:ERROR_CHARACTERS]
+    log.note(NoteKind.PEER_LOST, peer=name, caused_by=record)
 
 
 def _enough(admission: OwnDataAdmission, scenario: Scenario) -> bool:

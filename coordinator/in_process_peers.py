@@ -46,6 +46,7 @@ class InProcessPeers:
         self.received = 0
         self.refused: Counter[str] = Counter()
         self.refusal = ""
+        self.failures: dict[str, str] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""

@@ -89,7 +89,7 @@ class Inquiries:
         return CoordinatorFacts(versions=versions, format=agreed, settled=self._admission.agreed is not None)
 
     def _before(self, peers: Peers) -> StatusFile:
-        phases = {name: SiloPhase.WAITING if peers.online(name) else SiloPhase.ABSENT for name in self._silos}
+        silos = {name: _before_rounds(name, peers) for name in self._silos}
         return StatusFile(
             run=self._run,
             written=self._clock.utc(),
@@ -104,5 +104,11 @@ class Inquiries:
             elapsed=0.0,
             refused=dict(peers.refused),
             last_refused=printable(peers.refusal)[:ERROR_CHARACTERS],
-            silos={name: SiloStatus(phase=phase) for name, phase in phases.items()},
+            silos=silos,
         )
+
+
+def _before_rounds(name: str, peers: Peers) -> SiloStatus:
+    error = peers.failures.get(name, "")
+    absent = SiloPhase.LOST if error else SiloPhase.ABSENT
+    return SiloStatus(phase=SiloPhase.WAITING if peers.online(name) else absent, error=error)

@@ -36,8 +36,8 @@ from coordinator.events import (
 from coordinator.fault_injection import FaultInjector
 from coordinator.outcomes import Outcomes, drawn_outcome
 from coordinator.peers import Peers, Ready, Unusable, taken_from
+from coordinator.reconnects import ReconnectThrottle
 from coordinator.reply_validation import validate_reply
-from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
@@ -23,14 +22,8 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Error, OwnMetrics, Payload, Refusal
 
-#: What a silo's policy may withhold of an evaluation: the metrics, or the message.
-_EVALUATION = frozenset({OwnMetrics.KIND, Kind.OWN_RESULT.value})
-
-
-def _withheld(message: Message) -> bool:
-    """Whether a silo's policy forbids its evaluation: the refusal is the answer, and asking again would not help."""
-    refusals = (each for each in message.payloads if isinstance(each, Refusal))
-    return message.header.kind is Kind.ERROR and any(each.withheld in _EVALUATION for each in refusals)
+#: What a silo's policy names when it withholds an evaluation.
+_OWN = (OwnMetrics.KIND, Kind.OWN_RESULT.value)
 
 
 def own_heldout_line(
@@ -134,16 +127,20 @@ class OwnHeldOutRequests:
     def take(self, message: Message) -> bool:
         """Handle a silo's answer; returns whether the message was one."""
         header = message.header
-        if header.kind is not Kind.OWN_RESULT and not _withheld(message):
+        answer = message.payloads[0] if len(message.payloads) == 1 else None
+        withheld = isinstance(answer, Refusal) and answer.withheld in _OWN
+        if header.kind is not Kind.OWN_RESULT and not withheld:
             return False
         name, version = header.sender, header.base_version
         if name not in self._owing.get(version, ()):
             return True  # a repeated answer, or one after the silo was given up
-        answer = message.payloads[0] if len(message.payloads) == 1 else None
-        if isinstance(answer, Error | Refusal):
-            text = text_of(message)[:300]
+        if isinstance(answer, Refusal):
+            text = f"its policy forbids {answer.withheld} ({answer.rule})"
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._missing[version][name] = text
+        elif isinstance(answer, Error):
+            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=answer.text[:300])
+            self._missing[version][name] = answer.text[:300]
         elif isinstance(answer, OwnMetrics) and (wrong := self._wrong(name, answer)) is None:
             self._answers[version][name] = answer
         else:

@@ -48,12 +48,14 @@ class Peers(Protocol):
         received: messages received by this process.
         refused: number of refusals, by reason.
         refusal: text of the last refusal.
+        failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
     """
 
     sent: int
     received: int
     refused: Counter[str]
     refusal: str
+    failures: dict[str, str]
 
     @property
     def uri(self) -> str:

@@ -168,6 +168,8 @@ def run_coordinator(
         if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
+            if arguments.stop_silos:
+                roster.dismiss((*scenario.silo_names, EVALUATOR))
             return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
         if isinstance(roster, Roster) and roster.inquiries is not None:
@@ -247,6 +249,8 @@ def _resumable(
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
     _require_selectable(arguments, run_context, revoked)
+    if saved:
+        checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")

@@ -77,39 +77,6 @@ class _Pending:
     responded: Responded
 
 
-class ReconnectThrottle:
-    """Limits reconnects: each one has all open requests sealed and queued for the peer, including models.
-
-    The first reconnect is served immediately; another one within a beat is served when the beat is over.
-
-    Attributes:
-        waiting: peers whose reconnect is delayed.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self.waiting: set[str] = set()
-
-    def must_wait(self, name: str, now: float, beat: float) -> bool:
-        """Whether a peer that is ready has to wait.
-
-        Args:
-            name: name of the peer.
-            now: stopwatch time [s].
-            beat: minimum interval between two reconnects [s].
-        """
-        if now - self._last.get(name, -math.inf) < beat:
-            self.waiting.add(name)
-            return True
-        self.waiting.discard(name)
-        self._last[name] = now if name in self._last else -math.inf
-        return False
-
-    def expired(self, now: float, beat: float) -> list[str]:
-        """Peers whose delay is over; arguments as in :meth:`must_wait`."""
-        return [name for name in sorted(self.waiting) if now - self._last[name] >= beat]
-
-
 class Roster:
     """All peers of a run with separate processes.
 
@@ -163,6 +130,7 @@ class Roster:
         self.received = 0
         self.refused: Counter[str] = Counter()
         self.refusal = ""
+        self.failures: dict[str, str] = {}
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []

@@ -68,7 +68,6 @@ class StatusReport:
         self._written = -math.inf  # the file exists as soon as the run does
         self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
-        self._errors: dict[str, str] = {}
         self._loss: float | None = None
         self.latest: StatusFile | None = None
         self._metrics = evaluation.metrics
@@ -82,7 +81,8 @@ class StatusReport:
         self._logger.info("merged", round=line.version, replies=len(line.replies), **values)
 
     def received(self, silo: str, payloads: Iterable[Payload]) -> None:
-        """Payloads of a silo's reply were received."""
+        """Payloads of a silo's reply were received: its last error is out of date."""
+        self._roster.failures.pop(silo, None)
         self._up[silo] += sum(map(tensor_bytes, payloads))
 
     def sent(self, silo: str, payloads: Iterable[Payload]) -> None:
@@ -91,7 +91,7 @@ class StatusReport:
 
     def failed(self, silo: str, why: str) -> None:
         """A silo reported an error, or its task failed."""
-        self._errors[silo] = printable(why)[:ERROR_CHARACTERS]
+        self._roster.failures[silo] = printable(why)[:ERROR_CHARACTERS]
 
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
@@ -182,7 +182,7 @@ class StatusReport:
             heard=self._heard.get(name),
             task_seconds=None if seconds is None else round(seconds, 1),
             limit=None if seconds is None else self.limits.limit(name),
-            error=self._errors.get(name, ""),
+            error=self._roster.failures.get(name, ""),
             up=self._up[name],
             down=self._down[name],
         )
@@ -192,6 +192,6 @@ class StatusReport:
             return SiloPhase.OVERDUE
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
-        if name not in seen:
+        if name not in seen and name not in self._roster.failures:
             return SiloPhase.ABSENT
         return SiloPhase.GIVEN_UP if name in rounds.gone else SiloPhase.LOST

@@ -94,6 +94,11 @@ def size_text(number: float) -> str:
     return f"{number:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 difference, 2 differences."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Similar known names, best first; all known names if there are none."""
     return difflib.get_close_matches(name, known, n=5) or list(known)

@@ -21,7 +21,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
-from fedmq.federation.population import build_population
+from fedmq.federation.population import build_population, device_of
 from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
@@ -114,6 +114,11 @@ def preflight(
         yield unanswered or _handshake(arguments, identity, accepted, status, limits)
         if status is not None and status.coordinator is not None:
             yield _same_versions(status.coordinator.versions)
+    try:
+        device_of(_here(arguments).device)
+    except InputError as error:
+        yield Check("device", Verdict.FAILED, str(error))
+        return
     try:
         site = _site(arguments, progress)
         if site is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 import protocols
-from fedmq.audit.policy_guard import guard_of
+from fedmq.audit.policy_guard import guard_of, kinds_needed
 from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
@@ -46,6 +45,7 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
+from silos.error_reports import end_reported, reportable
 from silos.personal_state import StateNotes, StateStore
 from silos.slots import Slots, slots_folder
 
@@ -55,8 +55,6 @@ FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(t
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
 KEPT_MODELS = 3
-#: From a possible start of a path to the last slash, since folder names may contain any character.
-_FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -298,7 +296,7 @@ def run_silo(
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    _check_name(arguments)
+    _check_start(arguments)
     identity, accepted = identity or load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
@@ -314,25 +312,26 @@ def run_silo(
         logger.info("connecting", uri=arguments.connect, samples=start.samples)
         while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             last_message["sent_at"] = message.header.sent_at
-            match message.header.kind:
-                case Kind.AGREEMENT:
-                    silo = silo or start.agreed(message)
-                    notes = notes or StateNotes(silo.store, log)
-                    confirm(link, message)
-                case Kind.ERROR:
-                    raise_refused(message, arguments.name)
-                case Kind.LAYOUT if silo is not None:
-                    agree(message.layout, silo.context.layout)
-                    logger.info("joined")
-                    joined()
-                case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
-                    reply_to(link, silo, slots, message, logger)
-                    release_unused_memory()  # memory of a failed task
-                    notes.after_task(message.header.sequence)
-                case _:
-                    logger.warning("message ignored", kind=message.header.kind.value)
-            # The next message may take minutes; release the memory of this one's model.
-            del message
+            if message.header.kind is Kind.ERROR:
+                raise_refused(message, arguments.name)
+                continue
+            with end_reported(link):
+                match message.header.kind:
+                    case Kind.AGREEMENT:
+                        silo = silo or start.agreed(message)
+                        notes = notes or StateNotes(silo.store, log)
+                        confirm(link, message)
+                    case Kind.LAYOUT if silo is not None:
+                        agree(message.layout, silo.context.layout)
+                        logger.info("joined")
+                        joined()
+                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
+                        reply_to(link, silo, slots, message, logger)
+                        release_unused_memory()  # memory of a failed task
+                        notes.after_task(message.header.sequence)
+                    case _:
+                        logger.warning("message ignored", kind=message.header.kind.value)
+            del message  # the next one may take minutes: release the memory of this one's model
         logger.info("stopped by the coordinator")
     finally:
         link.close()
@@ -340,10 +339,12 @@ def run_silo(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
-def _check_name(arguments: SiloArguments) -> None:
+def _check_start(arguments: SiloArguments) -> None:
+    """Check the silo's name and its device, before anything is written or sent."""
     names = arguments.scenario.silo_names
     if arguments.name not in names:
         raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
+    device_of(arguments.device or arguments.scenario.device, names.index(arguments.name))
 
 
 def _log_and_channel(
@@ -363,7 +364,9 @@ def _log_and_channel(
         logger: the log for operators.
     """
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
-    forbidden = None if arguments.policy is None else guard_of(arguments.policy, arguments.name, path)
+    forbidden = None
+    if arguments.policy is not None:
+        forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario))
     log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     uri, warn = arguments.connect, logger.warning
@@ -432,23 +435,6 @@ def _silo(arguments: SiloArguments, identity: Identity, population: Population) 
     silo = Silo(arguments, population, noise=noise)
     keep_buffers(KEPT_MODELS * silo.model.flat.nbytes)
     return silo
-
-
-def reportable(error: Exception) -> str:
-    """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
-
-    Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
-    type is sent, since its text may contain anything.
-    """
-    name = type(error).__name__
-    match error:
-        case InputError():
-            place, found, allowed = (_FOLDERS.sub("", each) for each in (error.place, repr(error.found), error.allowed))
-            return f"{name}: {place}: found {found}, allowed: {allowed}"
-        case FedmqError():
-            return f"{name}: {_FOLDERS.sub('', str(error))}"
-        case _:
-            return name
 
 
 def reply_to(

@@ -31,11 +31,15 @@ def rewrite(run: Path, process: str, content: Iterable[str]) -> None:
 
 
 def reseal(content: Iterable[str]) -> list[str]:
-    """A new chain over the edited records."""
-    head, result = GENESIS, []
+    """A new chain over the edited records; their causes keep naming the same records."""
+    head, result, moved = GENESIS, [], dict[int | None, int]()
     for number, line in enumerate(content):
-        record = {**json.loads(line), "n": number, "previous": head}
+        record = {**json.loads(line), "previous": head}
+        moved.setdefault(record["n"], number)
+        if "caused_by" in record:
+            record["caused_by"] = moved.get(record["caused_by"])
         del record["hash"]
+        record["n"] = number
         record["hash"] = head = chain(head, record)
         result.append(canonical(record).decode())
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordinator.events import DiscardReason
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import EventRecord, LogRecord, MessageRecord, NoteKind, NoteRecord, read_log
 
@@ -41,5 +42,7 @@ def check_causes(out: Path) -> None:
         assert cause is None or cause.n < record.n
         if isinstance(record, EventRecord) and isinstance(cause, MessageRecord):
             assert (cause.header.sender, cause.header.reply_to) == (record.silo, record.sequence)
-        if isinstance(record, NoteRecord) and record.text not in EVENTS | OUTSIDE:
+        if isinstance(record, NoteRecord) and record.facts.get("reason") == DiscardReason.DUPLICATE:
+            assert cause is not None, record  # it never reaches the timeline
+        elif isinstance(record, NoteRecord) and record.text not in EVENTS | OUTSIDE:
             assert isinstance(cause, EventRecord) or (isinstance(cause, NoteRecord) and cause.text in EVENTS), record

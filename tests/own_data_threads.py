@@ -41,6 +41,7 @@ class OwnRun:
         more: keys of the scenario.
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
+        policies: files of silos' policies, by name.
         uri: where the coordinator listens; empty for one within this process.
         policies: files of the silos' policies, by silo.
 

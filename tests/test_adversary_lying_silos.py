@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from coordinator.evaluation import EvaluationRequests
-from coordinator.roster import ReconnectThrottle, Roster
+from coordinator.reconnects import ReconnectThrottle
+from coordinator.roster import Roster
 from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
@@ -26,7 +27,8 @@ from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics
-from silos.program import Silo, SiloArguments, reportable, run_silo
+from silos.error_reports import reportable
+from silos.program import Silo, SiloArguments, run_silo
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of

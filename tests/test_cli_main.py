@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -479,3 +480,16 @@ def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_pa
     env = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     subprocess.run([*command, "--install-completion", "bash"], env=env, stdout=subprocess.DEVNULL, check=True)
     assert "_FEDMQ_COMPLETE" in (tmp_path / ".bash_completions" / "fedmq.sh").read_text()
+
+
+@pytest.mark.parametrize("place", ["runs/smoke/status.json", None])
+def test_too_many_open_files_are_one_line(
+    place: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), place)
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert fedmq(monkeypatch, "scenario", "s.yaml") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedmq: Too many open files at {place or 'a connection'}: raise `ulimit -n`")

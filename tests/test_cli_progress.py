@@ -93,7 +93,7 @@ def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
     assert terminal.waited_for(base) == ""
     named = "silo-02, training for 95 s (limit 120 s); silo-01, training for 31 s"
     shown = terminal.waited_for(replace(base, slow=slow, overdue=("silo-00",)))
-    assert shown == f"{named}; no reply from silo-00 within the limit"
+    assert shown == f"{named}; silo-00, without a reply within the limit"
     gathering = replace(base, phase="gathering", missing=("silo-03",), online=1, minimum=2)
     assert terminal.waited_for(gathering) == "silo-03; starts with 2 silos, joined: 1"
     screen = io.StringIO()

@@ -169,6 +169,7 @@ def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:
     class Peers:
         refused: dict[str, int] = {}  # noqa: RUF012
         refusal = ""
+        failures: dict[str, str] = {}  # noqa: RUF012
 
         def online(self, name: str) -> bool:
             return name != "silo-0000"

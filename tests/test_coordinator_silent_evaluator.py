@@ -119,7 +119,7 @@ def test_the_display_names_the_evaluator_that_the_run_waits_for() -> None:
     slow = terminal.waited_for(dataclasses.replace(status, slow=(("evaluator", 40.0, 600.0),)))
     assert slow == "the evaluator, evaluating for 40 s (limit 600 s)"
     overdue = terminal.waited_for(dataclasses.replace(status, overdue=("evaluator",)))
-    assert overdue == "no reply from the evaluator within the limit"
+    assert overdue == "the evaluator, without a reply within the limit"
 
 
 def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,3 +158,25 @@ def test_a_pipe_in_place_of_a_key_is_refused_and_not_waited_for(target: str, tmp
     os.mkfifo(path, 0o600)
     with pytest.raises(InputError, match="found 'a FIFO'"):
         _ = load_identity(tmp_path, "silo-00") if path.suffix == ".key" else load_accepted(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_keys_stay_accepted_while_their_folder_cannot_be_listed(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_keys(tmp_path, ["silo-00", "silo-01"])
+    accepted = load_accepted(tmp_path)
+    before = set(accepted)
+    listed = os.scandir
+
+    def fail(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    (tmp_path / "accepted" / "silo-01.pub").unlink()
+    monkeypatch.setattr(os, "scandir", fail)
+    for _ in range(2):
+        assert accepted.refresh() == []
+        assert set(accepted) == before and os.strerror(code) in accepted.problem
+    monkeypatch.setattr(os, "scandir", listed)
+    assert accepted.refresh() == ["silo-01"]
+    assert set(accepted) == before - {"silo-01"} and not accepted.problem

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq.audit.signature_checks import SignedLog
-from fedmq.wire.key_requests import read_request
-from fedmq.wire.keys import former_keys, load_accepted, private_names
+from fedmq.errors import InputError
+from fedmq.wire.key_requests import known_keys
+from fedmq.wire.keys import former_keys
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class KnownKeys:
     """Public keys by the name of their process, each as 64 hexadecimal digits.
 
     Args:
-        accepted: the accepted keys.
+        accepted: the accepted keys, and those of the folder's own processes.
         former: keys that were accepted before they were replaced or removed.
     """
 
@@ -27,19 +28,27 @@ class KnownKeys:
     def load(cls, directory: Path) -> KnownKeys:
         """Read a folder of keys.
 
-        A process that made its own key in this folder, as the coordinator does, is known by its request.
+        A process that made its own key in this folder, as the coordinator does, is known by that key.
 
         Raises:
-            InputError: the folder has no accepted keys, or a file is damaged.
+            InputError: the folder has no keys, or a file is damaged.
         """
-        accepted = {name: key.public_bytes_raw().hex() for name, key in load_accepted(directory).items()}
-        own = {name: directory / f"{name}.request" for name in private_names(directory)}
-        made = {name: read_request(path).key for name, path in own.items() if name not in accepted and path.is_file()}
+        accepted = {name: key.public_bytes_raw().hex() for name, key in known_keys(directory).items()}
         former = {
             name: frozenset(key.public_bytes_raw().hex() for key in keys) - {accepted.get(name, "")}
             for name, keys in former_keys(directory).items()
         }
-        return cls({**made, **accepted}, former)
+        return cls(accepted, former)
+
+    def require_any(self, logs: Collection[str], directory: object) -> None:
+        """Refuse a folder that has no key of any of the processes.
+
+        Raises:
+            InputError: see above.
+        """
+        if not self.all.keys() & set(logs):
+            wanted = "a folder with public keys of the run's processes"
+            raise InputError(str(directory), f"no key of any of {', '.join(sorted(logs))}", wanted)
 
     @property
     def all(self) -> dict[str, frozenset[str]]:

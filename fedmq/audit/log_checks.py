@@ -50,10 +50,16 @@ class Finding:
     Args:
         place: file and line.
         what: the discrepancy, in one line.
+        lost: the process whose log lacks a message that another one has; empty for other discrepancies.
     """
 
     place: str
     what: str
+    lost: str = ""
+
+    def to_plain(self) -> dict[str, str]:
+        """As JSON-serialisable data."""
+        return {"place": self.place, "what": self.what}
 
 
 @dataclass
@@ -74,6 +80,8 @@ class Audit:
         written: processes that are writing their logs now; messages sent while the logs are read one by one may show
             as discrepancies.
         signatures: signatures of each log, by process.
+        keyless: processes of which the auditor, who has public keys, has none.
+        compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -87,6 +95,17 @@ class Audit:
     finished: bool = False
     written: tuple[str, ...] = ()
     signatures: dict[str, SignedLog] = field(default_factory=dict)
+    keyless: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """What may explain findings."""
+        for process in sorted({each.lost for each in self.findings if each.lost}):
+            yield (
+                f"{process}.jsonl lacks what others received from {process}: the file is incomplete, or another log of "
+                f"{process} lies elsewhere, as after a start with another --out"
+            )
 
     @property
     def left(self) -> dict[str, Counter[str]]:
@@ -104,7 +123,9 @@ class Audit:
             "ok": not self.findings,
             "finished": self.finished,
             "written": list(self.written),
-            "findings": [{"place": f.place, "what": f.what} for f in self.findings],
+            "findings": [finding.to_plain() for finding in self.findings],
+            "remarks": list(self.remarks),
+            "without_key": list(self.keyless),
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
             "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
@@ -183,6 +204,8 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
     data = None if released is None else released[1].facts.get("data_digest")
     scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
     result.findings += [Finding(*each) for each in found.signed.compare(scenario, data, accepted, finished=ended)]
+    result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
+    result.compared = found.results.compared(RunFolder(folder))
     known = {finding.place for finding in result.findings}
     result.findings += [Finding(*each) for each in found.results.differences(RunFolder(folder), known)]
     if not result.inline:
@@ -197,13 +220,13 @@ def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
             _compare(place, record, *found.sent[key], result)
         elif key[0] in present:
             what = f"{record.header.kind} from {key[0]} received, but never logged as sent"
-            result.findings.append(Finding(place, what))
+            result.findings.append(Finding(place, what, key[0]))
     for (action, kind, sender, receiver), (count, place) in found.handshakes.items():
         sent, _ = found.handshakes.get(("sent", kind, sender, receiver), (0, ""))
         # A hello is not encrypted: anyone who recorded one can replay it, and a restarted coordinator accepts it.
         if action == "received" and kind != Kind.HELLO and sender in present and count > sent:
             what = f"{count} times a {kind} from {sender} received, but {sent} times logged as sent"
-            result.findings.append(Finding(place, what))
+            result.findings.append(Finding(place, what, sender))
     # Without the receiver's log it is unknown whether a message arrived.
     result.undelivered = sum(key[1] in present for key in found.sent.keys() - found.received.keys())
 

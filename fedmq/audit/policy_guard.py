@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedmq.audit.policy import Policy, broken_limits, counts_in_all, read_policy
+from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord, read_log
-from fedmq.wire.messages import COORDINATOR, Message
-from fedmq.wire.payloads import DataStatement, Payload, Refusal, WithheldBy, tensor_bytes
+from fedmq.wire.messages import COORDINATOR, Kind, Message
+from fedmq.wire.payloads import (
+    DataFormat,
+    DataStatement,
+    OwnMetrics,
+    Payload,
+    Refusal,
+    SiloModalities,
+    WithheldBy,
+    tensor_bytes,
+)
 
 
 class PolicyGuard:
@@ -34,9 +44,21 @@ class PolicyGuard:
         self._rule, self._places = policy.rule(silo, "up")
         self._sent = sent
 
-    def allows(self, kind: str) -> bool:
-        """Whether the policy's list of payload kinds, if it has one, has this kind."""
-        return self._rule.kinds is None or kind in self._rule.kinds
+    def require(self, needed: Sequence[str], file: Path) -> None:
+        """Check that the policy allows the payload kinds without which the silo cannot take part.
+
+        Args:
+            needed: the kinds.
+            file: the policy, for the error.
+
+        Raises:
+            InputError: its list of kinds lacks some of them.
+        """
+        missing = [kind for kind in needed if self._rule.kinds is not None and kind not in self._rule.kinds]
+        if missing:
+            place, found = f"{file}: {self._places.get('kinds', 'up.kinds')}", f"a list without {', '.join(missing)}"
+            allowed = f"a list with {', '.join(needed)}, which this silo has to send in this run"
+            raise InputError(place, found, f"{allowed}; or do not start it")
 
     def __call__(self, message: Message, size: int) -> Refusal | None:
         """What forbids a message, which is counted as sent if nothing does.
@@ -49,6 +71,8 @@ class PolicyGuard:
         if not counts_in_all(payloads):
             return None
         kind = message.header.kind.value
+        if message.header.kind is Kind.AGREEMENT:
+            kind = Kind.STATEMENT.value  # a refusal has no word for the confirmation, which completes the statement
         for limit, payload, _, _ in broken_limits(payloads, size, self._rule, self._places):
             return Refusal(limit.value, payload or kind)
         for each in message.payloads:
@@ -73,13 +97,24 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, str | tuple | Mapping) and not value)
 
 
-def guard_of(file: Path, silo: str, log: Path) -> PolicyGuard:
+def kinds_needed(scenario: Scenario) -> tuple[str, ...]:
+    """Payload kinds that every silo of a run has to send: to join, and to evaluate on its own held-out items."""
+    kinds: list[type[Payload]] = [DataStatement]
+    if scenario.data is None:  # it states its format, and confirms the agreement
+        kinds += [DataFormat, SiloModalities]
+    if scenario.silos_evaluate:
+        kinds.append(OwnMetrics)
+    return tuple(kind.KIND for kind in kinds)
+
+
+def guard_of(file: Path, silo: str, log: Path, needed: Sequence[str] = (DataStatement.KIND,)) -> PolicyGuard:
     """The guard of a silo, which continues with the bytes that its log has as sent.
 
     Args:
         file: the policy.
         silo: its name.
         log: its message log; need not exist.
+        needed: payload kinds that it has to send, :func:`kinds_needed`.
 
     Raises:
         InputError: the policy is invalid or forbids the silo to take part.
@@ -90,7 +125,5 @@ def guard_of(file: Path, silo: str, log: Path) -> PolicyGuard:
             if isinstance(record, MessageRecord) and record.action == "sent" and counts_in_all(record.payloads):
                 sent += record.bytes
     guard = PolicyGuard(read_policy(file), silo, sent)
-    if not guard.allows(DataStatement.KIND):
-        allowed = f"a list with {DataStatement.KIND}, without which the silo cannot join; or do not start this silo"
-        raise InputError(f"{file}: up.kinds", f"a list without {DataStatement.KIND}", allowed)
+    guard.require(needed, file)
     return guard

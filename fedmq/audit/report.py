@@ -46,12 +46,14 @@ td.n{text-align:right;white-space:nowrap}code{font-size:.85em;overflow-wrap:anyw
 <tr><th>to</th><td>{{ ended }}</td></tr>
 <tr><th>processes</th><td>{{ logs|length }}</td></tr>
 </table>
-<p class="{{ 'bad' if findings else 'ok' }}">{{ verdict.holds }}</p>
+{% if verdict.fails %}<p class="bad">{{ verdict.fails }}</p>{% endif %}
+<p class="ok">{{ verdict.holds }}</p>
 <p class="open">{{ verdict.not_proven }}</p>
 {% if findings %}<h2>Findings</h2>
 <table><tr><th>place</th><th>what</th></tr>
 {% for place, what in findings %}<tr><td>{{ place }}</td><td>{{ what }}</td></tr>
-{% endfor %}</table>{% if more %}<p>and {{ more }} more</p>{% endif %}{% endif %}
+{% endfor %}</table>{% if more %}<p>and {{ more }} more</p>{% endif %}
+{% for remark in remarks %}<p>{{ remark }}</p>{% endfor %}{% endif %}
 <h2>What each process sent</h2>
 <table><tr><th>process</th><th>modalities</th><th>to</th><th>payload</th><th>number</th><th>bytes of tensors</th></tr>
 {% for flow in flows %}<tr><td>{{ flow.process }}</td><td>{{ flow.modalities }}</td><td>{{ flow.direction }}</td>
@@ -141,6 +143,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
             **facts,
             verdict=verdict,
             findings=findings,
+            remarks=list(map(printable, audit.remarks)),
             more=max(0, len(audit.findings) - _FINDINGS),
             flows=list(flows_of(audit, summary)),
             logs=logs,
@@ -171,7 +174,7 @@ def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tupl
     Args:
         folder: the run folder.
         audit: the audit of the run.
-        verdict: its last two sentences.
+        verdict: its last sentences.
         to: folder of the files; may be the run folder, which others may have made.
 
     Raises:

@@ -34,6 +34,12 @@ class ResultChecks:
         elif record.text in _GOES_ON:
             self.noted = None
 
+    def compared(self, folder: RunFolder) -> tuple[str, ...]:
+        """The files that :meth:`differences` compares; none in a run that is not finished."""
+        if self.noted is None or not folder.summary.exists():
+            return ()
+        return tuple(name for name in (*FILES, SUMMARY) if name in self.noted[1])
+
     def differences(self, folder: RunFolder, known: Collection[str]) -> Iterator[tuple[str, str]]:
         """Places and texts of the files that differ from their digests.
 
@@ -41,12 +47,12 @@ class ResultChecks:
             folder: the run folder.
             known: places at which something is found already.
         """
-        if self.noted is None or not folder.summary.exists():
-            return  # logs without the other files of their folder, or a run that is not finished
+        if self.noted is None:
+            return
         place, digests = self.noted
-        for name in (*FILES, SUMMARY):
+        for name in self.compared(folder):
             path = str(folder.root / name)
-            if name not in digests or any(each.startswith(path) for each in known):
+            if any(each.startswith(path) for each in known):
                 continue
             try:
                 same = result_digest(folder, name) == digests[name]

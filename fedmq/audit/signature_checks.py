@@ -20,7 +20,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.wire.log_records import LogRecord, MessageRecord, SignatureRecord, StartRecord, signed_statement
+from fedmq.wire.log_records import (
+    GENESIS,
+    LogRecord,
+    MessageRecord,
+    SignatureRecord,
+    StartRecord,
+    signed_statement,
+)
 from fedmq.wire.messages import COORDINATOR
 from fedmq.wire.sealed_sessions import REKEY_KINDS
 
@@ -37,14 +44,15 @@ class SignedLog:
     Args:
         starts: what the process declared at its starts, with places.
         records: number of records.
-        head: hash of the last record.
+        head: hash of the last record, computed from the content of all records.
         first: date and time of the first record.
         last: date and time of the last record.
         signed: number of records up to and including the last valid signature.
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
-        hashes: hashes of all records so far, with their positions.
+        hashes: hashes of all records so far, as the log states them, with their positions.
+        broken: number of records before the first one that does not follow or was changed; None in an intact log.
     """
 
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)
@@ -57,6 +65,24 @@ class SignedLog:
     invalid: list[str] = field(default_factory=list)
     headless: list[str] = field(default_factory=list)
     hashes: dict[str, int] = field(default_factory=dict)
+    broken: int | None = None
+
+    def add(self, record: LogRecord) -> None:
+        """Add the hash of the next record."""
+        self.hashes.setdefault(record.hash, self.records)
+        # From a changed record on, the stated hashes are not those of the content.
+        self.head = record.hash_after(self.head or GENESIS)
+        if self.broken is None and self.head != record.hash:
+            self.broken = self.records
+        self.records += 1
+        self.first, self.last = self.first or record.wall, record.wall
+
+    def had(self, head: str, records: int | None = None) -> bool:
+        """Whether this was the log's head, after that number of records if it is given, and all of them are intact."""
+        place = self.hashes.get(head)
+        if place is None or (self.broken is not None and place >= self.broken):
+            return False
+        return records in (None, place + 1)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -102,9 +128,7 @@ class SignatureChecks:
                 elif record.action == "sent" and record.head not in log.hashes:
                     what = f"carries a head that {process}'s log did not have when the message was sent"
                     self.found.append((place, what))
-        log.hashes.setdefault(record.hash, log.records)
-        log.records, log.head = log.records + 1, record.hash
-        log.first, log.last = log.first or record.wall, record.wall
+        log.add(record)
         if isinstance(record, SignatureRecord) and place not in log.invalid:
             log.signed = log.records
 
@@ -171,8 +195,8 @@ class SignatureChecks:
         for process, log in self.logs.items():
             expected = accepted.get(process)
             if not expected:
-                yield f"{process}.jsonl", f"no public key of {process} was given, so its signatures prove nothing"
-            elif not log.starts:
+                continue  # not a difference: the verdict names these logs
+            if not log.starts:
                 yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
             else:
                 for place, start in log.starts:

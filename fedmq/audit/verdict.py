@@ -1,10 +1,16 @@
-"""The two sentences that end an audit: what holds, and what is not proven."""
+"""The sentences that end an audit: what does not hold, what holds, and what is not proven."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedmq.audit.log_checks import Audit
+from fedmq.text import counted, printable
+
+#: Names that a sentence lists before it counts the rest.
+_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -12,13 +18,13 @@ class Evidence:
     """Evidence that an auditor has in addition to the run folder.
 
     Args:
-        keys: the processes' public keys.
+        keys: folder of the processes' public keys; None without one.
         former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
         stamped: time and authority of a verified time stamp of these heads; None without one.
     """
 
-    keys: bool = False
+    keys: Path | None = None
     heads: bool = False
     stamped: str | None = None
     former: tuple[str, ...] = ()
@@ -26,64 +32,104 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit shows.
+    """What an audit shows, in one sentence each.
 
     Args:
-        holds: what holds, in one sentence.
-        not_proven: what is not proven, in one sentence.
+        holds: what holds.
+        not_proven: what is not proven.
+        fails: what does not hold; empty without findings.
     """
 
     holds: str
     not_proven: str
+    fails: str = ""
 
 
 def verdict(audit: Audit, evidence: Evidence) -> Verdict:
-    """The two sentences about an audit."""
-    count = len(audit.records)
+    """The sentences about an audit."""
     if audit.findings:
-        return Verdict(
-            f"What holds: these logs and files do not belong together as they are ({_number(audit.findings)} above).",
-            "Not proven: what was sent and what was computed wherever they differ.",
-        )
-    agree = f"What holds: the {count} logs agree with each other and with the run folder"
+        return _of_findings(audit)
+    agree = f"What holds: the {len(audit.records)} logs agree with each other and with {_files(audit)}"
     if not any(log.starts for log in audit.signatures.values()):
-        noted = " and with the heads noted before" if evidence.heads else ""
-        return Verdict(
-            f"{agree}{noted}.",
-            "Not proven: that no holder of all these logs changed them"
-            + (" before the heads were noted" if evidence.heads else "")
-            + ", as they are not signed (an earlier fedmq wrote them, or their signatures were removed).",
+        noted = ", and with the heads noted before" if evidence.heads else ""
+        changed = "that no holder of all these logs changed them" + (
+            " before the heads were noted" if evidence.heads else ""
         )
+        why = "as they are not signed (an earlier fedmq wrote them, or their signatures were removed)"
+        return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
     since = " and that nothing was changed since the heads were noted" if evidence.heads else ""
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
     holds = (
-        f"{agree}, each is signed by its process and anchored in the logs of its peers, so that a change needed the "
-        f"keys of all {count} processes{since}{stamp}."
+        f"{agree}. Each log is signed by its process and anchored in the logs of its peers, so that a change needed "
+        f"the keys of all {len(audit.records)} processes{since}{stamp}."
     )
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
 
 
-def _number(findings: list[object] | object) -> str:
-    count = len(findings) if isinstance(findings, list) else 0
-    return f"{count} difference" if count == 1 else f"{count} differences"
+def _of_findings(audit: Audit) -> Verdict:
+    """The sentences about an audit with findings."""
+    places = [each.place.split("/")[-1] for each in audit.findings]
+    mentioned = {name for name in audit.records if any(f"{name}.jsonl" in place for place in places)}
+    mentioned |= {each.lost for each in audit.findings}
+    clean = sorted(audit.records.keys() - mentioned)
+    if not clean:
+        holds = "none of the logs is free of differences"
+    elif len(clean) == len(audit.records):
+        holds = f"the {len(clean)} logs agree with each other; only other files differ from them"
+    else:
+        holds = f"no difference was found in the {'log' if len(clean) == 1 else 'logs'} of {_listed(clean)}"
+    return Verdict(
+        f"What holds: {holds}.",
+        "Not proven: what was sent and what was computed wherever they differ.",
+        f"What does not hold: the logs and files contradict each other ({counted(len(audit.findings), 'difference')}, "
+        "listed above).",
+    )
 
 
-def _doubts(audit: Audit, evidence: Evidence) -> list[str]:
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(printable, names[:_SHOWN])) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
+
+
+def _files(audit: Audit) -> str:
+    """The files of the run folder that were checked against the logs."""
+    if audit.compared:
+        return f"{', '.join(audit.compared)}"
+    return "the figures of the run folder that they record: model digest, metrics, traffic and merges"
+
+
+def _uncovered(audit: Audit) -> str:
+    """What no log records."""
+    return "real times, memory and losses" if not audit.compared else "real times and memory in summary.json"
+
+
+def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     """What signed logs without findings do not prove."""
-    collude = "that the holders of all keys did not agree on other logs than the true ones"
-    doubts = [collude + (" before the heads were noted" if evidence.heads else "")]
-    if not evidence.keys:
-        doubts.append("whose keys these are (compare fingerprints, or give --keys DIR)")
+    before = " before the heads were noted" if evidence.heads else ""
+    yield f"that the holders of all keys did not collude to write false logs{before}"
+    if evidence.keys is None:
+        yield "whose keys these are (compare fingerprints, or give --keys DIR)"
+    elif audit.keyless:
+        yield _keyless(audit, evidence.keys)
     if evidence.former:
-        shown = ", ".join(evidence.former[:3]) + (" and others" if len(evidence.former) > 3 else "")
-        doubts.append(f"that nobody else held the keys of {shown} that were replaced or removed")
+        yield f"that no one else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
+    yield f"the {_uncovered(audit)}, which no signature covers"
     if evidence.stamped is None:
-        doubts.append("when it happened, without an outside time stamp")
+        yield "when it happened, without an external time stamp"
     if not audit.finished:
-        doubts.append("that the run did not go on, as it has no summary")
+        yield "that the run did not continue, as it has no summary"
     unsigned = {process: log.unsigned for process, log in audit.signatures.items() if log.unsigned}
     if unsigned:
         total, names = sum(unsigned.values()), sorted(unsigned)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        doubts.append(f"the last {total} records of {shown}, which were not signed any more")
-    return doubts
+        yield f"the last {counted(total, 'record')} of {_listed(names)}, which are not signed"
+
+
+def _keyless(audit: Audit, keys: Path) -> str:
+    """Whose keys the auditor lacks, and the command that adds the first of them."""
+    first = audit.keyless[0]
+    request = keys / f"{first}.request"
+    file = request if request.is_file() else f"{first}.request"
+    log, of = ("log", first) if len(audit.keyless) == 1 else ("logs", "them")
+    signed = f"who signed the {log} of {_listed(list(audit.keyless))}"
+    return printable(f"{signed}: no public key of {of} is in {keys} (`fedmq keys accept {keys} {file}` adds it)")

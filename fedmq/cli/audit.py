@@ -159,6 +159,8 @@ def _audit(run: Path, options: _Options) -> bool:
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
     audit = audit_run(run, None if known is None else known.all)
+    if known is not None:
+        known.require_any(audit.signatures, options.keys)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
     stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
@@ -174,7 +176,7 @@ def _audit(run: Path, options: _Options) -> bool:
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
     former = () if known is None else known.signed_with_former(audit.signatures)
-    sentences = verdict(audit, Evidence(known is not None, options.expect is not None, stamped, former))
+    sentences = verdict(audit, Evidence(options.keys, options.expect is not None, stamped, former))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)
@@ -182,14 +184,14 @@ def _audit(run: Path, options: _Options) -> bool:
             err.print(f"stamped at {time_stamp.stamp(options.heads, options.stamp)}", highlight=False)
     reported = _report(run, options, audit, sentences)
     if options.as_json:
-        facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
+        facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
         results = {"policy": policy_result, "accounts": accounts, "probe": measured}
         facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured)
-        print_line(f"heads of the logs{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
+        print_line(f"{_heads_line(audit)}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv in the same folder")
     if deferred and not findings:
@@ -197,6 +199,11 @@ def _audit(run: Path, options: _Options) -> bool:
     if deferred:
         err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
     return bool(findings)
+
+
+def _heads_line(audit: Audit) -> str:
+    broken = any(log.broken is not None for log in audit.signatures.values())
+    return "heads of the logs" + (" as they are now, not as they were written" if broken else "")
 
 
 def _check(options: _Options) -> None:

@@ -11,14 +11,14 @@ from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.audit.verdict import Verdict
-from fedmq.text import printable
+from fedmq.text import counted, printable
 
 #: Findings that are printed; the JSON has all.
 _FINDINGS_SHOWN = 50
 
 
 def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
-    """Print the result of an audit, which ends with two sentences."""
+    """Print the result of an audit, which ends with what holds and what does not."""
     console.print(_table(audit))
     for process, reasons in sorted(audit.refused.items()):
         refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
@@ -47,10 +47,14 @@ def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
         console.print(f"[red]{place}[/red]: {what}", highlight=False)
     if len(audit.findings) > _FINDINGS_SHOWN:
         console.print(f"and {len(audit.findings) - _FINDINGS_SHOWN} more; --json has all", highlight=False)
+    for remark in audit.remarks:
+        console.print(printable(remark), style="yellow", highlight=False, markup=False)
     style = "red" if audit.findings else "green"
-    outcome = f"{len(audit.findings)} differences" if audit.findings else "the logs are consistent"
+    outcome = counted(len(audit.findings), "difference") if audit.findings else "the logs are consistent"
     console.print(outcome, style=style, highlight=False)
-    console.print(sentences.holds, style=style, highlight=False, markup=False)
+    if sentences.fails:
+        console.print(sentences.fails, style=style, highlight=False, markup=False)
+    console.print(sentences.holds, style="green", highlight=False, markup=False)
     console.print(sentences.not_proven, style="yellow", highlight=False, markup=False)
 
 

@@ -93,6 +93,9 @@ def main() -> None:
             name = str(error.filename)
             found = f"{name[:_SHOWN_NAME]}... ({len(name):,} characters)"
             _fail(InputError("a path", found, "a shorter one, which the file system accepts"), BAD_INPUT)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            found = f"{error.strerror} at {error.filename or 'a connection'}"
+            _fail(RunError(f"{found}: raise `ulimit -n`, or LimitNOFILE= of systemd; what is on disk stays"), FAILED)
         if error.errno != errno.ENOSPC:
             raise
         # Drop unprinted output, so that the interpreter does not try to write it again when it exits.

@@ -62,12 +62,13 @@ def verify_command(
     Example: [bold]fedmq verify model --keys keys[/bold]
     """
     from fedmq.runs.model_signature import verify_model  # noqa: PLC0415
-    from fedmq.wire.keys import fingerprint, load_accepted, words  # noqa: PLC0415
+    from fedmq.wire.key_requests import known_keys  # noqa: PLC0415
+    from fedmq.wire.keys import fingerprint, words  # noqa: PLC0415
 
     found = verify_model(_folder(model))
     differences = list(found.differences)
     if keys is not None:
-        accepted = load_accepted(keys).get(found.signer)
+        accepted = known_keys(keys).get(found.signer)
         if accepted is None:
             raise InputError(str(keys), f"no accepted key of {found.signer}", "the signer's key; see fedmq keys accept")
         if accepted.public_bytes_raw() != found.key.public_bytes_raw():

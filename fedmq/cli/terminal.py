@@ -75,7 +75,7 @@ def waited_for(status: Status) -> str:
     ]
     if len(status.slow) > _SLOW_SHOWN:
         slow.append(f"{len(status.slow) - _SLOW_SHOWN} more")
-    overdue = f"no reply from {name_some(status.overdue)} within the limit" if status.overdue else ""
+    overdue = f"{name_some(status.overdue)}, without a reply within the limit" if status.overdue else ""
     return "; ".join(filter(None, [*slow, overdue]))
 
 

@@ -163,6 +163,7 @@ def run_evaluator(
         InputError: a key or the data cannot be read or is invalid.
     """
     torch.set_num_threads(1)
+    device_of(arguments.device or arguments.scenario.device)  # before anything is written or sent
     identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)

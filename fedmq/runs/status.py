@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
@@ -32,6 +32,8 @@ def _zoned(text: str) -> str:
 
 _Time = Annotated[str, AfterValidator(_zoned)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SiloPhase(StrEnum):
@@ -61,8 +63,8 @@ class SiloStatus(Stored):
 
     phase: SiloPhase = Field(strict=False)
     heard: _Time | None = None
-    task_seconds: float | None = None
-    limit: float | None = None
+    task_seconds: _Seconds | None = None
+    limit: _Seconds | None = None
     error: str = ""
     up: _Count = 0
     down: _Count = 0
@@ -112,18 +114,24 @@ class StatusFile(Stored):
     phase: str
     round: _Count
     rounds: _Count
-    loss: float | None
-    metrics: dict[str, float]
+    loss: _Number | None
+    metrics: dict[str, _Number]
     metrics_round: _Count | None = None
     evaluated: EvaluatedItems | None = None
     up: _Count
     down: _Count
-    now: float
-    elapsed: float
+    now: _Seconds
+    elapsed: _Seconds
     refused: dict[str, _Count]
     last_refused: str
     silos: dict[str, SiloStatus]
     coordinator: CoordinatorFacts | None = None
+
+    @model_validator(mode="after")
+    def _within_rounds(self) -> StatusFile:
+        if max(self.round, self.metrics_round or 0) > self.rounds:
+            raise ValueError(f"a round beyond {self.rounds}, the last")
+        return self
 
 
 def status_of(text: str) -> StatusFile:

@@ -340,8 +340,11 @@ class Channel:
             rule=refusal.rule,
             withheld=refusal.withheld,
         )
-        if header.reply_to is None:
+        if header.kind is Kind.HEARTBEAT:
             return None
+        if header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
+            found, allowed = f"{refusal.withheld} ({refusal.rule})", "what this silo has to send before it can join"
+            self._inbox.put(InputError("policy: forbids", found, allowed))
         # Peers of wire version 1 do not know refusals.
         old = session.wire_version == 1
         answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal

@@ -7,6 +7,7 @@ key is also signed with that key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +20,16 @@ from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored, read_json
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.fields import NAME
-from fedmq.wire.keys import Identity, accept_key, load_accepted, load_identity, new_key, words
+from fedmq.wire.keys import (
+    Identity,
+    accept_key,
+    is_encrypted,
+    load_accepted,
+    load_identity,
+    new_key,
+    private_names,
+    words,
+)
 
 #: Maximum size of a request file [bytes].
 _MAX_BYTES = 4096
@@ -165,3 +175,25 @@ def accept(directory: Path, request: KeyRequest) -> None:
         RunError: the disk is full or broken.
     """
     accept_key(directory, request.name, request.public_key)
+
+
+def known_keys(directory: Path) -> Mapping[str, Ed25519PublicKey]:
+    """The public keys that a folder shows, by name: the accepted ones, and those of its own private keys.
+
+    No passphrase is asked for: the public half of an encrypted key is read from the request that was made with it.
+
+    Raises:
+        InputError: a file of the folder is not what it should be.
+    """
+    keys = dict(load_accepted(directory)) if (directory / "accepted").is_dir() else {}
+    for name in private_names(directory):
+        request = directory / f"{name}.request"
+        if name in keys:
+            continue
+        if not is_encrypted(directory, name):
+            keys[name] = load_identity(directory, name).key.public_key()
+        elif request.is_file() and (found := read_request(request)).name == name:
+            keys[name] = found.public_key
+    if not keys:
+        raise InputError(str(directory), "no keys", "a folder of accepted keys, made by `fedmq keys`")
+    return keys

@@ -84,6 +84,15 @@ def private_names(directory: Path) -> list[str]:
     return sorted(path.stem for path in directory.glob("*.key"))
 
 
+def is_encrypted(directory: Path, name: str) -> bool:
+    """Whether a private key is encrypted with a passphrase.
+
+    Raises:
+        InputError: the file is missing or cannot be read.
+    """
+    return _ENCRYPTED in read_regular(directory / f"{name}.key", "a readable key file", _LARGEST_KEY)
+
+
 def load_identity(directory: Path, name: str) -> Identity:
     """Load a private key.
 
@@ -140,7 +149,9 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / _ACCEPTED
-        self._files = self._present()
+        self._files: dict[str, tuple[int, int, int]] | None = None
+        with contextlib.suppress(OSError):  # the next refresh lists it
+            self._files = self._present()
         self._keys = _read_accepted(directory)
         self.problem = ""
 
@@ -156,27 +167,37 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
     def refresh(self) -> list[str]:
         """Read the folder again if a file changed; returns the names whose keys have been removed.
 
-        If a file cannot be read, present keys stay accepted, except those whose files are gone.
+        If a file cannot be read, present keys stay accepted, except those whose files are gone. If the folder cannot be
+        listed, for example because this process has too many open files, all keys stay accepted and the next call tries
+        again.
         """
-        files = self._present()
-        if files == self._files:
-            return []
-        self._files, before = files, self._keys
+        before = self._keys
         try:
+            files = self._present()
+            if files == self._files:
+                return []
             self._keys, self.problem = _read_accepted(self._folder.parent), ""
+        except OSError as error:
+            self._files, self.problem = None, f"{self._folder}: {error.strerror}; the keys read before stay accepted"
+            return []
         except InputError as error:
             self._keys = {name: key for name, key in before.items() if name in files}
             self.problem = str(error)
+        self._files = files
         return sorted(before.keys() - self._keys.keys())
 
     def _present(self) -> dict[str, tuple[int, int, int]]:
-        """The key files: by name, what changes with their content."""
+        """Inode, time and size of each key file, by name; empty if the folder is gone.
+
+        Raises:
+            OSError: the folder cannot be listed.
+        """
         found = {}
-        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 name, dot, suffix = entry.name.rpartition(".")
                 if dot and suffix == "pub":
-                    with contextlib.suppress(OSError):  # removed in this moment
+                    with contextlib.suppress(FileNotFoundError):  # removed in this moment
                         state = entry.stat()
                         found[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
         return found

@@ -174,13 +174,13 @@ class _Record(Stored):
     @property
     def intact(self) -> bool:
         """Whether the stored hash matches the record."""
-        return self.hash == _hash(self)
+        return self.hash == self.hash_after(self.previous)
 
-
-def _hash(record: _Record) -> str:
-    plain = record.plain()
-    del plain["hash"]
-    return chain(record.previous, plain)
+    def hash_after(self, previous: str) -> str:
+        """The hash of this record's content after a record with the hash ``previous``."""
+        plain = self.plain()
+        del plain["hash"]
+        return chain(previous, plain)
 
 
 class NoteRecord(_Record):
@@ -374,7 +374,7 @@ _Any = TypeVar("_Any", bound=_Record)
 def sealed(record: type[_Any], /, **values: object) -> _Any:
     """Make a record and set its hash."""
     unhashed = record.model_validate({**values, "hash": ""})
-    return unhashed.model_copy(update={"hash": _hash(unhashed)})
+    return unhashed.model_copy(update={"hash": unhashed.hash_after(unhashed.previous)})
 
 
 def record_of(line: bytes) -> LogRecord | None:

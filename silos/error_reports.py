@@ -1,0 +1,43 @@
+"""What a silo tells the coordinator about its errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fedmq.errors import FedmqError, InputError
+from fedmq.wire.channel import Channel
+from fedmq.wire.messages import Kind
+from fedmq.wire.payloads import Error
+
+#: From a possible start of a path to the last slash, since folder names may contain any character.
+_FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
+
+
+@contextmanager
+def end_reported(link: Channel) -> Iterator[None]:
+    """Report an error that ends the silo to the coordinator, which otherwise would only miss its heartbeats."""
+    try:
+        yield
+    except Exception as error:
+        failed = Error.saying("silo_failed", f"the silo has ended: {reportable(error)}")
+        link.send(Kind.ERROR, (failed,), sequence=0, reply_to=None, base_version=0)
+        raise
+
+
+def reportable(error: Exception) -> str:
+    """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
+
+    Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
+    type is sent, since its text may contain anything.
+    """
+    name = type(error).__name__
+    match error:
+        case InputError():
+            place, found, allowed = (_FOLDERS.sub("", each) for each in (error.place, repr(error.found), error.allowed))
+            return f"{name}: {place}: found {found}, allowed: {allowed}"
+        case FedmqError():
+            return f"{name}: {_FOLDERS.sub('', str(error))}"
+        case _:
+            return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class OwnRun:
         root: folder for everything.
         more: keys of the scenario.
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
+        sets: data sets of the silos instead of arrays, in their order.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
         policies: files of silos' policies, by name.
         uri: where the coordinator listens; empty for one within this process.
@@ -54,6 +55,7 @@ class OwnRun:
     data: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     uri: str = ""
+    sets: Sequence[Data] = ()
     policies: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,9 @@ class OwnRun:
         return RunFolder(self.root / "run")
 
     def site(self, name: str) -> Site:
-        """A site with its data in a file."""
+        """A site with its data in a file, or with its data set."""
+        if self.sets:
+            return Site(name=name, data=self.sets[self.scenario.silo_names.index(name)], file=Path("silo.yaml"))
         found = self.data.get(name)
         if found is None:
             found = of_hospital(arrays(), HOSPITALS[self.scenario.silo_names.index(name)])

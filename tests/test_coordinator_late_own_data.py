@@ -12,9 +12,7 @@ from fedmq.audit.replay import require_repeatable
 from fedmq.cli import terminal
 from fedmq.errors import InputError
 from fedmq.runs import html_report
-from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.run_records import OwnHeldOutLine
-from fedmq.wire.payloads import PAYLOADS, OwnMetrics
+from fedmq.runs.results import read_summary
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
 
@@ -51,21 +49,6 @@ def test_a_run_ends_with_a_summary_and_a_report_without_a_silo_that_never_joined
     assert (absent.modalities, absent.samples, absent.participations, absent.items) == ([], 0, 0, {})
     html_report.write(run.folder)
     assert "silo-02" in run.folder.report.read_text()
-
-
-def test_a_silo_whose_policy_withholds_its_evaluation_does_not_keep_the_run_waiting(tmp_path: Path) -> None:
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(f"up: {{kinds: [{', '.join(sorted(PAYLOADS.keys() - {OwnMetrics.KIND}))}]}}\n")
-    run = OwnRun(tmp_path, {"rounds": 1}, policies={"silo-00": policy})
-    run.coordinate(listening=lambda: run.start("silo-00", "silo-01", "silo-02"))
-    assert set(run.ended.values()) == {""}, run.ended
-    summary = read_summary(run.folder)
-    assert summary.per_silo["silo-00"].participations == 1
-    assert summary.own_heldout is not None and set(summary.own_heldout.per_silo) == {"silo-02"}
-    lines = [line for line in read_metrics(run.folder) if isinstance(line, OwnHeldOutLine)]
-    assert [line.version for line in lines] == [0, 1]
-    assert all(line.missing == {"silo-00": "its policy forbids own_metrics (kinds)"} for line in lines)
-    assert not audit_run(tmp_path / "run").findings
 
 
 def test_a_wrong_site_that_joins_first_is_refused_by_name_and_the_run_continues_once_it_is_corrected(

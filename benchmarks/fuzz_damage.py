@@ -39,6 +39,21 @@ class Special:
 
 #: Contents of files by path within a folder.
 Folder = Mapping[str, bytes | Special]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of files.
+
+    Args:
+        valid: makes a folder with a valid example.
+        read: reads it; given the folder.
+    """
+
+    valid: Callable[[], Folder]
+    read: Callable[[Path], object]
+
+
 #: Values that replace others in what a format holds.
 STRANGE: tuple[Any, ...] = (
     None, True, -1, 0, 2**63, 2**70, 1e308, "", "x", "\x00", "\ud800", "0" * 64, "../../etc/passwd", "<script>", "=1+1",

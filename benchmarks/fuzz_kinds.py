@@ -7,7 +7,6 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from PIL import Image
 from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
-from benchmarks.fuzz_damage import Folder
+from benchmarks.fuzz_damage import Folder, Kind
+from benchmarks.fuzz_run_kinds import RUN_KINDS
 from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.config import loader, site
@@ -89,19 +89,6 @@ down: {bytes_per_message: 5000}
 silos: {silo-01: {up: {kinds: [loss]}}}
 peers: [coordinator, silo-00, silo-01]
 """
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of files.
-
-    Args:
-        valid: makes a folder with a valid example.
-        read: reads it; given the folder.
-    """
-
-    valid: Callable[[], Folder]
-    read: Callable[[Path], object]
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
@@ -385,7 +372,7 @@ def _kinds() -> dict[str, Kind]:
     }
 
 
-KINDS: Mapping[str, Kind] = _kinds()
+KINDS: Mapping[str, Kind] = {**_kinds(), **RUN_KINDS}
 
 
 @cache

@@ -30,6 +30,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, rekeying
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.handshake import SIGNATURE_BYTES, Initiated, complete, initiate
+from fedmq.wire.key_agreement import Ephemeral
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -89,7 +90,7 @@ class RosterReaders:
         self._accepted = load_accepted(root / "keys")
         self._identities = {name: load_identity(root / "keys", name) for name in (COORDINATOR, *_SILOS)}
         self._strangers = [Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "stranger")]
-        self._messages = golden_messages()
+        self._messages, self._ephemeral = golden_messages(), Ephemeral.generate()
         self._listener, self._frames, self._episode = listen(_URI), 0, 0
         self._log: MessageLog | None = None
         self._kinds: dict[str, Callable[[np.random.Generator, _Line], Frames]] = {
@@ -189,7 +190,8 @@ class RosterReaders:
         self._check_bounds()
         if refused := self.roster.refused - before:
             if set(refused) & {Reason.UNKNOWN_SESSION, Reason.TOO_OFTEN}:
-                line.session = None  # its silo starts again with a hello
+                line.session = None  # its silo starts again with a hello, a while later
+                self.clock.at += 0.2
             raise RemoteWireError(next(iter(refused)), self.roster.refusal)
 
     def _answered(self, line: _Line, frames: list[memoryview]) -> None:
@@ -234,7 +236,8 @@ class RosterReaders:
         for what, held in (("hellos", self.roster._answered), ("handshakes", self.roster._pending)):
             assert len(held) <= rosters._MAX_PENDING, f"{len(held)} {what} are kept"
         for each in (self.roster._hellos, self.roster._copies, self.roster._rekeys, self.roster._messages):
-            assert len(each._of) <= 2 * peers, f"{len(each._of)} allowances for {peers} keys"
+            most = 2 * len(self._accepted)  # handshakes and inquiries
+            assert len(each._of) <= most, f"{len(each._of)} allowances for {most // 2} keys"
         if self._frames % 500 == 0:
             self._check_log(seconds)
 
@@ -269,7 +272,9 @@ class RosterReaders:
             else self._strangers[int(generator.integers(2))]
         )
         run = str(generator.choice([RUN, ANY_RUN, "other-1"], p=[0.8, 0.15, 0.05]))
-        hello, line.initiated = initiate(identity, COORDINATOR, run, 0.0, options=self._options)
+        # One key agreement for all hellos saves most of the time; the nonce makes them different.
+        ephemeral = replace(self._ephemeral, nonce=generator.bytes(len(self._ephemeral.nonce)))
+        hello, line.initiated = initiate(identity, COORDINATOR, run, 0.0, ephemeral, options=self._options)
         line.welcome = None
         if generator.random() < (0.95 if self._steady else 0.5):
             if known and run == RUN:
@@ -338,7 +343,7 @@ class RosterReaders:
         )
         if generator.random() < 0.33:
             return session.seal(header, [generator.bytes(int(generator.integers(0, 200)))]).frames
-        sealed, line.rekeying = rekeying.begin(self._identities[session.name], session, header)
+        sealed, line.rekeying = rekeying.begin(self._identities[session.name], session, header, self._ephemeral)
         return sealed.frames
 
     def _raw(self, generator: np.random.Generator, line: _Line) -> Frames:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from coordinator.checkpoint_records import CheckpointRecord, CountersRecord, Rou
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, write_tensors
 
 KEPT = 2
+#: Maximum size of a state [bytes].
+_MOST_BYTES = 1 << 40
 _THETA = "theta"
 _PREFIX = "state."
 _ALLOWED = "a complete checkpoint; delete this one to resume from the previous one"
@@ -111,6 +114,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             digests=digests,
             values={str(version): dict(state.values) for version, state in checkpoint.states.items()},
         )
+        record = record.model_copy(update={"digest": record.own_digest})
         (temporary / "checkpoint.json").write_text(json.dumps(record.plain()), encoding="utf-8")
         to_disk(temporary / "checkpoint.json")
         if target.exists():
@@ -156,6 +160,11 @@ def load(folder: Path) -> Checkpoint | None:
         return None
     newest = existing[-1]
     meta = read_json(newest / "checkpoint.json", CheckpointRecord, _ALLOWED)
+    if meta.digest is not None and meta.digest != meta.own_digest:
+        raise InputError(str(newest / "checkpoint.json"), "other content than was written", _ALLOWED)
+    needed = {meta.rounds.version, *(base for _, base, _ in meta.rounds.flights.values())}
+    if missing := sorted(needed - set(map(int, meta.values))):
+        raise InputError(str(newest / "checkpoint.json"), f"no state of version {missing[0]}", _ALLOWED)
     try:
         states = {
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, meta.digests)
@@ -167,7 +176,30 @@ def load(folder: Path) -> Checkpoint | None:
     return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, issued, meta.data, meta.trace)
 
 
+def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[str]) -> None:
+    """Check that a checkpoint is of a run with these silos and rounds.
+
+    Args:
+        folder: ``checkpoints`` of the run folder.
+        saved: the checkpoint.
+        rounds: the run's number of rounds.
+        silos: names of its silos.
+
+    Raises:
+        InputError: it names another silo, or has more rounds.
+    """
+    place, record = str(folder / f"version-{saved.rounds.version:06d}"), saved.rounds
+    if record.version > rounds:
+        raise InputError(place, f"version {record.version}", f"{_ALLOWED}; the run has {rounds} rounds")
+    named = {*record.gone, *record.flights, *record.sequences, *record.losses, *saved.due, *saved.issued}
+    if strange := sorted(named - set(silos)):
+        raise InputError(place, strange[0], f"{_ALLOWED}; the run has no such silo")
+    if record.flights.keys() != saved.issued.keys():
+        raise InputError(place, "tasks without the time when they were sent", _ALLOWED)
+
+
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:
+    check_regular(path, _MOST_BYTES, _ALLOWED)
     if digests is not None and _digest(path) != digests[path.name]:
         raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated
 
 from pydantic import Field, JsonValue
 
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.storage.json_files import Digest, Stored
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RoundsRecord(Stored):
@@ -21,29 +26,29 @@ class RoundsRecord(Stored):
         losses: last training loss reported by each silo.
     """
 
-    version: int
+    version: _Count
     gone: list[str]
-    flights: dict[str, Annotated[list[int], Field(min_length=3, max_length=3)]]
-    sequences: dict[str, int]
+    flights: dict[str, Annotated[list[_Count], Field(min_length=3, max_length=3)]]
+    sequences: dict[str, _Count]
     losses: dict[str, float]
 
 
 class CountersRecord(Stored):
     """See :class:`coordinator.counters.Counters`; fields with defaults are missing in older checkpoints."""
 
-    up: dict[str, int]
-    down: dict[str, int]
-    sent: int
-    received: int
-    refused: dict[str, int]
-    participations: dict[str, int]
-    discarded: dict[str, int]
-    failed: int
-    failures: dict[str, int] = Field(default_factory=dict)
+    up: dict[str, _Count]
+    down: dict[str, _Count]
+    sent: _Count
+    received: _Count
+    refused: dict[str, _Count]
+    participations: dict[str, _Count]
+    discarded: dict[str, _Count]
+    failed: _Count
+    failures: dict[str, _Count] = Field(default_factory=dict)
     unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
     errors: dict[str, str] = Field(default_factory=dict)
-    events: int = 0
-    seconds: dict[str, float]
+    events: _Count = 0
+    seconds: dict[str, _Seconds]
 
 
 class CheckpointRecord(Stored):
@@ -59,14 +64,22 @@ class CheckpointRecord(Stored):
         trace: digest of the availability trace's file; empty if there is none.
         digests: SHA-256 (hex) of the state files, by name; None in older checkpoints.
         values: each state's values that are not tensors, by version.
+        digest: SHA-256 (hex) of the other keys; None in older checkpoints.
     """
 
     rounds: RoundsRecord
-    now: float
-    due: dict[str, float]
+    now: _Seconds
+    due: dict[str, Annotated[float, Field(ge=0)]]
     tally: CountersRecord
-    handed: dict[str, Annotated[list[int | float], Field(min_length=2, max_length=2)]]
+    handed: dict[str, Annotated[list[_Count | _Seconds], Field(min_length=2, max_length=2)]]
     data: str = ""
     trace: str = ""
     digests: dict[str, Digest] | None = None
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
+    digest: Digest | None = None
+
+    @property
+    def own_digest(self) -> str:
+        """SHA-256 (hex) of all keys but ``digest``, as canonical JSON."""
+        plain = {key: value for key, value in self.plain().items() if key != "digest"}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -7,14 +7,16 @@ repeated task gives the same reply.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
+from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
 from fedmq.text import print_line
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
@@ -24,6 +26,38 @@ from fedmq.wire.message_log import MessageLog
 SNAPSHOT_SECONDS = 10.0
 #: File of the snapshot.
 _EPOCHS = "epochs.safetensors"
+#: Name of the digest in a file's metadata.
+_DIGEST = "sha256"
+#: Maximum size of a file [bytes].
+_MOST_BYTES = 1 << 40
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    write_tensors(path, tensors, {_DIGEST: _digest(tensors)})
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors with the digest that was written with them; older files have none.
+
+    Raises:
+        OSError: the file cannot be read, or has other content than was written.
+    """
+    check_regular(path, _MOST_BYTES, "a personal state")
+    with safe_open(path, "pt") as file:
+        stated = (file.metadata() or {}).get(_DIGEST)
+    tensors = load_aligned(path)
+    if stated not in (None, _digest(tensors)):
+        raise OSError("other content than was written")
+    return tensors
 
 
 class StateStore:
@@ -74,7 +108,7 @@ class StateStore:
         if self._newest is None or self._newest[0] != older[-1]:
             path = self._path(older[-1])
             try:
-                self._newest = older[-1], load_aligned(path)
+                self._newest = older[-1], _load(path)
             except (OSError, SafetensorError) as error:
                 allowed = "an undamaged file; delete it to continue from the silo's state before it"
                 raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
@@ -97,7 +131,7 @@ class StateStore:
         if state or stored:
             contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
             try:
-                write_atomically(self._path(sequence), lambda path: write_tensors(path, contiguous), durable=True)
+                write_atomically(self._path(sequence), lambda path: _write(path, contiguous), durable=True)
             except InputError as error:
                 raise DiskError(str(error)) from error
             self._newest = sequence, contiguous
@@ -122,8 +156,8 @@ class TaskEpochs:
         if not self._path.exists():
             return {}
         try:
-            return load_aligned(self._path)
-        except (OSError, SafetensorError):
+            return _load(self._path)
+        except (OSError, SafetensorError, InputError):
             return {}
 
     def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -133,7 +167,7 @@ class TaskEpochs:
             return
         # A task does not depend on its snapshot: a full disk only means that an interrupted task starts over.
         with contextlib.suppress(FedmqError):
-            write_atomically(self._path, lambda path: write_tensors(path, snapshot()))
+            write_atomically(self._path, lambda path: _write(path, snapshot()))
         self._last = self._clock.stopwatch()
 
 

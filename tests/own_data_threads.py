@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fedmq.errors import FedmqError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
+from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
@@ -40,12 +41,14 @@ class OwnRun:
         root: folder for everything.
         more: keys of the scenario.
         data: arrays of a site instead of those of its hospital, by silo; those of the evaluator.
+        sets: data sets of the silos instead of arrays, in their order.
         ended: why a silo ended, by name; empty if the coordinator stopped it.
         policies: files of silos' policies, by name.
         uri: where the coordinator listens; empty for one within this process.
 
     Attributes:
         started: names of the silos that were started, and of the evaluator.
+        statuses: what the coordinator reported to its display.
     """
 
     root: Path
@@ -53,13 +56,14 @@ class OwnRun:
     data: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     uri: str = ""
+    sets: Sequence[Data] = ()
     policies: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
         self.uri = self.uri or f"memory://own-{next(_NUMBERS)}"
         self.run = run_of(self.scenario)
-        self.started = set[str]()
+        self.started, self.statuses = set[str](), list[Status]()
         self._threads: list[threading.Thread] = []
         init_keys(self.root / "keys", ("coordinator", EVALUATOR, *self.scenario.silo_names))
 
@@ -68,7 +72,9 @@ class OwnRun:
         return RunFolder(self.root / "run")
 
     def site(self, name: str) -> Site:
-        """A site with its data in a file."""
+        """A site with its data in a file, or with its data set."""
+        if self.sets:
+            return Site(name=name, data=self.sets[self.scenario.silo_names.index(name)], file=Path("silo.yaml"))
         found = self.data.get(name)
         if found is None:
             found = of_hospital(arrays(), HOSPITALS[self.scenario.silo_names.index(name)])
@@ -103,7 +109,9 @@ class OwnRun:
         """Run the coordinator, then wait for the others."""
         arguments = CoordinatorArguments(self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True)
         try:
-            outcome = run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
+            outcome = run_coordinator(
+                arguments, listening=lambda _: listening(), stop_wanted=stop_wanted, status=self.statuses.append
+            )
         finally:
             self.wait()
         check_causes(self.root / "run")

@@ -295,7 +295,7 @@ def test_tables_note_which_methods_used_a_public_set() -> None:
 
 
 # --------------------------------------------------------------------------- many public items
-def weights_at_once(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def weights_without_blocks(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Item weights (silos, items) computed from all scores at once."""
     return (representations @ other.T).log_softmax(2).diagonal(dim1=1, dim2=2).softmax(0)
 
@@ -310,13 +310,13 @@ def representations(silos: int, items: int) -> tuple[torch.Tensor, torch.Tensor]
 def test_weights_computed_in_blocks_equal_those_computed_at_once(most: int) -> None:
     given = representations(3, 37)
     found = creamfl_public.item_weights(*given, most)
-    torch.testing.assert_close(found, weights_at_once(*given))
+    torch.testing.assert_close(found, weights_without_blocks(*given))
     torch.testing.assert_close(found.sum(0), torch.ones(37))
 
 
 def test_weights_are_bit_identical_where_all_scores_fit_in_one_block() -> None:
     given = representations(4, 100)
-    assert torch.equal(creamfl_public.item_weights(*given), weights_at_once(*given))
+    assert torch.equal(creamfl_public.item_weights(*given), weights_without_blocks(*given))
 
 
 class Largest(TorchDispatchMode):

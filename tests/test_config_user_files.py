@@ -33,7 +33,7 @@ MARKED = "from pathlib import Path\nPath({path!r}).touch()\n"
 
 @pytest.fixture
 def file(tiny: Path, tmp_path: Path) -> Path:
-    """The tiny scenario in its own folder, with the file of a method beside it."""
+    """The tiny scenario in its own folder, with the file of a method next to it."""
     raw = yaml.safe_load(tiny.read_text())
     raw["protocol"] = {"name": "./half.py", "share": 0.25}
     path = tmp_path / "scenario.yaml"

@@ -40,7 +40,7 @@ class Trial:
 
     @property
     def accepted(self) -> bool:
-        """Whether it finished and each silo trained whenever it was asked to."""
+        """Whether it finished and each silo trained whenever it was selected."""
         return self.done and not self.unchanged and not sum(self.refused) and not sum(self.errors)
 
     def write(self, folder: RunFolder) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def simulated(root: Path, protocol: object = "rcsr") -> dict[str, Any]:
-    """The same items in one file, dealt by the column of the hospital."""
+    """The same items in one file, partitioned by the column `hospital`."""
     root.mkdir()
     found = arrays()
     found["text_present"] &= found["hospital"] != HOSPITALS[1]

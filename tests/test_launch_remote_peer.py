@@ -159,7 +159,7 @@ def test_a_process_may_write_its_log_and_its_personal_state(tmp_path: Path) -> N
 
 
 def placed(arguments: PeerArguments, place: Path) -> bytes:
-    """What an engine does: the files of a process in a folder of its own; returns its task."""
+    """What an engine does: the files of a process in a separate folder; returns its task."""
     place.mkdir()
     write_private(place, (*key_files(arguments), *earlier_files(arguments)))
     return encode(PeerTask.of(arguments, gpu=False))

@@ -23,7 +23,7 @@ PAIRED = ((True, True),) * 3
 HASHING = Objective(base="triplet", bits=8, hidden=16)
 
 
-def told(run: SmallFederation, name: str, options: dict[str, Any], *, whole: bool) -> SmallFederation:
+def configured_for(run: SmallFederation, name: str, options: dict[str, Any], *, whole: bool) -> SmallFederation:
     """The run, whose protocol is configured for merges of whole rounds or of few replies."""
     context = dataclasses.replace(run.context, whole_rounds=whole)
     run.protocol = protocols.create(ProtocolChoice(name=name, **options), context)
@@ -54,7 +54,7 @@ def test_sums_run_over_the_table_where_merges_are_of_few_replies_unless_configur
         ("reporters", {"sums": "reporters"}, True),
         ("table", {"sums": "table"}, True),
     ):
-        run = told(population(name, kinds=PAIRED), name, options, whole=rounds)
+        run = configured_for(population(name, kinds=PAIRED), name, options, whole=rounds)
         replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
         state = run.protocol.merge(run.state, replies, 0).state
         few = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
@@ -71,7 +71,7 @@ def test_sums_run_over_the_table_where_merges_are_of_few_replies_unless_configur
 def test_a_bit_near_a_tie_is_kept_where_merges_are_of_few_replies_unless_configured(
     options: dict[str, Any], whole: bool, flips: bool
 ) -> None:
-    run = told(population("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
+    run = configured_for(population("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
     replies = run.replies()
 
     def voting(sign: float) -> list[Reply]:

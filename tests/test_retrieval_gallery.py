@@ -25,7 +25,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.evaluation import hamming
 from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
-from fedmq.retrieval import gallery, search
+from fedmq.retrieval import gallery, gallery_data, search
 from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
 from fedmq.runs.run_records import ReleaseConfig
@@ -227,7 +227,7 @@ def test_another_runs_memory_next_to_the_model_is_refused(hashing: Release, tmp_
 
 def test_an_unknown_gallery_is_refused_with_the_allowed_ones(embeddings: Release, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, or"
+        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, a scen"
     ):
         export(embeddings, tmp_path / "nowhere")
 
@@ -407,7 +407,7 @@ def test_the_command_prints_the_search_results(
 
 
 def test_captions_are_printed_verbatim() -> None:
-    texts = gallery.caption_texts(Data(name="openmoji"), Backbone(), ["1F3BB", "no such drawing"])
+    texts = gallery_data.caption_texts(Data(name="openmoji"), Backbone(), ["1F3BB", "no such drawing"])
     assert texts[0][0] == "violin"
     assert texts[1] == ()
 

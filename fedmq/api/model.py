@@ -19,7 +19,7 @@ from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.models.two_tower import TwoTower
-from fedmq.retrieval.gallery import pictures_below
+from fedmq.retrieval.gallery_data import pictures_below
 from fedmq.retrieval.nearest import nearest
 from fedmq.retrieval.released_model import ModelFolder, described, open_model
 from fedmq.runs.run_records import ReleaseConfig

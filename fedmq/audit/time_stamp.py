@@ -125,7 +125,7 @@ def verified(heads: Path, authority: Path) -> str:
     builder = client.VerifierBuilder()
     for root in roots:
         builder = builder.add_root_certificate(root)
-    content, response = heads.read_bytes(), _decoded(client, raw)
+    content, response = read_regular(heads, "heads that `fedmq audit RUN --heads FILE` wrote"), _decoded(client, raw)
     _require_of(response, content, heads)
     at = response.tst_info.gen_time
     try:

@@ -49,7 +49,8 @@ def add_report(app: typer.Typer) -> None:
         for folder in folders:
             reason = complete_report(folder, bar())
             if reason is not None:
-                err.print(f"{folder.root}: no examples in the report: {reason}", highlight=False, markup=False)
+                line = f"{folder.root}: no examples in the report: {reason}"
+                err.print(line, highlight=False, markup=False, soft_wrap=True)
             out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)
         if len(folders) > 1:
             path = page or folders[0].root.parent / "side_by_side.html"
@@ -74,7 +75,11 @@ def complete_report(folder: RunFolder, progress: Progress | None) -> str | None:
 
     reason = None
     try:
-        report_data.write(open_release(folder.root, "auto"), progress)
+        release = open_release(folder.root, "auto")
+        if release.scenario.data is None:
+            reason = "only the sites have data; fedmq search RUN --gallery shows what the model finds"
+        else:
+            report_data.write(release, progress)
     except InputError as error:
         reason = str(error)
     html_report.write(folder)

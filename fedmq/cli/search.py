@@ -34,7 +34,8 @@ Chosen = Annotated[
     typer.Option(
         "--gallery",
         metavar="FILE|DIR",
-        help="Gallery: a scenario with its data set, or a folder of pictures; by default the run's data set.",
+        help="Gallery: a folder of pictures, or a scenario, site file or features file for its data; by default the "
+        "run's data set.",
     ),
 ]
 Finished = Annotated[

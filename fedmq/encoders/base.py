@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,16 @@ from fedmq.encoders.images import Pixels
 Array = npt.NDArray[Any]
 
 BATCH = 32  # items per forward pass
+
+
+def stated_digest(digest: str, later: str = "") -> str:
+    """Digest (hex) by which a site with its own data states its encoder: of the encoder and the later weights.
+
+    Args:
+        digest: :attr:`Encoder.digest`.
+        later: :attr:`Encoder.later`.
+    """
+    return hashlib.sha256(f"{digest} {later}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,11 @@ class Encoder:
     later: str = ""
     width: int = 0
     cut: Callable[[Sequence[str]], Sequence[bool]] | None = None
+
+    @property
+    def stated(self) -> str:
+        """:func:`stated_digest` of this encoder."""
+        return stated_digest(self.digest, self.later)
 
 
 MODALITIES: tuple[Modality, Modality] = ("image", "text")

@@ -8,7 +8,6 @@ vocabulary of bags of words. Columns without names (``label-000``, ...) must be 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from fedmq.data.item_modalities import Present, modalities_held
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.base import InputSpec
+from fedmq.encoders.base import InputSpec, stated_digest
 from fedmq.errors import FedmqError
 from fedmq.federation.protocol import SiloFacts
 from fedmq.federation.run_data import Counts, RunData
@@ -113,10 +112,7 @@ def format_of(prepared: Prepared, *, image: bool, text: bool) -> DataFormat:
 
 
 def _encoder(digest: str | None, later: object) -> str:
-    """Digest (hex) of an encoder, and of weights that the model applies to its pixels."""
-    if digest is None:
-        return _NONE
-    return hashlib.sha256(f"{digest} {later or ''}".encode()).hexdigest()
+    return _NONE if digest is None else stated_digest(digest, later if isinstance(later, str) else "")
 
 
 #: Fields of a format that must be the same in all silos with the modality, and what they are called.
@@ -298,15 +294,25 @@ def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> Silo
     """
     labels, text = dataset.labels, dataset.text
     if prepared.label_names != agreed.label_names:
-        labels = _spread(labels, len(dataset), prepared.label_names, agreed.label_names)
+        labels = spread(labels, len(dataset), prepared.label_names, agreed.label_names)
     if text is not None and prepared.vocabulary != agreed.vocabulary:
-        values = _spread(text.values, len(text.values), prepared.vocabulary, agreed.vocabulary)
+        values = spread(text.values, len(text.values), prepared.vocabulary, agreed.vocabulary)
         text = replace(text, values=values)
     return replace(dataset, labels=labels, text=text)
 
 
-def _spread(values: Tensor | None, n: int, names: Sequence[str], agreed: Sequence[str]) -> Tensor:
-    """Columns [n, ..., L] in their agreed places, [n, ..., A]; columns that the data set lacks are 0."""
+def spread(values: Tensor | None, n: int, names: Sequence[str], agreed: Sequence[str]) -> Tensor:
+    """Columns in their agreed places; columns that the data set lacks are 0.
+
+    Args:
+        values: [n, ..., L]; None for columns of zeros.
+        n: number of rows.
+        names: names of the L columns, all of them agreed.
+        agreed: names of the A agreed columns.
+
+    Returns:
+        [n, ..., A], of the same dtype; uint8 for None.
+    """
     if values is None:
         return torch.zeros((n, len(agreed)), dtype=torch.uint8)
     place = {name: column for column, name in enumerate(agreed)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedmq.config.loader import load
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
@@ -31,9 +30,10 @@ from fedmq.data.prepared_arrays import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.base import MODALITIES
-from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
+from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
+from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, pictures_below, site_gallery
 from fedmq.retrieval.nearest import FAISS_FROM, faiss, flat_index
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.storage.cache import build_once, file_digest, key_of
@@ -122,8 +122,22 @@ class Source:
     owner: npt.NDArray[np.int64]
 
 
-def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> Source:
-    """The source of a data set, with all its splits."""
+def of_data(
+    data: Data,
+    backbone: Backbone,
+    prepared: Prepared,
+    name: str,
+    captions: Callable[[Array], Array] = np.asarray,
+) -> Source:
+    """The source of a data set, with all its splits.
+
+    Args:
+        data: where it is.
+        backbone: the model's backbone.
+        prepared: its arrays.
+        name: name of the gallery's folder.
+        captions: maps rows of captions [n, ...] to inputs of the text tower.
+    """
     counts = np.asarray(prepared.captions)
     ends = [*prepared.first.tolist(), len(prepared.text)]
     held = np.repeat(counts > 0, np.maximum(counts, 1))  # an item without captions has a row of zeros
@@ -135,43 +149,16 @@ def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> So
     def texts() -> Iterator[Array]:
         for start in range(0, prepared.n, _BATCH):
             part = slice(ends[start], ends[min(start + _BATCH, prepared.n)])
-            yield prepared.text[part][held[part]]
+            yield captions(prepared.text[part][held[part]])
 
     return Source(
         name=name,
         described=f"{data.name} {prepared.digest}",
         items=lambda: Items(prepared.keys, caption_texts(data, backbone, prepared.keys)),
         image=images,
-        text=texts,
+        text=texts if counts.any() else None,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
     )
-
-
-def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
-    known: dict[str, tuple[str, ...]] = {}
-    if backbone.name != "features":
-        from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
-
-        found = catalogue.find(data.name).read(data)
-        known = dict(zip(found.keys, found.captions, strict=True))
-    return tuple(known.get(key, ()) for key in keys)
-
-
-def pictures_below(folder: Path, place: str) -> list[Path]:
-    """The image files below a folder, in the order of their paths.
-
-    Args:
-        folder: folder to search; links to folders are followed.
-        place: the option or argument that names it, for the error.
-
-    Raises:
-        InputError: there are none.
-    """
-    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
-    if not files:
-        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    return files
 
 
 def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
@@ -359,8 +346,9 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
 
     Args:
         release: the run, or the folder of a model without its run, which takes a folder of images only.
-        chosen: a scenario, whose data set the run's model encodes, or a folder of images; None takes the run's own data
-            set, which is encoded once per model, so that later changes of its files have no effect.
+        chosen: a scenario, site file or features file, whose data the run's model encodes, or a folder of images; None
+            takes the run's own data set, which is encoded once per model, so that later changes of its files have no
+            effect.
         progress: called while encoding.
 
     Raises:
@@ -369,6 +357,8 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
     """
     if isinstance(release, ModelFolder):
         return _export_folder(release, chosen, progress)
+    if release.scenario.data is None:
+        return _export_own(release, chosen, progress)
     root = release.run.model / "gallery"
     own = _named(release, "data", release.used)
     if chosen is None and (root / own).is_dir():
@@ -380,14 +370,8 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
         source = of_data(scenario.dealt, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
-    elif not chosen.is_file():
-        raise InputError(
-            f"--gallery {chosen}",
-            "no such file or folder",
-            "a folder of images, or a scenario file (YAML) for its data",
-        )
     else:
-        data = load(chosen).dealt
+        data = data_in(chosen)
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
@@ -403,7 +387,23 @@ def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress |
     if folder is None or not folder.is_dir():
         found = "nothing" if folder is None else f"{folder}, which is not a folder"
         raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
-    source, root = of_folder(model, folder), model.folder / "gallery"
+    return _filled_alone(model, of_folder(model, folder), progress)
+
+
+def _export_own(release: Release, chosen: Path | None, progress: Progress | None) -> Gallery:
+    """A gallery for a run whose data only the sites have."""
+    path = chosen_for_sites(release, chosen)
+    if path.is_dir():
+        return _filled_alone(release.files, of_folder(release, path), progress)
+    found = site_gallery(release, path, progress)
+    name = _named(release, path.stem, key_of(release.used, found.prepared.digest))
+    source = of_data(found.data, release.scenario.backbone, found.prepared, name, found.captions)
+    return _filled_alone(release.files, source, progress)
+
+
+def _filled_alone(model: ModelFolder, source: Source, progress: Progress | None) -> Gallery:
+    """The gallery of a source, made without the data of the model's run."""
+    root = model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
         root = model.cache / "galleries"  # as on a read-only disk
         if progress is not None:

@@ -65,9 +65,12 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
         progress: called while data are prepared.
 
     Raises:
-        InputError: the data are not those of the run, or have no labels.
+        InputError: the data are not those of the run, or have no labels, or only the sites have them.
     """
     scenario = release.scenario
+    release.check_one_data_set(
+        "a run on one data set; summary.json has the metrics of the silos' held-out items under own_heldout"
+    )
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:
@@ -84,7 +87,7 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
         progress: called while data are prepared.
 
     Raises:
-        InputError: the data are not those of the run, or have no labels.
+        InputError: the data are not those of the run, or have no labels, or only the sites have them.
     """
     scenario = release.scenario
     population = labelled_population(release, progress)

@@ -137,7 +137,7 @@ class ModelFolder:
         if (recorded := self.config.frozen.get("blocks")) is not None:
             from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
 
-            self._check_frozen("blocks", weights_digest(self.backbone, self.seed, self.cache), recorded)
+            self._check_frozen("blocks", (weights_digest(self.backbone, self.seed, self.cache),), recorded)
         model = build_towers(
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
@@ -178,15 +178,18 @@ class ModelFolder:
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:
-            self._check_frozen(modality, encoder.digest, recorded)
+            # The coordinator of sites with their own data knows the encoders by what the sites stated.
+            self._check_frozen(modality, (encoder.digest, encoder.stated), recorded)
         return encoder
 
-    def _check_frozen(self, what: str, found: str, recorded: str) -> None:
-        if found != recorded:
+    def _check_frozen(self, what: str, digests: Sequence[str], recorded: str) -> None:
+        """Refuse frozen weights of which no digest is the recorded one."""
+        if recorded not in digests:
             name, weights = self.backbone.name, self.backbone.pretrained or "its own weights"
             place = f"{self.folder / 'config.json'}: frozen.{what}"
             allowed = f"the encoder the model was trained with ({recorded[:12]}): the same weights and library version"
-            raise InputError(place, f"{name} with {weights} ({found[:12]})", allowed)
+            found = " or ".join(each[:12] for each in digests)
+            raise InputError(place, f"{name} with {weights} ({found})", allowed)
 
     def _beside(self, kind: str) -> Payload:
         path, expected = self.folder / f"{kind}.safetensors", self.config.released_with[kind]
@@ -290,6 +293,18 @@ class Release:
         """
         return self.files.build(prepared.inputs, prepared.label_names, modalities)
 
+    def check_one_data_set(self, instead: str) -> None:
+        """Refuse a run whose data only the sites have.
+
+        Args:
+            instead: what the user can do.
+
+        Raises:
+            InputError: it is such a run.
+        """
+        if self.scenario.data is None:
+            raise InputError(str(self.run.root), "a run whose data only the sites have (partition.kind own)", instead)
+
     def check_data(self, prepared: Prepared) -> None:
         """Refuse data that have changed since the run.
 
@@ -307,12 +322,14 @@ class Release:
         Raises:
             InputError: there is none because the data are vectors or bags of words, or it is not that of the run.
         """
-        data = self.scenario.dealt
+        data = self.scenario.data
+        name = "the sites" if data is None else f"data set {data.name}"
+        texts = self.config.texts if data is None else catalogue.text_kind(data)
         allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
         if self.scenario.backbone.name == "features":
-            raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)
-        if modality == "text" and catalogue.text_kind(data) == "bag":
-            raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
+            raise InputError("search", f"a run on the bare vectors of {name}", allowed)
+        if modality == "text" and texts == "bag":
+            raise InputError("search", f"a run whose texts are bags of words, those of {name}", allowed)
         return self.files.encoder(modality)
 
 

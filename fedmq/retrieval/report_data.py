@@ -23,7 +23,7 @@ from fedmq.extras import package
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.progress import Progress
-from fedmq.retrieval.gallery import caption_texts
+from fedmq.retrieval.gallery_data import caption_texts
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.report_records import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json

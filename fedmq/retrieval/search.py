@@ -121,6 +121,8 @@ def find(
         modalities = (query.modality,)
         if isinstance(release, ModelFolder):
             model = release.alone(modalities)
+        elif release.scenario.data is None:
+            model = release.files.alone(modalities)
         else:
             model = release.retriever(gallery.prepared, modalities)
         vector = embed(model, query.modality, [encoded], lambda _: None)

@@ -51,6 +51,8 @@ def opened(
     release = open_release(root, device)
     scenario = release.scenario
     names, personal_only = scenario.silo_names, programs.traits_of(scenario).personal_only
+    if scenario.data is None and (personal_only or silo is not None):
+        _refuse_personal(release, silo, personal_only=personal_only)
     if silo is None:
         if personal_only:
             method = scenario.protocol.label
@@ -64,6 +66,15 @@ def opened(
     if personal_only:
         _check_trained(release, population, silo)
     return replace(release, own=programs.own(release, population, message))
+
+
+def _refuse_personal(release: Release, silo: str | None, *, personal_only: bool) -> None:
+    """Refuse to rebuild a personal model of a run whose data only the sites have."""
+    why = "personal models are rebuilt from the run's data, which with partition.kind own only the sites have"
+    if personal_only:
+        found = f"{release.scenario.protocol.label}, whose models are personal, on sites' own data"
+        raise InputError(str(release.run.root), found, f"a run on one data set: {why}")
+    raise InputError("--silo", str(silo), f"no --silo, which uses the shared model: {why}")
 
 
 def _check_trained(release: Release, population: Population, silo: str) -> None:

@@ -475,7 +475,8 @@ class ReleaseConfig(Stored):
         label_names: names of the data's labels, in the order of a classifier's outputs.
         texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
         frozen: digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks``
-            is that of encoders that contain the adapters. Empty for features.
+            is that of encoders that contain the adapters. Empty for features. With ``partition.kind own`` it is the
+            digest that the sites stated, :func:`fedmq.encoders.base.stated_digest`.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
     """
 

@@ -211,8 +211,13 @@ def load_aligned(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file.
+
+    Args:
+        path: the file.
+        tensors: its content.
+        metadata: texts by name that it also holds.
 
     Raises:
         OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
@@ -221,7 +226,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
     try:
-        save_file(dict(tensors), path)
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

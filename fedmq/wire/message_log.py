@@ -22,6 +22,7 @@ from fedmq.config.run_id import digest_of
 from fedmq.errors import DiskError, InputError
 from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
+from fedmq.storage.regular_files import bounded_lines, open_regular
 from fedmq.storage.run_folder import make_folder, writing
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_mirror import mirror
@@ -103,6 +104,8 @@ class MessageLog:
         self._signed = 0  # number of records when the log was signed last
         self._write_lock = threading.RLock()
         make_folder(path.parent)
+        if os.path.lexists(path):  # opening a FIFO would block, and reading a device would not end
+            open_regular(path, "a message log").close()
         with writing(path):
             self._file = path.open("ab", buffering=0)
         try:
@@ -122,8 +125,8 @@ class MessageLog:
             time.sleep(0.05)
 
     def _continue(self) -> None:
-        with self.path.open("rb") as file:
-            for line in file:
+        with open_regular(self.path, "a message log") as file:
+            for _, line in bounded_lines(self.path, file, "a message log"):
                 if not line.endswith(b"\n"):
                     break
                 record = record_of(line)

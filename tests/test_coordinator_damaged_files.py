@@ -1,0 +1,125 @@
+"""Files of a run that were changed after they were written: a run that is resumed refuses them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import checkpoint_files as checkpoints
+from coordinator.checkpoint_files import Checkpoint
+from coordinator.checkpoint_records import RoundsRecord
+from coordinator.counters import Counters
+from fedmq.clock import WallClock
+from fedmq.errors import InputError
+from fedmq.federation.protocol import State
+from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs.status import StatusFile, read_status
+from fedmq.storage.json_files import read_json
+from fedmq.wire.message_log import MessageLog
+from silos.personal_state import StateStore
+
+
+def saved(folder: Path) -> Path:
+    rounds = RoundsRecord(version=2, gone=[], flights={"a": [5, 2, 2]}, sequences={"a": 5}, losses={"a": 1.5})
+    state = State(torch.zeros(3), {}, {})
+    counters = Counters(sent=4).to_record()
+    made = checkpoints.save(folder, Checkpoint(rounds, {2: state}, 1.5, {"a": 2.5}, counters, {"a": (5, 1.5)}))
+    return made / "checkpoint.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda record: record["tally"].update(sent=5), "other content than was written"),
+        (lambda record: record["tally"].update(sent=-1), "greater than or equal to 0"),
+        (lambda record: record.update(now=float("nan")), "now"),
+        (lambda record: record.update(now=-1.0), "now"),
+        (lambda record: record["rounds"]["flights"].update(a=[5, -2, 2]), "flights.a.1"),
+        (lambda record: (record.pop("digest"), record["rounds"]["flights"].update(a=[5, 1, 2])), "no state of version"),
+        (lambda record: (record.pop("digest"), record["rounds"].update(version=3)), "no state of version 3"),
+    ],
+)
+def test_a_changed_checkpoint_is_refused(change: object, found: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert checkpoints.load(tmp_path) is not None
+    record = json.loads(path.read_text())
+    change(record)  # type: ignore[operator]
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=found):
+        checkpoints.load(tmp_path)
+
+
+def test_a_fifo_in_place_of_a_state_is_refused(tmp_path: Path) -> None:
+    state = saved(tmp_path).with_name("state-000002.safetensors")
+    state.unlink()
+    os.mkfifo(state)
+    with pytest.raises(InputError, match="a FIFO"):
+        checkpoints.load(tmp_path)
+
+
+def test_a_checkpoint_of_more_rounds_or_other_silos_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    loaded = checkpoints.load(tmp_path)
+    assert loaded is not None
+    checkpoints.check_fits(tmp_path, loaded, 2, ["a", "b"])
+    with pytest.raises(InputError, match="the run has 1 rounds"):
+        checkpoints.check_fits(tmp_path, loaded, 1, ["a", "b"])
+    with pytest.raises(InputError, match="the run has no such silo"):
+        checkpoints.check_fits(tmp_path, loaded, 2, ["b"])
+
+
+def test_a_changed_value_of_a_personal_state_is_refused(tmp_path: Path) -> None:
+    StateStore(tmp_path).keep(1, {"w": torch.arange(4.0), "n": torch.tensor(3)}, 0)
+    assert torch.equal(StateStore(tmp_path).before(2)["w"], torch.arange(4.0))
+    (path,) = tmp_path.glob("task-*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="other content than was written"):
+        StateStore(tmp_path).before(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"now": -1.0}, {"elapsed": float("nan")}, {"loss": float("inf")}, {"round": 6}, {"metrics_round": 6}],
+)
+def test_a_status_with_impossible_numbers_is_refused(change: dict[str, float], tmp_path: Path) -> None:
+    facts = {
+        "run": "a", "written": "2026-11-26T12:00:02+00:00", "phase": "collecting", "round": 2, "rounds": 5,
+        "loss": None, "metrics": {}, "up": 0, "down": 0, "now": 1.5, "elapsed": 1.5, "refused": {},
+        "last_refused": "", "silos": {},
+    }  # fmt: skip
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(facts))
+    assert isinstance(read_status(path), StatusFile)
+    path.write_text(json.dumps({**facts, **change}))
+    with pytest.raises(InputError, match="the status of a run"):
+        read_status(path)
+
+
+def test_an_agreement_with_a_width_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    held = {
+        "label_names": ["a"], "vocabulary": [], "image_shape": [4], "text_shape": [4], "image_dtype": "float32",
+        "text_dtype": "float32", "image_encoder": "none", "text_encoder": "none", "mean": [], "std": [],
+    }  # fmt: skip
+    path = tmp_path / "agreement.json"
+    for width, fits in ((4, True), (2**70, False), (-1, False)):
+        path.write_text(json.dumps({"run": "a", "stated": {}, "agreed": {**held, "image_shape": [width]}}))
+        with contextlib.nullcontext() if fits else pytest.raises(InputError, match="image_shape"):
+            read_json(path, AgreementRecord, "an agreement")
+
+
+@pytest.mark.parametrize("what", ["a device", "a FIFO", "Is a directory"])
+def test_a_log_that_is_no_regular_file_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "silo-00.jsonl"
+    if what == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        (os.mkfifo if what == "a FIFO" else os.mkdir)(path)
+    with pytest.raises(InputError, match=what):
+        MessageLog(path, "silo-00", WallClock())

@@ -29,7 +29,8 @@ class Counters:
         unusable: refused replies and reported errors, by silo.
         errors: task errors reported since the last merge that had a reply, by silo.
         events: timeline events handled, including the present one.
-        seconds: real seconds by phase and in total, summed over resumes.
+        seconds: real seconds by phase and in total, summed over resumes; until the first round, ``gathering`` is the
+            part of ``startup`` before the run's data were known.
     """
 
     up: Counter[str] = field(default_factory=Counter)

@@ -315,7 +315,7 @@ class Loop:
             return
         now = self.clock.stopwatch()
         if "startup" not in self.counters.seconds:
-            self.counters.add_seconds("startup", now - self._began)
+            self.counters.add_seconds("startup", now - self._began + self.counters.seconds.pop("gathering", 0.0))
         for absent in self.rounds.pending.keys() - self.rounds.online:
             self._absent_since.setdefault(absent, now)
 

@@ -150,6 +150,7 @@ def run_coordinator(
     data = None if population is None else population.counted(scenario)
     setting = None if data is None else _resumable(arguments, data, saved, revoked)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
+    began = clock.stopwatch()
     with contextlib.ExitStack() as closing:
         admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
         max_body, wire = own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
@@ -171,7 +172,7 @@ def run_coordinator(
             if arguments.stop_silos:
                 roster.dismiss((*scenario.silo_names, EVALUATOR))
             return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
-        process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted)
+        process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
         if arguments.metrics_port is not None:
@@ -320,6 +321,7 @@ class _Process:
         status: called with the run's status.
         stop_wanted: true stops the run cleanly.
         accepted: public keys of the peers; None without messages.
+        began: stopwatch when the program began to listen [s].
     """
 
     arguments: CoordinatorArguments
@@ -331,6 +333,7 @@ class _Process:
     status: Callable[[Status], None]
     stop_wanted: Callable[[], bool]
     accepted: AcceptedKeys | None
+    began: float
 
     def __post_init__(self) -> None:
         self._loop: Loop | None = None
@@ -355,6 +358,10 @@ class _Process:
             revoked: silos without an accepted key.
         """
         counters = Counters.from_record(saved.counters) if saved else Counters()
+        waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
+        counters.add_seconds("total", waited)
+        if "startup" not in counters.seconds:
+            counters.add_seconds("gathering", waited)
         while True:
             run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
             loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop

@@ -82,6 +82,7 @@ def gathered(
                 training=0,
                 missing=missing,
                 refused=(dict(roster.refused), roster.refusal),
+                refused_ago=roster.refused_ago,
                 online=scenario.silos.count - len(missing),
                 lost=0,
                 loss=None,

@@ -45,7 +45,7 @@ class InProcessPeers:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
-        self.refusal = ""
+        self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
@@ -131,7 +131,7 @@ class InProcessPeers:
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
         """Count and log a refusal; returns the number of its log record."""
         self.refused[error.reason] += 1
-        self.refusal = f"{name}: {error.detail}"
+        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
         return self._log.refused(name, error.reason, error.detail, size)
 
     def silent(self, seconds: float, at: float) -> list[str]:

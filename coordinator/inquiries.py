@@ -104,6 +104,7 @@ class Inquiries:
             elapsed=0.0,
             refused=dict(peers.refused),
             last_refused=printable(peers.refusal)[:ERROR_CHARACTERS],
+            last_refused_at=self._clock.utc(peers.refused_at) if peers.refusal else None,
             silos=silos,
         )
 

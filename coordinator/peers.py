@@ -48,6 +48,7 @@ class Peers(Protocol):
         received: messages received by this process.
         refused: number of refusals, by reason.
         refusal: text of the last refusal.
+        refused_at: stopwatch time of it [s]; 0 without one.
         failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
     """
 
@@ -55,6 +56,7 @@ class Peers(Protocol):
     received: int
     refused: Counter[str]
     refusal: str
+    refused_at: float
     failures: dict[str, str]
 
     @property

@@ -204,12 +204,23 @@ def _roster(
 ) -> Roster:
     """The peers that connect; this process declares its start in its log."""
     identity, accepted = keys
+    restarted = log.records > 1  # the first record is the note of this start
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
     options = arguments.scenario.wire
     roster = Roster(
-        listener, identity, accepted, run, log, clock, max_body, patience=patience, admission=admission, options=options
+        listener,
+        identity,
+        accepted,
+        run,
+        log,
+        clock,
+        max_body,
+        patience=patience,
+        admission=admission,
+        options=options,
+        restarted=restarted,
     )
     names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
     roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)

@@ -24,7 +24,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.refusals import UNKNOWN, RefusalLog
+from fedmq.wire.refusals import UNKNOWN, FormerSessions, RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
@@ -92,6 +92,7 @@ class Roster:
         admission: decides from the data that peers state which of them join; None admits all peers that prove their
             key.
         options: what the coordinator hides of its messages.
+        restarted: whether an earlier process of this coordinator may have had sessions with the peers.
 
     Attributes:
         inquiries: answers inquiries about the run's status; None refuses them.
@@ -110,8 +111,10 @@ class Roster:
         patience: float = 1.0,
         admission: Admission | None = None,
         options: Wire = _DEFAULTS,
+        restarted: bool = False,
     ) -> None:
         self._options = options
+        self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._joining: dict[str, Peer] = {}
@@ -129,7 +132,7 @@ class Roster:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
-        self.refusal = ""
+        self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
@@ -151,6 +154,11 @@ class Roster:
         return self._clock.stopwatch() - self._began
 
     @property
+    def refused_ago(self) -> float:
+        """Real time since the last refusal [s]."""
+        return self._clock.stopwatch() - self.refused_at
+
+    @property
     def wired(self) -> bool:
         """Always true: messages are sealed frames on a transport."""
         return True
@@ -170,7 +178,7 @@ class Roster:
         """
         size = sum(frame.nbytes for frame in frames)
         peer = self._by_address.get(address)
-        proven = peer.session.authentic if peer else 0
+        proven, header = peer.session.authentic if peer else 0, None
         try:
             # The header is not authenticated yet; it only selects the handler, which checks it again.
             header = decode_clear(frames[0])
@@ -186,6 +194,8 @@ class Roster:
         except RemoteWireError as error:
             if peer is None or peer.session.authentic == proven:
                 # No key vouches for the frames, even if they arrived on the connection of a session.
+                if self._former.drop(header, error):
+                    return None
                 self._count(UNKNOWN, error)
                 self._refusals.add(address, error, size)
                 return None
@@ -200,7 +210,9 @@ class Roster:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
             found = error.header if isinstance(error, UnreadableError) else header
-            return None if isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
+            return (
+                None if found is None or isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
+            )
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
@@ -212,12 +224,13 @@ class Roster:
 
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
-        self.refusal = f"{name}: {error.detail}"
+        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
 
     def removed_keys(self, now: float) -> list[str]:
         """Peers whose keys have been removed from the folder since the last call; it is read once a second."""
         if now - self._keys_at < _KEYS_SECONDS:
             return []
+        self._former.note()
         self._keys_at, problem = now, self._accepted.problem
         for address in self._expelled:  # a second ago: the last message is on its way
             self._listener.cut(address)
@@ -234,6 +247,7 @@ class Roster:
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
         self._refusals.flush()
+        self._former.note(all_=True)
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
         digest = hashlib.sha256(b"".join(frames)).digest()
@@ -287,6 +301,7 @@ class Roster:
         responded = pending.responded
         session = confirm(responded, frames)
         del self._pending[address]
+        self._former.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
             return None
@@ -403,6 +418,7 @@ class Roster:
             raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {peer.name} is accepted here")
         header = self.header(peer.name, Kind.REKEYED)
         sealed = rekeying.answer(self._identity, key, peer.session, asked, header)
+        self._former.know(peer.session.session)
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self.sent += 1

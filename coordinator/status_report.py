@@ -11,7 +11,7 @@ from itertools import filterfalse
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.peers import Peers
-from coordinator.rounds import Rounds
+from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.task_limits import TaskLimits
 from fedmq.clock import Clock
@@ -128,9 +128,10 @@ class StatusReport:
             phase=rounds.phase.value,
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
-            training=len(rounds.pending),
+            training=sum(map(roster.online, rounds.pending)),
             missing=tuple(filterfalse(roster.online, (*self._names, *self._evaluation.evaluators))),
             refused=(dict(roster.refused), roster.refusal),
+            refused_ago=now - roster.refused_at,
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),
             loss=self._loss,
@@ -172,11 +173,12 @@ class StatusReport:
             elapsed=round(now - self._began, 3),
             refused=dict(roster.refused),
             last_refused=printable(roster.refusal)[:ERROR_CHARACTERS],
+            last_refused_at=self._clock.utc(roster.refused_at) if roster.refusal else None,
             silos={name: self._silo(name, rounds, seen, now) for name in self._names},
         )
 
     def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:
-        seconds = self.limits.seconds(name, now)
+        seconds = None if rounds.phase is Phase.STOPPED else self.limits.seconds(name, now)
         return SiloStatus(
             phase=self._phase(name, rounds, seen, training=seconds is not None),
             heard=self._heard.get(name),
@@ -190,6 +192,8 @@ class StatusReport:
     def _phase(self, name: str, rounds: Rounds, seen: set[str], *, training: bool) -> SiloPhase:
         if name in self.limits.overdue:
             return SiloPhase.OVERDUE
+        if self._roster.online(name) and rounds.phase is Phase.STOPPED:
+            return SiloPhase.STOPPED
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
         if name not in seen and name not in self._roster.failures:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fedmq.config import user_files
 from fedmq.errors import FedmqError, InputError
 from fedmq.wire.channel import Channel
 from fedmq.wire.messages import Kind
@@ -26,11 +27,15 @@ def end_reported(link: Channel) -> Iterator[None]:
         raise
 
 
-def reportable(error: Exception) -> str:
+def reportable(error: Exception, *, whole: bool = False) -> str:
     """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
 
     Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
-    type is sent, since its text may contain anything.
+    type is sent, since its text may contain anything, and the line of the user's own file, which all processes have.
+
+    Args:
+        error: the error.
+        whole: send its text, too: all processes of the run belong to one user of this machine.
     """
     name = type(error).__name__
     match error:
@@ -40,4 +45,5 @@ def reportable(error: Exception) -> str:
         case FedmqError():
             return f"{name}: {_FOLDERS.sub('', str(error))}"
         case _:
-            return name
+            place = user_files.place_of_error(error)
+            return f"{f'{place}: ' if place else ''}{name}{f': {error}' if whole else ''}"

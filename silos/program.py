@@ -72,6 +72,7 @@ class SiloArguments:
         site: the silo's site, which has its data if the silos have their own data; None without a site file.
         logs: options of the log for operators; None for no log.
         policy: file of the policy for what may leave the silo; None allows everything.
+        simulated: `fedmq scenario` started it on this machine, so errors may be reported with their whole text.
     """
 
     run: ResolvedRun
@@ -84,6 +85,7 @@ class SiloArguments:
     site: Site | None = None
     logs: LogOptions | None = None
     policy: Path | None = None
+    simulated: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -105,7 +107,7 @@ class Silo:
         self, arguments: SiloArguments, population: Population, model: TwoTower | None = None, *, noise: int | bytes
     ) -> None:
         scenario = arguments.scenario
-        self.scenario = scenario
+        self.scenario, self.simulated = scenario, arguments.simulated
         self.population = population
         self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
@@ -456,7 +458,7 @@ def reply_to(
     except fatal:
         raise
     except Exception as error:
-        reported = reportable(error)
+        reported = reportable(error, whole=silo.simulated)
         logger.warning("failed", error=f"{type(error).__name__}: {error}", **what)
         if not isinstance(error, FedmqError):
             print_line(traceback.format_exc(), error=True)

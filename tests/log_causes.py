@@ -21,6 +21,7 @@ OUTSIDE = frozenset(
     {
         NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED, NoteKind.INLINE, NoteKind.AGREED, NoteKind.STAYED_AWAY,
         NoteKind.NOT_DELIVERED, NoteKind.EVALUATOR_GIVEN_UP, NoteKind.NOT_MEASURED, NoteKind.ERROR_REPORTED,
+        NoteKind.FORMER_SESSIONS,
         NoteKind.REFUSALS_COUNTED, NoteKind.KEYS_UNREADABLE, NoteKind.INQUIRED, NoteKind.WALL_CLOCK_FAULTS,
     }
 )  # fmt: skip

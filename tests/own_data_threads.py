@@ -19,6 +19,7 @@ from fedmq.errors import FedmqError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
+from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
@@ -47,6 +48,7 @@ class OwnRun:
 
     Attributes:
         started: names of the silos that were started, and of the evaluator.
+        statuses: what the coordinator reported to its display.
     """
 
     root: Path
@@ -61,7 +63,7 @@ class OwnRun:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
         self.uri = self.uri or f"memory://own-{next(_NUMBERS)}"
         self.run = run_of(self.scenario)
-        self.started = set[str]()
+        self.started, self.statuses = set[str](), list[Status]()
         self._threads: list[threading.Thread] = []
         init_keys(self.root / "keys", ("coordinator", EVALUATOR, *self.scenario.silo_names))
 
@@ -107,7 +109,9 @@ class OwnRun:
         """Run the coordinator, then wait for the others."""
         arguments = CoordinatorArguments(self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True)
         try:
-            outcome = run_coordinator(arguments, listening=lambda _: listening(), stop_wanted=stop_wanted)
+            outcome = run_coordinator(
+                arguments, listening=lambda _: listening(), stop_wanted=stop_wanted, status=self.statuses.append
+            )
         finally:
             self.wait()
         check_causes(self.root / "run")

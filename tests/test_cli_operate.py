@@ -60,6 +60,17 @@ def test_a_live_run_with_errors_names_them_without_control_characters(
     assert "silos.silo-02.phase" in capfd.readouterr().err
 
 
+def test_the_status_of_a_run_that_has_not_started_says_so(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "messages").mkdir()  # a silo has started its log
+    assert fedmq(monkeypatch, "status", tmp_path) == 2
+    assert "found 'no scenario.yaml in it: the run has not started yet'" in capfd.readouterr().err
+    (tmp_path / "scenario.yaml").write_text((finished / "scenario.yaml").read_text())
+    assert fedmq(monkeypatch, "status", tmp_path) == 2
+    assert "no status.json in it: the run has not started yet" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_prune_removes_checkpoints_and_states_of_a_finished_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

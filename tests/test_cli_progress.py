@@ -60,6 +60,20 @@ def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) 
     )
 
 
+def test_the_last_refusal_is_shown_with_its_age_and_only_for_a_minute(tiny: Path) -> None:
+    screen, wrong = io.StringIO(), ({"unknown_sender": 8}, "silo-09: no such key")
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        for number, ago in enumerate((0.2, 34.0, 61.0)):
+            at = 20.0 * (number + 1)
+            show(Status("collecting", 1, 4, 3, (), wrong, 4, 0, None, {}, 0, 0.0, at, refused_ago=ago))
+    shown = [line.partition("  refused: ")[2] for line in screen.getvalue().splitlines()[1:]]
+    assert shown == [
+        "8 unknown_sender; the last of silo-09: no such key",
+        "8 unknown_sender; the last, 34 s ago, of silo-09: no such key",
+        "",
+    ]
+
+
 def test_the_processes_a_run_waits_for_are_shown_when_they_change_and_every_ten_seconds(tiny: Path) -> None:
     screen = io.StringIO()
     both, one = ("silo-02", "silo-03"), ("silo-03",)

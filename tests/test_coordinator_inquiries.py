@@ -168,7 +168,7 @@ def test_an_invalid_status_is_refused_in_one_line() -> None:
 def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:
     class Peers:
         refused: dict[str, int] = {}  # noqa: RUF012
-        refusal = ""
+        refusal, refused_at = "", 0.0
         failures: dict[str, str] = {}  # noqa: RUF012
 
         def online(self, name: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from fedmq.config import loader
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.launch.hosting import Limits, plan_hosting
-from fedmq.launch.private_folder import private_folder, socket_folder
+from fedmq.launch.private_folder import FORKSERVER, private_folder
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri
 from fedmq.wire.transports.shared import MAX_BRANCHES
@@ -93,10 +94,9 @@ def test_sockets_fit_whatever_the_length_of_the_folder_for_temporary_files(lengt
             assert stat.S_IMODE(private.stat().st_mode) == 0o700
             check_uri(f"ipc://{private}/wire", "uri", listening=True)
             assert_binds(f"{private}/wire")
-            # The forkserver's socket, as multiprocessing makes it.
-            own = tempfile.mkdtemp(prefix="pymp-", dir=socket_folder())
+        with private_folder(FORKSERVER) as forks:  # the forkserver's socket, as multiprocessing makes it in there
+            own = tempfile.mkdtemp(prefix="pymp-", dir=forks)
             assert_binds(tempfile.mktemp(prefix="listener-", dir=own))
-            shutil.rmtree(own)
         assert not private.exists()
 
 
@@ -121,3 +121,16 @@ def test_keys_that_others_could_read_or_replace_are_refused_in_one_line(mode: in
             assert str(path) in str(error) and "chmod" in str(error) and "\n" not in str(error)
         else:
             assert not wrong
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_with_a_long_folder_for_temporary_files(tiny: Path, tmp_path: Path) -> None:
+    words = ["--vary", "training.learning_rate=0.001", "--seeds", "0", "--set", "rounds=1"]
+    places = ["--out", str(tmp_path / "table"), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [sys.executable, "-m", "fedmq", "compare", str(tiny), *words, *places, "--quiet"],
+        env={**os.environ, "TMPDIR": str(folder_of(tmp_path, 120 + len(str(tmp_path))))},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "learning_rate=0.001" in done.stdout

@@ -9,10 +9,9 @@ import pytest
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import check_policy, read_policy
 from fedmq.audit.policy_guard import guard_of, kinds_needed
-from fedmq.errors import DiskError, InputError
+from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.runs.status import SiloPhase, StatusFile
-from fedmq.storage.json_files import read_json
+from fedmq.runs.status import SiloPhase, read_status
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Payload
@@ -112,9 +111,33 @@ def test_a_silo_that_ends_with_an_error_after_it_joined_is_lost_with_its_error(
     run.coordinate(listening=lambda: run.start(*NAMES), stop_wanted=lambda: bool(lost(run)))
     assert reported(run)["silo-02"] == "the silo has ended: DiskError: state: the disk is full"
     assert "silo-02" in lost(run)
-    status = read_json(run.folder.status, StatusFile, "the status").silos["silo-02"]
-    assert status.phase is SiloPhase.LOST
-    assert status.error == "the silo has ended: DiskError: state: the disk is full"
+    status = read_status(run.folder.status)
+    assert status.silos["silo-02"].error == "the silo has ended: DiskError: state: the disk is full"
+    # Of a run that has stopped: no silo trains any more.
+    assert status.phase == "stopped"
+    assert [status.silos[name].phase for name in NAMES] == [SiloPhase.STOPPED, SiloPhase.STOPPED, SiloPhase.LOST]
+    assert {each.task_seconds for each in status.silos.values()} == {None}
+    shown = [each for each in run.statuses if each.lost]
+    assert shown and all(each.lost + max(each.online, each.training) <= len(NAMES) for each in shown)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_silo_is_shown_until_it_replies_to_a_later_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond, failed = Silo.respond, list[str]()
+
+    def once(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        if message.header.kind is Kind.TASK and message.header.sequence == 1 and silo.facts.name != "silo-01":
+            failed.append(silo.facts.name)
+            raise RunError("the first task fails")
+        return respond(silo, message)
+
+    monkeypatch.setattr(Silo, "respond", once)
+    run = OwnRun(tmp_path, more={"participation": 1.0})
+    outcome = run.coordinate(listening=lambda: run.start(*NAMES))
+    assert outcome.summary is not None and sorted(failed) == ["silo-00", "silo-02"] == sorted(reported(run))
+    assert {each.error for each in read_status(run.folder.status).silos.values()} == {""}
 
 
 def test_a_device_that_does_not_exist_is_refused_before_anything_is_written_or_sent(tmp_path: Path) -> None:

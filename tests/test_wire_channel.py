@@ -205,7 +205,7 @@ class Hurried(WallClock):
 
 
 @pytest.mark.slow
-def test_a_silo_without_an_answer_reports_that_once(tmp_path: Path) -> None:
+def test_a_silo_without_an_answer_reports_that_and_repeats_it_every_minute(tmp_path: Path) -> None:
     keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
     init_keys(keys, (COORDINATOR, SILO))
     listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
@@ -216,7 +216,9 @@ def test_a_silo_without_an_answer_reports_that_once(tmp_path: Path) -> None:
         time.sleep(0.1)
     link.close()
     listener.close()
-    (line,) = told
+    line, *later = told
+    assert later[0] == f"silo-00: still no answer from {uri} after 60 s; it keeps trying"
+    assert len(set(later)) == len(later) <= 5  # at most 100 s of this clock
     assert line.startswith(f"silo-00: no answer from {uri} for 10 s: ")
     assert RUN in line
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +47,24 @@ def continued_by_repeating() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         say_interrupted("; repeat the command to continue")
+        sys.exit(FAILED)
+
+
+@contextlib.contextmanager
+def continued_by_the_same_command() -> Iterator[None]:
+    """On Ctrl-C or SIGTERM, say that the same command continues, and end as without a handler."""
+    more = "; start it again with the same command, and it continues"
+
+    def terminated(number: int, _frame: object) -> None:
+        say_interrupted(more, "terminated")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_interrupted(more)
         sys.exit(FAILED)
 
 

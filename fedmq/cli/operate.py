@@ -90,7 +90,14 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
 
     if run is None:
         raise InputError("status", "no run", "a run folder, or --connect URI to query its coordinator")
+    begun = run.is_dir() and ((run / "messages").is_dir() or not any(run.iterdir()))
+    if begun and not (run / "scenario.yaml").exists():
+        found = "no scenario.yaml in it: the run has not started yet"
+        raise InputError(str(run), found, "a run folder whose coordinator has been started")
     path = open_run(run).status
+    if not path.exists() and not path.parent.joinpath("summary.json").exists():
+        found = "no status.json in it: the run has not started yet, as not all of its silos have joined"
+        raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 
     return lambda: read_status(path)
@@ -184,9 +191,9 @@ def _show(status: StatusFile, now: datetime) -> None:
     if status.phase not in _ENDED and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow", highlight=False)
-    refused = f", {sum(status.refused.values())} messages refused" if status.refused else ""
+    refused = f", {_refused(status, now)}" if status.refused else ""
     total = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
-    out.print(total, highlight=False)
+    out.print(total, highlight=False, markup=False, soft_wrap=True)
     up, down = (Column(f"MB {way}", justify="right", no_wrap=True) for way in ("up", "down"))
     table = Table(Column("silo", overflow="fold"), "phase", "last message", "task", up, down)
     for name, silo in sorted(status.silos.items()):
@@ -198,6 +205,14 @@ def _show(status: StatusFile, now: datetime) -> None:
     for name, silo in sorted(status.silos.items()):
         if silo.error:
             out.print(f"{name}, last error: {printable(silo.error)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _refused(status: StatusFile, now: datetime) -> str:
+    total = sum(status.refused.values())
+    count = f"{total} message{'s' if total > 1 else ''} refused"
+    if status.last_refused_at is None:
+        return count
+    return f"{count}, the last {_ago(status.last_refused_at, now)} ago of {printable(status.last_refused)}"
 
 
 def _task(silo: SiloStatus) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import bar, continued_by_repeating, err, starting
+from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, starting
 from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
@@ -444,7 +444,8 @@ def silo_command(
     place = (here.name, here.connect, here.keys, here.out, here.device)
     logs = _logs_of_a_program(log_level, log_file, log_format)
     rules = policy or (None if here.site is None else here.site.policy)
-    run_silo(SiloArguments(run, *place, site=here.site, policy=rules, logs=logs))
+    with continued_by_the_same_command():
+        run_silo(SiloArguments(run, *place, site=here.site, policy=rules, logs=logs))
 
 
 def evaluator_command(
@@ -473,6 +474,6 @@ def evaluator_command(
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=EVALUATOR, keys=keys, connect=connect, device=device, out=out_dir)
     place = (here.connect, here.keys, here.out, here.device)
-    run_evaluator(
-        EvaluatorArguments(run, *place, site=here.site, logs=_logs_of_a_program(log_level, log_file, log_format))
-    )
+    logs = _logs_of_a_program(log_level, log_file, log_format)
+    with continued_by_the_same_command():
+        run_evaluator(EvaluatorArguments(run, *place, site=here.site, logs=logs))

@@ -32,6 +32,8 @@ _GATHERING_SECONDS = 2.0
 _MANY = 5
 #: Maximum number of slow silos shown.
 _SLOW_SHOWN = 3
+#: Time after which a progress line no longer has the last refusal, and until it has its age [s].
+_REFUSED_SECONDS, _FRESH_SECONDS = 60.0, 10.0
 #: Maximum length of a refusal as shown [characters].
 _SHOWN = 160
 #: Width of the middle column of the live display, which then fits 80 columns.
@@ -57,11 +59,17 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def _refused(status: Status) -> str:
-    """Refused messages by reason, and the last refusal in detail, for users who launch silos manually."""
+    """Refused messages by reason, and the last refusal in detail, for users who launch silos manually.
+
+    Empty if there was none in the last minute: its cause no longer lasts.
+    """
     reasons, last = status.refused
+    if not any(status.refused) or status.refused_ago > _REFUSED_SECONDS:
+        return ""
+    ago = f", {status.refused_ago:.0f} s ago," if status.refused_ago >= _FRESH_SECONDS else ""
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     last = printable(last)
-    return f"{counts}; the last of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
+    return f"{counts}; the last{ago} of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
 
 
 def waited_for(status: Status) -> str:
@@ -89,7 +97,7 @@ def _of_round(status: Status) -> str:
 
 
 def _line(status: Status, left: str) -> str:
-    refused = f"  refused: {_refused(status)}" if any(status.refused) else ""
+    refused = f"  refused: {found}" if (found := _refused(status)) else ""
     waiting = waited_for(status)
     if status.phase == "gathering" and waiting:
         return f"waiting for {waiting}{refused}"
@@ -131,8 +139,8 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
     table.add_row("metrics", _metrics(measured, _of_round(status)), size_text(status.bytes))
     if waiting_for := waited_for(status):
         table.add_row("waiting for", escape(waiting_for))
-    if any(status.refused):
-        table.add_row("refused", escape(_refused(status)))
+    if refused := _refused(status):
+        table.add_row("refused", escape(refused))
     return table
 
 
@@ -246,6 +254,14 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
     return f"R@1 over silos: std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
 
 
+def _failed_at(summary: RunSummary) -> str:
+    """The silos with replies that could not be merged, those with most of them first."""
+    found = {name: each.refused + each.scripted + each.errors for name, each in summary.unusable_replies.items()}
+    first = sorted(found, key=lambda name: (-found[name], name))
+    shown_silos = ", ".join(f"{name} {found[name]}" for name in first[:_MANY])
+    return f" ({shown_silos}{f' and {len(first) - _MANY} more silos' if len(first) > _MANY else ''})" if first else ""
+
+
 def _head(folder: RunFolder) -> str:
     """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
     path = folder.messages(COORDINATOR)
@@ -267,7 +283,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             known = [(whose, measured[metric.name]) for whose, measured, _ in models if metric.name in measured]
             say(console, f"{metric.title}: {', '.join(f'{whose}{value:.4f}' for whose, value in known)}")
     seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
-    lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
+    lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed{_failed_at(summary)}, {tasks.discarded} discarded\n"
     # Only paths can make these lines longer than 80 columns; they stay in one piece to be copied.
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"

@@ -29,6 +29,8 @@ _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.py"
 _REFERENCE = re.compile(rf"(?P<file>{_FILE})@(?P<digest>[0-9a-f]{{64}})")
 #: Prevents two threads from executing a file twice, which would create two versions of its classes.
 _LOCK = threading.RLock()
+#: Variable of an executed file with its name, for :func:`place_of_error`.
+_NAME = "__fedmq_user_file__"
 
 
 class UserFileError(InputError):
@@ -111,6 +113,7 @@ def _executed(reference: str) -> ModuleType:
         raise UserFileError(file, f"content with SHA-256 {digest[:12]}, unknown here", allowed)
     module = ModuleType(f"fedmq_user_{digest}")
     module.__file__ = str(path)
+    vars(module)[_NAME] = file
     sys.modules[module.__name__] = module  # dataclasses and type hints look up their module there
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))  # noqa: S102 - requested by the user
@@ -133,3 +136,12 @@ def load(reference: str) -> ModuleType:
     """
     with _LOCK:
         return _executed(reference)
+
+
+def place_of_error(error: BaseException) -> str:
+    """File name and line of the last call of a user's file that led to an error; empty if there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _NAME in frame.f_globals:
+            place = f"{frame.f_globals[_NAME]}: line {line}"
+    return place

@@ -29,16 +29,17 @@ def _answer(_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def say_interrupted(more: str = "") -> None:
+def say_interrupted(more: str = "", how: str = "interrupted") -> None:
     """Print that the command was interrupted.
 
     Args:
         more: how it continues, e.g. ``; repeat the command to continue``.
+        how: how it ended.
     """
     with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
         # A terminal has just echoed ^C.
         start = b"\n" if os.isatty(2) else b""
-        os.write(2, start + f"fedmq: interrupted{more}\n".encode())
+        os.write(2, start + f"fedmq: {how}{more}\n".encode())
 
 
 def say_stopping(resume: str = "--resume RUN") -> None:

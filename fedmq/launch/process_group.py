@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -124,10 +124,12 @@ class ProcessGroup:
             names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
             if names:
                 first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
+                first = replace(first, simulated=self.cluster is None)
                 self._start(name, children.host_process, HostArguments(names, first, self.hosting.most, index))
         else:
             site = self.sites.get(name)
             silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
+            silo = replace(silo, simulated=self.cluster is None)
             self._start(name, children.silo_process, silo)
 
     def _process_of(self, name: str) -> str:

@@ -62,6 +62,7 @@ def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], Non
         InputError: the data cannot be read, or not partitioned as configured.
         RunError: the process died.
     """
+    warm_up(run.scenario.backbone.name)
     line, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=children.population_process, args=(run, theirs), daemon=True)
     process.start()

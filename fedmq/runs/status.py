@@ -44,6 +44,7 @@ class SiloPhase(StrEnum):
     TRAINING = "training"  # has a task and has not replied
     OVERDUE = "overdue"  # connected, but its last task exceeded its limit; not selected until it replies or rejoins
     LOST = "lost"  # disconnected; its task is sent again when it rejoins
+    STOPPED = "stopped"  # was connected when the run stopped
     GIVEN_UP = "given up"  # stayed away; not selected until it rejoins
 
 
@@ -56,7 +57,7 @@ class SiloStatus(Stored):
         task_seconds: real time since its pending task was sent [s]; None without a task at a connected silo.
         limit: real time after which that task has failed [s]; None without a limit.
         error: the last error that it reported, or the reason why its last task failed; empty if there was none since
-            the coordinator started.
+            the coordinator started, or after it has replied to a later task.
         up: bytes of payload tensors received from it since the coordinator started.
         down: bytes of payload tensors sent to it since the coordinator started.
     """
@@ -105,6 +106,7 @@ class StatusFile(Stored):
         elapsed: real time since the coordinator started [s].
         refused: number of refused messages by reason, since the coordinator started.
         last_refused: one line about the last refused message.
+        last_refused_at: its date and time, UTC; None without one, and in files of older releases.
         silos: status of each silo.
         coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
@@ -124,6 +126,7 @@ class StatusFile(Stored):
     elapsed: _Seconds
     refused: dict[str, _Count]
     last_refused: str
+    last_refused_at: _Time | None = None
     silos: dict[str, SiloStatus]
     coordinator: CoordinatorFacts | None = None
 
@@ -165,7 +168,7 @@ class Status:
         phase: phase of the rounds' state machine.
         round: number of merges so far.
         rounds: total number of merges.
-        training: number of silos with a pending task.
+        training: number of connected silos with a pending task.
         missing: silos, and the evaluator, that have no session.
         refused: number of refused messages by reason, and one line about the last one, with its sender.
         online: number of silos with a session.
@@ -180,6 +183,7 @@ class Status:
         overdue: silos whose task exceeded its limit, or the evaluator, that have not replied since.
         minimum: number of silos that start the run; None for all.
         metrics_round: round of ``metrics``, which may be an earlier one; None before the first evaluation.
+        refused_ago: real time since the last refused message [s].
     """
 
     phase: str
@@ -199,3 +203,4 @@ class Status:
     overdue: tuple[str, ...] = ()
     minimum: int | None = None
     metrics_round: int | None = None
+    refused_ago: float = 0.0

@@ -249,6 +249,9 @@ class Channel:
                 if host := unknown_host(self._uri):
                     why = f"the name {host} is unknown on this machine"
                 self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
+                if minutes := int((now - self._unanswered_since) // 60):
+                    after = "60 s" if minutes == 1 else f"{minutes} min"
+                    self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
         elif self._new_keys_due(self._session, now):
             self._ask_for_keys(connection, self._session)
         elif now - self._beat_at >= beat:
@@ -463,6 +466,7 @@ class Channel:
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
+                ask += ", or this process was started with the wrong key file (--keys)"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
                 self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")

@@ -22,7 +22,7 @@ _INFO = frozenset(
     {
         NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED, NoteKind.ENDED, NoteKind.RELEASED, NoteKind.ALL_MERGED,
         NoteKind.INLINE, NoteKind.REPLY_DISCARDED, NoteKind.LEFT_OUT_BY_KRUM, NoteKind.FAULT, NoteKind.STATE_KEPT,
-        NoteKind.RECONNECTED,
+        NoteKind.RECONNECTED, NoteKind.FORMER_SESSIONS,
     }
 )  # fmt: skip
 _WARNING = frozenset(

@@ -66,6 +66,8 @@ class NoteKind(StrEnum):
     LEFT_OUT_BY_KRUM = "reply left out by krum"
     ALL_MERGED = "all rounds merged"
     CHECKPOINT_REFUSED = "checkpoint refused"
+    #: Dropped, not refused: peers sent them before they noticed that the coordinator had restarted.
+    FORMER_SESSIONS = "messages of sessions before the restart dropped"
     REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
     KEYS_UNREADABLE = "the folder of accepted keys cannot be read completely"
     #: Written by the coordinator when a process first asks for the run's status.

@@ -1,4 +1,7 @@
-"""Log records of refused, unauthenticated frames: a limited number per minute, the rest as one count."""
+"""Log records of refused, unauthenticated frames: a limited number per minute, the rest as one count.
+
+After a restart, messages of sessions with the earlier process are counted apart.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Header, Kind, Reason, ShortHeader
 
 #: Name in the log of a sender that has not proven who it is.
 UNKNOWN = "unknown"
@@ -16,6 +20,10 @@ UNKNOWN = "unknown"
 PER_CONNECTION = 20
 PER_MINUTE = 100
 _WINDOW_SECONDS = 60.0
+#: Time after which the messages of former sessions are noted as one count [s]; most arrive together.
+_FORMER_SECONDS = 10.0
+#: Maximum number of sessions of this process that are remembered; the oldest are forgotten.
+_MAX_SESSIONS = 4096
 
 
 class RefusalLog:
@@ -56,3 +64,42 @@ class RefusalLog:
         if self._unlogged:
             self._log.note(NoteKind.REFUSALS_COUNTED, count=self._unlogged)
         self._unlogged = 0
+
+
+class FormerSessions:
+    """Messages of sessions that peers had with an earlier process of this coordinator, which cannot open them.
+
+    A restart leaves such messages in the peers' queues. They are dropped like any message without a session.
+
+    Args:
+        log: the message log of this process.
+        clock: clock for the interval between two notes.
+        restarted: whether there was an earlier process.
+    """
+
+    def __init__(self, log: MessageLog, clock: Clock, *, restarted: bool) -> None:
+        self._log, self._clock, self._restarted = log, clock, restarted
+        self._known: dict[bytes, None] = {}
+        self._dropped, self._first = 0, math.inf
+
+    def know(self, session: bytes) -> None:
+        """Remember a session of this process, whose refused messages are not of a former one."""
+        self._known[session] = None
+        while len(self._known) > _MAX_SESSIONS:
+            del self._known[next(iter(self._known))]
+
+    def drop(self, header: Header | ShortHeader | None, error: RemoteWireError) -> bool:
+        """Count an unauthenticated message if it is of a former session; returns whether it is."""
+        if not self._restarted or header is None or not header.session or header.session in self._known:
+            return False
+        ready = isinstance(header, Header) and header.kind is Kind.READY
+        if error.reason != (Reason.UNEXPECTED if ready else Reason.UNKNOWN_SESSION):
+            return False
+        self._dropped, self._first = self._dropped + 1, min(self._first, self._clock.stopwatch())
+        return True
+
+    def note(self, *, all_: bool = False) -> None:
+        """Log the number of messages dropped since the last note, if some time has passed since the first of them."""
+        if self._dropped and (all_ or self._clock.stopwatch() - self._first >= _FORMER_SECONDS):
+            self._log.note(NoteKind.FORMER_SESSIONS, count=self._dropped)
+            self._dropped, self._first = 0, math.inf

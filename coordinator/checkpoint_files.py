@@ -18,9 +18,12 @@ from coordinator.checkpoint_records import CheckpointRecord, CountersRecord, Rou
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, write_tensors
 
 KEPT = 2
+#: Maximum size of a state [bytes].
+_MOST_BYTES = 1 << 40
 _THETA = "theta"
 _PREFIX = "state."
 _ALLOWED = "a complete checkpoint; delete this one to resume from the previous one"
@@ -196,6 +199,7 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
 
 
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:
+    check_regular(path, _MOST_BYTES, _ALLOWED)
     if digests is not None and _digest(path) != digests[path.name]:
         raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)

@@ -92,7 +92,7 @@ class RcsrOptions:
         "personal=router": ("s_norm",),
     }
     BEGINS: ClassVar[Mapping[str, str]] = {
-        "warmup": "what begins after the warm-up, the router or the clusters,",
+        "warmup": "the router and the clusters of prototypes",
         "personal_onset": "the fine-tuning of personal adapters",
     }
 

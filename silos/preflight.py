@@ -30,7 +30,7 @@ from fedmq.version import __version__
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, ask_status
-from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity
+from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -109,7 +109,7 @@ def preflight(
     except FedmqError as error:
         yield Check("keys", Verdict.FAILED, str(error))
     else:
-        yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}")
+        yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}: {words(identity)}")
         status, unanswered = _asked(arguments, identity, accepted, limits)
         yield unanswered or _handshake(arguments, identity, accepted, status, limits)
         if status is not None and status.coordinator is not None:
@@ -257,12 +257,19 @@ def _step(silo: Silo, limits: Limits) -> Iterator[Check]:
     steps = training.local_epochs * -(-len(silo.dataset) // max(1, size))
     detail = (
         f"{size} items in {seconds:.2f} s on {silo.model.flat.device}: at most about {seconds * steps:.1f} s per task "
-        f"of {steps} steps (loss {trained.loss:.4f})"
+        f"of {steps} steps ({_loss(silo, trained.loss)})"
     )
     yield Check("training step", Verdict.OK, detail)
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss
     verdict = Verdict.OK if free >= limits.spare_memory else Verdict.FAILED
     yield Check("memory", verdict, f"{used / 1e6:,.0f} MB used by this silo, {free / 1e6:,.0f} MB still available")
+
+
+def _loss(silo: Silo, loss: float) -> str:
+    """The loss in words; a silo of one modality may have none, as the loss is of pairs."""
+    if loss or silo.facts.paired:
+        return f"loss {loss:.4f}"
+    return f"no loss of its own: {'image' if silo.facts.image else 'text'}-only"
 
 
 def first_items(dataset: SiloDataset, size: int) -> SiloDataset:

@@ -283,3 +283,8 @@ def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match="unknown here"):
         user_files.load(reference)
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_title_has_twelve_digits_of_the_digest() -> None:
+    assert user_files.titled(f"mine.py@{'0123456789abcdef' * 4}") == "mine.py@0123456789ab"
+    assert user_files.titled("rcsr") == "rcsr"

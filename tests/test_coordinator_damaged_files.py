@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,9 @@ from coordinator.counters import Counters
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.federation.protocol import State
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.status import StatusFile, read_status
+from fedmq.storage.json_files import read_json
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 
@@ -48,6 +51,14 @@ def test_a_changed_checkpoint_is_refused(change: object, found: str, tmp_path: P
     change(record)  # type: ignore[operator]
     path.write_text(json.dumps(record))
     with pytest.raises(InputError, match=found):
+        checkpoints.load(tmp_path)
+
+
+def test_a_fifo_in_place_of_a_state_is_refused(tmp_path: Path) -> None:
+    state = saved(tmp_path).with_name("state-000002.safetensors")
+    state.unlink()
+    os.mkfifo(state)
+    with pytest.raises(InputError, match="a FIFO"):
         checkpoints.load(tmp_path)
 
 
@@ -89,6 +100,18 @@ def test_a_status_with_impossible_numbers_is_refused(change: dict[str, float], t
     path.write_text(json.dumps({**facts, **change}))
     with pytest.raises(InputError, match="the status of a run"):
         read_status(path)
+
+
+def test_an_agreement_with_a_width_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    held = {
+        "label_names": ["a"], "vocabulary": [], "image_shape": [4], "text_shape": [4], "image_dtype": "float32",
+        "text_dtype": "float32", "image_encoder": "none", "text_encoder": "none", "mean": [], "std": [],
+    }  # fmt: skip
+    path = tmp_path / "agreement.json"
+    for width, fits in ((4, True), (2**70, False), (-1, False)):
+        path.write_text(json.dumps({"run": "a", "stated": {}, "agreed": {**held, "image_shape": [width]}}))
+        with contextlib.nullcontext() if fits else pytest.raises(InputError, match="image_shape"):
+            read_json(path, AgreementRecord, "an agreement")
 
 
 @pytest.mark.parametrize("what", ["a device", "a FIFO", "Is a directory"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from fedmq.cli import main as cli
+from fedmq.config.loader import apply_settings
 from fedmq.config.scenario import Scenario
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
@@ -263,3 +266,24 @@ def test_every_partition_is_checked_before_the_runs_start(
     runner.run_of(rows[0], (), 0, place)
     with pytest.raises(InputError, match=key.partition(".")[0]):
         runner.run_of(rows[1], (), 0, place)
+
+
+def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    raw = apply_settings(read_yaml(tiny), ["protocol={name: rcsr, warmup: 1, filler: zero}"])
+    file.write_text(json.dumps(raw))
+    rows = entries(file, ["protocol=fedavg,rcsr,{name: rcsr, filler: ema}"])
+    of_row = {each.name: dict(resolve(file, list(each.settings), None).protocol.options) for each in rows}
+    assert of_row == {
+        "fedavg": {},
+        "rcsr": {"warmup": 1, "filler": "zero"},
+        "rcsr filler=ema": {"warmup": 1, "filler": "ema"},
+    }
+    (line,) = planning.without_options(rows)
+    assert line == f"{file}: the rows fedavg are without the options of rcsr (warmup: 1, filler: zero)"
+    together = entries(file, ["set={name: plain, protocol: {name: rcsr}},{name: own}"])
+    assert [dict(resolve(file, list(each.settings), None).protocol.options) for each in together] == [
+        {},
+        {"warmup": 1, "filler": "zero"},
+    ]
+    assert not list(planning.without_options(together))

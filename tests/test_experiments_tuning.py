@@ -123,6 +123,11 @@ def test_a_stopped_search_continues_with_the_trials_of_one_that_was_not_stopped(
     path = spec(tiny, tmp_path, trials=4)
     whole = tuned(path, tmp_path / "whole")
     assert [each.state for each in whole.trials] == [TrialState.FINISHED] * 4 and not whole.stopped
+    journal = (tmp_path / "whole" / "study.journal").read_text()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "study.journal").write_text(journal.replace('\\"high\\": 0.01', '\\"high\\": 0.02'))
+    with pytest.raises(InputError, match=r"other values of training\.learning_rate"):
+        tuned(path, tmp_path / "other")
     begun = len(here)
     stopped = tuned(path, tmp_path / "parts", lambda: len(here) >= begun + 1)
     assert stopped.stopped and len(stopped.trials) < 4
@@ -207,3 +212,12 @@ def test_a_journal_with_half_a_last_line_is_cut_and_a_damaged_one_is_refused(tmp
         with pytest.raises(InputError, match="line 1: found 'a damaged line'"):
             _check_journal(journal)
         assert journal.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("name", ["search.json", "study.journal"])
+def test_a_link_to_itself_in_place_of_a_file_of_a_search_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / name).symlink_to(name)
+    with pytest.raises(InputError, match=name):
+        tuned(spec(tiny, tmp_path), folder)

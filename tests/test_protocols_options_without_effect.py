@@ -124,7 +124,10 @@ def test_a_part_of_a_method_that_begins_after_the_last_round_is_reported(tiny: P
         return run_of(resolved(tiny, f"protocol={protocol}", f"rounds={rounds}", "training.warmup_rounds=0")).warnings
 
     (line,) = told("rcsr", 20)
-    assert line.startswith("protocol.warmup: 20 leaves out what begins after the warm-up") and "rounds: 20" in line
+    assert line == (
+        "protocol.warmup: 20 (the default) with rounds: 20: the run ends before the start of the router and the "
+        "clusters of prototypes; lower warmup or raise rounds"
+    )
     assert told("rcsr", 21) == told("{name: rcsr, router: uniform}", 4) == ()
     assert [each.split(":")[0] for each in told("{name: rcsr, warmup: 1, personal: fixed}", 50)] == [
         "protocol.personal_onset"

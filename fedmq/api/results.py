@@ -152,7 +152,7 @@ class Run:
         rows = "".join(
             f"<tr><td>{escape(metric.title)}</td><td>{metrics[metric.name]:.4f}</td></tr>" for metric in shown(metrics)
         )
-        caption = f"{escape(self.summary.scenario)}: {escape(self.summary.protocol)}, seed {self.summary.seed}"
+        caption = f"{escape(self.summary.scenario)}: {escape(self.summary.method)}, seed {self.summary.seed}"
         return f"<table><caption>{caption}</caption>{rows}</table><p>{escape(str(self.folder))}</p>"
 
     def _headline(self) -> str:
@@ -161,7 +161,7 @@ class Run:
         summary = self.summary
         known = [name for name in ("mean_r1", "map") if name in summary.metrics]
         values = ", ".join(f"{name} {summary.metrics[name]:.4f}" for name in known)
-        return f"{summary.protocol}, {summary.versions} rounds, {values}"
+        return f"{summary.method}, {summary.versions} rounds, {values}"
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -354,7 +354,7 @@ def carry_out(options: Options, roots: Roots) -> None:
     """
     plan = plan_of(options, roots.resolve)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
-    from fedmq.experiments.grid import default_folder, scenarios  # noqa: PLC0415
+    from fedmq.experiments.grid import default_folder, scenarios, without_options  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     out, err, command = SafeConsole(), SafeConsole(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
@@ -368,6 +368,8 @@ def carry_out(options: Options, roots: Roots) -> None:
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
+        for line in without_options(plan.entries):
+            err.print(line, highlight=False, soft_wrap=True, markup=False)
         err.print(
             f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
         )

@@ -274,7 +274,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     own, models, heldout = tuple(summary.own_metrics.values()), _models(summary), summary.own_heldout
     fairness = summary.fairness or ({} if heldout is None else heldout.fairness)
     if models:
-        console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
+        console.print(_results(models, own, escape(f"{summary.scenario}: {summary.method}, seed {summary.seed}")))
         gallery = models[0][2]
         for remark in [] if gallery is None else gallery.remarks(models[0][1]):
             say(console, remark, "yellow")
@@ -334,7 +334,7 @@ def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
     without_task, not_merged = summary.without_part
     if without_task:
         yield (
-            f"given no task in any round: {name_some(without_task)}; {summary.protocol} does not train them, or they "
+            f"given no task in any round: {name_some(without_task)}; {summary.method} does not train them, or they "
             "were not selected or were offline"
         )
     if not_merged:

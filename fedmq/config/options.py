@@ -106,7 +106,7 @@ def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple
             yield name, value, off
 
 
-def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, int, str]]:
+def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, int, str, bool]]:
     """Options that say in which round a part of the method begins, as far as the part is switched on.
 
     An options dataclass declares in ``BEGINS`` what begins then: a mapping from option to words.
@@ -116,12 +116,14 @@ def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str
         around: as in :func:`without_effect`.
 
     Yields:
-        The option, the round, and what begins.
+        The option, the round, what begins, and whether the round is the option's default.
     """
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
     off = _switched_off(options, around)
     for name, what in getattr(options, "BEGINS", {}).items():
         if name not in off:
-            yield name, getattr(options, name), what
+            value = getattr(options, name)
+            yield name, value, what, value == defaults[name]
 
 
 def _switched_off(options: Any, around: Mapping[str, object]) -> dict[str, str]:

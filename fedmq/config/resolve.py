@@ -6,7 +6,7 @@ through :class:`Known`, as the methods, objectives and data sets are in packages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,14 +29,15 @@ class MethodFacts:
         pooled: it trains centrally on all silos' data, as an upper bound.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
-        begins: options that say in which round a part of the method begins: name, round, and what begins.
+        begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
+            round is the default.
     """
 
     options: Mapping[str, object]
     pooled: bool
     personal_only: bool
     without_effect: tuple[tuple[str, object, str], ...]
-    begins: tuple[tuple[str, int, str], ...] = ()
+    begins: tuple[tuple[str, int, str, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,19 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         raise InputError(source.place(key), error.found, error.allowed) from None
     warnings = (
         *(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in method.without_effect),
-        *(
-            f"protocol.{name}: {round_} leaves out {what} with rounds: {scenario.rounds}"
-            for name, round_, what in method.begins
-            if round_ >= scenario.rounds
-        ),
+        *_never_begin(scenario.rounds, method.begins),
         *_late_faults(scenario),
     )
     run_id = name_of(scenario.model_dump(mode="json"))
     return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
+
+
+def _never_begin(rounds: int, begins: Sequence[tuple[str, int, str, bool]]) -> Iterator[str]:
+    """A line for each part of the method that begins after the last round."""
+    for name, round_, what, default in begins:
+        if round_ >= rounds:
+            where = f"protocol.{name}: {round_}{' (the default)' if default else ''} with rounds: {rounds}"
+            yield f"{where}: the run ends before the start of {what}; lower {name} or raise rounds"
 
 
 def _adopted(source: Source, *, adopt: bool) -> Scenario:

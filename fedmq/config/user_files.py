@@ -53,6 +53,12 @@ def label(name: str) -> str:
     return match["file"] if match else name
 
 
+def titled(name: str) -> str:
+    """A name for a title: a reference with the first 12 digits of its digest, otherwise the name itself."""
+    match = _REFERENCE.fullmatch(name)
+    return name[: len(match["file"]) + 13] if match else name
+
+
 def adopt(path: Path) -> str:
     """Copy a file that the user names into the cache, so that processes on this machine may execute it.
 

@@ -158,7 +158,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     train = rest if sizes.train is None else sizes.train
     if queries < 1 or train < 1 or train > rest:
         found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
-        raise InputError("data.queries, data.val, data.train", found, f"at most {n} items in total")
+        raise InputError("data.queries, data.val, data.train", found, f"in total at most the {n} items of the data set")
     _check_pictures(same)
     order = numpy_generator(seed, "data", "split").permutation(n)
     # Without a number of training items all others are for training, also those that a smaller split leaves over.

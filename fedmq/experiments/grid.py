@@ -21,9 +21,11 @@ from typing import Any
 
 import yaml
 
+from fedmq.config.loader import apply_settings
 from fedmq.config.run_id import without_younger
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import parse as parse_yaml
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, known_names
 from fedmq.evaluation.user_metrics import measures_of
@@ -249,6 +251,8 @@ def entries(
 ) -> tuple[Entry, ...]:
     """Build the rows, every file with every combination of its varied values, and validate them.
 
+    A varied method that is the file's own keeps the options that the file gives it, as far as the value does not.
+
     Args:
         files: scenarios.
         settings: ``--set``, for all.
@@ -267,8 +271,9 @@ def entries(
     scenarios = {file: resolve(file, file_settings, None) for file in files}
     names_of = {file: {scenario.name, scenario.protocol.label} for file, scenario in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
+    own = {file: _own_method(file, file_settings) for file in files}
     drafts = [
-        _Draft(file, scenarios[file].name, tuple(zip(variations, values, strict=True)))
+        _Draft(file, scenarios[file].name, tuple(zip(variations, values, strict=True)), own[file])
         for file in files
         for variations in [_fitting(varied, names_of[file])]
         for values in itertools.product(*(each.values for each in variations))
@@ -332,11 +337,12 @@ def _key(setting: str) -> str:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A row before it has its name: a file, its scenario's name, and each varied key with the row's value."""
+    """A row before it has its name: a file, its scenario's name and method, and each varied key with its value."""
 
     file: Path
     scenario: str
     pairs: tuple[tuple[Variation, Any], ...]
+    own: Mapping[str, Any]
 
     @property
     def varied_method(self) -> str:
@@ -349,7 +355,7 @@ class _Draft:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return tuple(setting for each, value in self.pairs for setting in _settings(each.key, value))
+        return tuple(setting for each, value in self.pairs for setting in _settings(each.key, value, self.own))
 
 
 def _label(key: str, value: Any) -> str:
@@ -357,11 +363,41 @@ def _label(key: str, value: Any) -> str:
     return str(value["name"]) if key == TOGETHER and "name" in value else shown(value)
 
 
-def _settings(key: str, value: Any) -> tuple[str, ...]:
-    """A varied value as ``--set`` options; of a mapping one per key."""
-    if key != TOGETHER:
-        return Variation(key, (value,)).settings
-    return tuple(f"{name}={json.dumps(each, default=str)}" for name, each in value.items() if name != "name")
+def _own_method(file: Path, settings: Sequence[str]) -> Mapping[str, Any]:
+    """The section ``protocol`` of a file with settings, in its long form."""
+    given = apply_settings(read_yaml(file), settings).get("protocol")
+    return given if isinstance(given, Mapping) else {"name": given}
+
+
+def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
+    """A varied value as ``--set`` options; of a mapping one per key.
+
+    Args:
+        key: the varied key.
+        value: its value.
+        own: the file's method with its options, which a value that names the same method keeps.
+    """
+    if key == TOGETHER:
+        return tuple(f"{name}={json.dumps(each, default=str)}" for name, each in value.items() if name != "name")
+    method = {"name": value} if isinstance(value, str) else value
+    if key == "protocol" and isinstance(method, Mapping) and method.get("name") == own["name"]:
+        return tuple(f"protocol.{name}={json.dumps(each, default=str)}" for name, each in method.items())
+    return Variation(key, (value,)).settings
+
+
+def without_options(entries: Sequence[Entry]) -> Iterator[str]:
+    """A line for each file whose method has options that the rows of other methods do not have."""
+    for file in dict.fromkeys(entry.file for entry in entries):
+        own = _own_method(file, ())
+        options = ", ".join(f"{name}: {shown(each)}" for name, each in own.items() if name != "name")
+        rows = dict.fromkeys(entry.method for entry in entries if entry.file == file and _method(entry) != own["name"])
+        if options and rows:
+            yield f"{file}: the rows {', '.join(rows)} are without the options of {own['name']} ({options})"
+
+
+def _method(entry: Entry) -> object:
+    """Name of a row's method as written."""
+    return _own_method(entry.file, entry.settings)["name"]
 
 
 def _methods(drafts: Sequence[_Draft]) -> list[str]:

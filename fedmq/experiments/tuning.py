@@ -30,10 +30,13 @@ from fedmq.extras import package
 from fedmq.runs import results
 from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2
 _JOURNAL = "the journal of this search; without it the search begins again, and uses the runs that are done"
+#: Maximum size of a journal [bytes].
+_MOST_BYTES = 1 << 30
 _REASON, _SEEDS = "reason", "seeds"  # attributes of trials
 
 
@@ -133,6 +136,7 @@ def tune(
         except (AssertionError, LookupError, TypeError, ValueError):  # lines are missing, or not Optuna's
             raise InputError(str(journal), "a damaged journal", _JOURNAL) from None
         search = _Search(optuna, plan, place, studies, report, until_stopped(), clock or WallClock())
+        search.check_trials(journal)
         stopped = False
         while not stopped and (batch := search.next_batch()):
             stopped = search.execute(batch)
@@ -159,9 +163,10 @@ def _claim(plan: TunePlan, folder: Path) -> None:
         InputError: the folder belongs to another search.
     """
     path, facts = folder / "search.json", json.loads(json.dumps(plan.facts))
-    if path.exists():
+    if os.path.lexists(path):
+        raw = read_regular(path, "what identifies a search, which `fedmq tune` wrote")
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(raw)
         except (ValueError, RecursionError):
             found = None
         if found != facts:
@@ -178,7 +183,7 @@ def _check_journal(path: Path) -> None:
     Raises:
         InputError: another line is damaged.
     """
-    raw = path.read_bytes() if path.exists() else b""
+    raw = read_regular(path, _JOURNAL, _MOST_BYTES) if os.path.lexists(path) else b""
     whole = raw.rfind(b"\n") + 1
     for number, line in enumerate(raw[:whole].splitlines(), 1):
         try:
@@ -248,6 +253,20 @@ class _Search:
     @property
     def _over(self) -> int:
         return sum(each.state.is_finished() for study in self._studies.values() for each in study.trials)
+
+    def check_trials(self, journal: Path) -> None:
+        """Check that the settings of earlier trials are among those searched.
+
+        Raises:
+            InputError: a trial has others, so the journal is damaged.
+        """
+        for method in self._plan.methods:
+            space = {key: self._distribution(values) for key, values in method.space.items()}
+            for trial in self._studies[method.name].trials:
+                for key, distribution in trial.distributions.items():
+                    if space.get(key) != distribution:
+                        found = f"trial {trial.number} of {method.name} with other values of {key} than are searched"
+                        raise InputError(str(journal), found, _JOURNAL)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:

@@ -35,8 +35,8 @@ class StatedFormat(Stored):
 
     label_names: list[str]
     vocabulary: list[str]
-    image_shape: list[int]
-    text_shape: list[int]
+    image_shape: list[_Count]
+    text_shape: list[_Count]
     image_dtype: str
     text_dtype: str
     image_encoder: str

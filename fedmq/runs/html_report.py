@@ -48,7 +48,7 @@ def write(folder: RunFolder) -> None:
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
     page = render(
         "report.html.jinja",
-        title=f"{summary.scenario}: {summary.protocol}",
+        title=f"{summary.scenario}: {summary.method}",
         headline=headline(summary, untrained),
         facts=_facts(summary),
         remarks=[] if gallery is None else gallery.remarks(summary.metrics),
@@ -91,15 +91,15 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
     rounds = f"{summary.versions} round{'' if summary.versions == 1 else 's'}"
     if summary.versions in summary.unevaluated:
-        return f"{summary.protocol} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
+        return f"{summary.method} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:
-        return f"{summary.protocol} trained for {rounds}"
+        return f"{summary.method} trained for {rounds}"
     if summary.unchanged:
         return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
     word = "improved" if after > before else "fell" if after < before else "stayed"
     gallery = gallery_of(summary)
     items = "" if gallery is None else f", on {gallery.items}"
-    return f"{summary.protocol} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}{items}"
+    return f"{summary.method} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}{items}"
 
 
 def _facts(summary: RunSummary) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
     private = f" Updates are clipped and noised (multiplier {noise})." if noise else ""
     faults = f" {len(scenario.faults)} faults are scripted." if scenario.faults else ""
     return (
-        f"{when}Method {summary.protocol}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
+        f"{when}Method {summary.method}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
         f"Data: {data}, partition {part.kind}; backbone {scenario.backbone.name}; "
         f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
     )

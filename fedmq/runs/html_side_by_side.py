@@ -57,7 +57,7 @@ def page(folders: Sequence[RunFolder]) -> str:
         for name in columns
     ]
     facts = [
-        ("method", *(run.summary.protocol for run in runs)),
+        ("method", *(run.summary.method for run in runs)),
         ("seed", *(str(run.summary.seed) for run in runs)),
         ("rounds", *(str(run.summary.versions) for run in runs)),
         ("silos", *(str(len(run.summary.per_silo)) for run in runs)),

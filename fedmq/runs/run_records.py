@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from fedmq.config.user_files import titled
 from fedmq.evaluation.metrics import HEADLINE, Metric
 from fedmq.runs.data_records import ItemCounts
 from fedmq.storage.json_files import Digest, Stored
@@ -316,6 +317,11 @@ class RunSummary(Stored):
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    @property
+    def method(self) -> str:
+        """The method for a title: the digest of a file of one's own shortened."""
+        return titled(self.protocol)
 
     @property
     def silo_gallery(self) -> Literal["whole", "own"] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +23,17 @@ def test_an_interrupted_extraction_says_that_the_same_command_continues(
     done = CliRunner().invoke(app, ["data", "features", str(tiny)])
     assert done.exit_code == 1
     assert capfd.readouterr().err.endswith("fedmq: interrupted; repeat the command to continue\n")
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_stopped_silo_says_that_the_same_command_continues(number: int, how: str) -> None:
+    program = (
+        "import os, signal\n"
+        "from fedmq.cli.console import continued_by_the_same_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"with continued_by_the_same_command(): os.kill(os.getpid(), {int(number)}); signal.pause()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == f"fedmq: {how}; start it again with the same command, and it continues\n"
+    # A service manager sees that SIGTERM ended it.
+    assert done.returncode == (1 if number == signal.SIGINT else -signal.SIGTERM)

@@ -19,6 +19,7 @@ from fedmq.config.resolve import Source, read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
+from silos.error_reports import reportable
 from tests import data_set_folders, in_process_run
 from tests.command_line import fedmq
 from tests.printed_code import ROOT, file_under
@@ -258,6 +259,19 @@ def test_code_unknown_on_this_machine_is_refused_until_the_user_names_the_file(
         resolve(source, protocols, adopt=False)
     assert fedmq(monkeypatch, "protocols", tmp_path / "half.py") == 0
     assert resolve(source, protocols, adopt=False).scenario.protocol.name == reference
+
+
+def test_an_error_in_a_user_file_is_reported_with_its_line_and_its_text_only_on_the_same_machine(
+    tmp_path: Path,
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("def loss(image):\n    return image.cod\n")
+    module = user_files.load(user_files.adopt(own))
+    with pytest.raises(AttributeError) as caught:
+        module.loss("an image")
+    assert reportable(caught.value) == "mine.py: line 2: AttributeError"
+    whole = "mine.py: line 2: AttributeError: 'str' object has no attribute 'cod'"
+    assert reportable(caught.value, whole=True) == whole
 
 
 def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,14 @@ def continued_by_the_same_command() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, terminated)
+    before = signal.signal(signal.SIGTERM, terminated)
     try:
         yield
     except KeyboardInterrupt:
         say_interrupted(more)
         sys.exit(FAILED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def bar() -> Callable[[str, int, int], None]:

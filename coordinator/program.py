@@ -140,8 +140,7 @@ def run_coordinator(
         InputError: a key, the data or a checkpoint is invalid.
         RunError: the run cannot continue.
     """
-    # Merges are sums over one buffer; more threads would only compete with the silos for cores.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # merges are sums over one buffer; more threads would compete with the silos for cores
     keep_buffers()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())

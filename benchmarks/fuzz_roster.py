@@ -35,7 +35,7 @@ from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
-from fedmq.wire.refusals import PER_MINUTE, UNKNOWN
+from fedmq.wire.refusal_log import PER_MINUTE, UNKNOWN
 from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen

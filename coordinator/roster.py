@@ -24,7 +24,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.refusals import UNKNOWN, FormerSessions, RefusalLog
+from fedmq.wire.refusal_log import UNKNOWN, FormerSessions, RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 

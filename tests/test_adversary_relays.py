@@ -18,7 +18,7 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
 from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
-from fedmq.wire.refusals import PER_CONNECTION, PER_MINUTE
+from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
 

@@ -16,7 +16,7 @@ from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import entries, finish, resolve, studied
-from tests.test_runs_html_figures import drawn
+from tests.test_runs_html_page import drawn
 
 
 def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over_time(

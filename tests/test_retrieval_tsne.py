@@ -16,7 +16,7 @@ from fedmq.retrieval.released_model import Release, open_release
 from tests import threaded_run
 from tests.command_line import fedmq
 from tests.test_retrieval_pr_curves import HASHING
-from tests.test_runs_html_figures import titles
+from tests.test_runs_html_page import titles
 
 
 @pytest.fixture

@@ -21,15 +21,14 @@ from fedmq.cli.report import complete_report
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
-from fedmq.runs import html_report, html_side_by_side
-from fedmq.runs import html_sections as sections
+from fedmq.runs import html_report, html_side_by_side, report_figures
 from fedmq.runs.html_timeline import add_records, read_facts, timeline
 from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import size_text
 from fedmq.wire.log_records import record_of
 from tests import in_process_run
-from tests.test_runs_html_figures import drawn, titles
+from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 200)}
@@ -171,7 +170,7 @@ def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFol
 
 def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
     summary = read_summary(photo_run)
-    up, down = sections.traffic(read_facts(photo_run.messages("coordinator")), summary)
+    up, down = report_figures.traffic(read_facts(photo_run.messages("coordinator")), summary)
     traces = [(str(trace["name"]), str(trace["marker"])) for trace in up.traces + down.traces]
     kinds, pairs = {name for name, _ in traces}, set(traces)
     assert {"delta", "loss", "modality prototypes", "model"} <= kinds

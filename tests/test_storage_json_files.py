@@ -28,7 +28,7 @@ from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from tests.test_runs_html_figures import drawn, titles
+from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run, run_of
 
 

@@ -36,7 +36,7 @@ from fedmq.wire.log_records import (
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
-from fedmq.wire.refusals import UNKNOWN
+from fedmq.wire.refusal_log import UNKNOWN
 from fedmq.wire.sent_payloads import SentPayloads
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.experiments.summary import Row
-from fedmq.runs.html_figures import Figure, colour, document
+from fedmq.runs.html_page import Figure, colour, document
 from fedmq.runs.results import FinishedRun
 
 F64 = npt.NDArray[np.float64]

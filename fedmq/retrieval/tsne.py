@@ -22,8 +22,8 @@ from fedmq.evaluation.embedding import embed
 from fedmq.progress import Progress
 from fedmq.retrieval.pr_curves import labelled_population
 from fedmq.retrieval.released_model import Release
-from fedmq.runs import html_figures
-from fedmq.runs.html_figures import Figure
+from fedmq.runs import html_page
+from fedmq.runs.html_page import Figure
 from fedmq.runs.tables import as_csv
 
 F32 = npt.NDArray[np.float32]
@@ -144,8 +144,8 @@ def page(planes: Sequence[Plane]) -> str:
                     name=f"{name}, {side}",
                     legendgroup=name,
                     mode="markers",
-                    marker={"color": html_figures.colour(place), "symbol": _SYMBOLS[side], "size": 6},
+                    marker={"color": html_page.colour(place), "symbol": _SYMBOLS[side], "size": 6},
                 )
         figures.append(figure)
     notes = ("t-SNE: distances between clusters, and their sizes, carry no meaning",)
-    return html_figures.document(", ".join(plane.name for plane in planes), notes, figures)
+    return html_page.document(", ".join(plane.name for plane in planes), notes, figures)

@@ -10,9 +10,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
-from fedmq.runs import html_sections as sections
+from fedmq.runs import report_figures
 from fedmq.runs.gallery_size import gallery_of, meaningful
-from fedmq.runs.html_figures import Figure, render
+from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, read_facts, timeline
 from fedmq.runs.report_records import ReportData
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
@@ -53,15 +53,15 @@ def write(folder: RunFolder) -> None:
         facts=_facts(summary),
         remarks=[] if gallery is None else gallery.remarks(summary.metrics),
         about=_about(summary, scenario, facts),
-        curves=sections.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
-        examples=[] if data is None else sections.examples(data),
+        curves=report_figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
+        examples=[] if data is None else report_figures.examples(data),
         gallery_items=0 if data is None else data.items,
-        silos=[*_silo_figures(summary, data, modalities), sections.spread(evaluations, personal)],
+        silos=[*_silo_figures(summary, data, modalities), report_figures.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
         timeline=timeline(facts, list(summary.per_silo), clock),
-        weights=sections.reported(merges, modalities),
-        staleness=sections.staleness(merges),
-        traffic=sections.traffic(facts, summary),
+        weights=report_figures.reported(merges, modalities),
+        staleness=report_figures.staleness(merges),
+        traffic=report_figures.traffic(facts, summary),
         spaces=_spaces(data),
         privacy=_privacy(folder, summary, scenario),
         metrics=_metric_table(summary, untrained, own),
@@ -148,8 +148,8 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
 def _silo_figures(
     summary: RunSummary, data: ReportData | None, modalities: Mapping[str, Sequence[str]]
 ) -> list[Figure]:
-    held = None if data is None else sections.holdings(data, modalities)
-    return [*([held] if held else []), *sections.silos(summary)]
+    held = None if data is None else report_figures.holdings(data, modalities)
+    return [*([held] if held else []), *report_figures.silos(summary)]
 
 
 def _headline(silo: SiloSummary) -> str:
@@ -168,7 +168,7 @@ def _spaces(data: ReportData | None) -> list[Figure]:
     if data is None:
         return []
     titled = (("The shared space before training", data.before), ("The shared space after training", data.after))
-    return [sections.space(title, found) for title, found in titled if found is not None]
+    return [report_figures.space(title, found) for title, found in titled if found is not None]
 
 
 def _left(folder: RunFolder, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedmq.runs.html_figures import Figure
+from fedmq.runs.html_page import Figure
 from fedmq.wire.log_records import (
     EventKind,
     EventRecord,

@@ -25,11 +25,10 @@ from fedmq.config.loader import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
 from fedmq.extras import package
-from fedmq.runs import html_sections as sections
-from fedmq.runs import html_side_by_side
+from fedmq.runs import html_side_by_side, report_figures
 from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful
-from fedmq.runs.html_figures import Figure, render
+from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
@@ -87,12 +86,12 @@ class GrowingRun:
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
         found = [
-            *sections.curves(evaluations, merges, personal, (), self.facts.bytes_at),
-            sections.spread(evaluations, personal) if evaluations else None,
+            *report_figures.curves(evaluations, merges, personal, (), self.facts.bytes_at),
+            report_figures.spread(evaluations, personal) if evaluations else None,
             timeline(self.facts, names),
             # The modalities of the silos are known only at the end of the run.
-            *sections.reported(merges, dict.fromkeys(names, ())),
-            sections.staleness(merges),
+            *report_figures.reported(merges, dict.fromkeys(names, ())),
+            report_figures.staleness(merges),
         ]
         return [figure for figure in found if figure is not None]
 

@@ -24,7 +24,7 @@ from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
-from fedmq.wire.refusals import RefusalLog
+from fedmq.wire.refusal_log import RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedmq.runs import html_figures
-from fedmq.runs.html_figures import Figure
+from fedmq.runs import html_page
+from fedmq.runs.html_page import Figure
 
 
 def drawn(page: str) -> list[go.Figure]:
@@ -43,7 +43,7 @@ def test_a_figure_is_valid_for_plotly_with_numbers_of_any_type() -> None:
 
 def test_a_page_holds_plotly_once_and_escapes_all_text() -> None:
     figures = [Figure(f"figure {number}", "", "") for number in range(3)]
-    page = html_figures.document("<i>title", ["<b>note"], figures)
+    page = html_page.document("<i>title", ["<b>note"], figures)
     assert len(drawn(page)) == 3
     assert page.count("plotly.js v") == 1
     assert "<i>title" not in page.replace("&lt;i&gt;title", "")
@@ -52,4 +52,4 @@ def test_a_page_holds_plotly_once_and_escapes_all_text() -> None:
 
 
 def test_colours_repeat_after_the_palette() -> None:
-    assert html_figures.colour(0, 0.5) == html_figures.colour(len(html_figures.COLOURS), 0.5) == "rgba(0,114,178,0.5)"
+    assert html_page.colour(0, 0.5) == html_page.colour(len(html_page.COLOURS), 0.5) == "rgba(0,114,178,0.5)"

@@ -19,8 +19,9 @@ from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
 from fedmq.text import print_line
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Kind
 
 #: Minimum time between two snapshots of a task, and from its start to the first one [s].
 SNAPSHOT_SECONDS = 10.0
@@ -171,6 +172,20 @@ class TaskEpochs:
         self._last = self._clock.stopwatch()
 
 
+def _kept_until(log: MessageLog) -> tuple[bool, int]:
+    """Whether a silo had a personal state by its log, and the last task after which it stored one."""
+    kept, last = False, 0
+    for _, record in read_log(log.path):
+        match record:
+            case NoteRecord(text=NoteKind.STATE_KEPT):
+                kept, last = True, int(record.facts.get("task") or 0)
+            case NoteRecord(text=NoteKind.STATE_GONE):
+                kept, last = False, 0
+            case MessageRecord(action="sent") if kept and record.header.kind is Kind.REPLY:
+                last = max(last, record.header.sequence)
+    return kept, last
+
+
 class StateNotes:
     """Notes in a silo's log that it has a personal state, or has lost it since.
 
@@ -181,13 +196,16 @@ class StateNotes:
 
     def __init__(self, store: StateStore, log: MessageLog) -> None:
         self._store, self._log = store, log
-        records = (record for _, record in read_log(log.path))
-        self._kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for each in records)
+        self._kept, last = _kept_until(log)
+        newest = store.newest(last)
+        # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
         if self._kept and store.empty:
-            # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
             self._kept = False
             log.note(NoteKind.STATE_GONE)
             print_line(f"{log.process}: {NoteKind.STATE_GONE}", error=True)
+        elif self._kept and newest != last:
+            log.note(NoteKind.STATE_OLDER, task=last)
+            print_line(f"{log.process}: {NoteKind.STATE_OLDER} than task {last}", error=True)
 
     def after_task(self, number: int) -> None:
         """Note the first task after which the silo has a state."""

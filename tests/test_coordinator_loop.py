@@ -133,17 +133,24 @@ def test_a_silo_reports_that_its_state_is_missing(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scenario = resolved(tiny, "protocol=fedper")
-    kept, gone = NoteKind.STATE_KEPT, NoteKind.STATE_GONE
+    kept, gone, older = NoteKind.STATE_KEPT, NoteKind.STATE_GONE, NoteKind.STATE_OLDER
 
     def count(silo: str, kind: NoteKind) -> int:
         return len(in_process_run.notes(tmp_path, kind, silo))
 
-    assert run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path)).phase is Phase.STOPPED
+    assert run(scenario, tmp_path, stop_wanted=stop_after(3, tmp_path)).phase is Phase.STOPPED
     assert count("silo-00", kept) == 1
     shutil.rmtree(RunFolder(tmp_path).silo_state("silo-00"))
+    states = {name: sorted(RunFolder(tmp_path).silo_state(name).glob("task-*")) for name in scenario.silo_names}
+    last = next(name for name, files in states.items() if len(files) > 1)
+    states[last][-1].unlink()
     assert run(scenario, tmp_path, resume=True).phase is Phase.DONE
-    assert (count("silo-00", gone), count("silo-01", gone)) == (1, 0)
-    assert f"silo-00: {gone}" in capfd.readouterr().err
+    assert {name: (count(name, gone), count(name, older)) for name in states} == {
+        name: (int(name == "silo-00"), int(name == last)) for name in states
+    }
+    printed = capfd.readouterr().err
+    assert f"silo-00: {gone}" in printed
+    assert f"{last}: {older} than task " in printed
     assert not audit_run(tmp_path).findings
 
 

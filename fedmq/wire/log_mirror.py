@@ -29,6 +29,7 @@ _WARNING = frozenset(
     {
         NoteKind.EXPELLED, NoteKind.PEER_LOST, NoteKind.NOT_DELIVERED, NoteKind.NOT_MEASURED, NoteKind.TASK_FAILED,
         NoteKind.REFUSALS_COUNTED, NoteKind.FAULT_NOT_CARRIED_OUT, NoteKind.WALL_CLOCK_FAULTS, NoteKind.STATE_GONE,
+        NoteKind.STATE_OLDER,
         NoteKind.COORDINATOR_SILENT, NoteKind.STOOD_STILL, NoteKind.QUEUE_FULL, NoteKind.MESSAGE_LOST,
         NoteKind.WITHHELD, NoteKind.EVALUATOR_GIVEN_UP, NoteKind.HELLO_REFUSED, NoteKind.TOO_OFTEN, NoteKind.TOO_MANY,
     }

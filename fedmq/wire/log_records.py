@@ -80,6 +80,7 @@ class NoteKind(StrEnum):
     # A silo's personal state.
     STATE_KEPT = "personal state kept from here on"
     STATE_GONE = "the personal state of its earlier tasks is gone: it goes on without"
+    STATE_OLDER = "the personal state of its last tasks is gone: it continues from an older one"
     #: What a silo's own policy forbids to leave, written by the silo.
     WITHHELD = "withheld by this silo's policy"
     # Why a silo or the evaluator ended its session, to start a new handshake.

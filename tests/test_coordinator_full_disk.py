@@ -83,14 +83,14 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[
 
     write, refused, lock = safetensors.save_file, list[str](), threading.Lock()
 
-    def save(tensors: Any, path: Any) -> None:
+    def save(tensors: Any, path: Any, metadata: dict[str, str] | None = None) -> None:
         with lock:
             full = name in str(path) and len(refused) < times
             if full:
                 refused.append(str(path))
         if full:
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        write(tensors, path)
+        write(tensors, path, metadata)
 
     monkeypatch.setattr(safetensors, "save_file", save)
     return refused

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.fuzz_frames --roster`` runs this campaign. Two silos with accepted keys, and a stranger, send
 valid, mutated, repeated and lost messages over six connections of ``memory://``. A new coordinator's end is made every
-2,000 frames: without and with hidden headers, padding, and admission by stated data. The clock is moved by hand.
+2,000 frames: without and with hidden headers, padding, and admission by stated data. The clock is advanced explicitly.
 
 After each frame, what the roster holds and has answered is compared with the allowances, from counts of this module.
 """
@@ -56,7 +56,7 @@ Frames = Sequence[BytesLike]
 
 
 class HandClock(WallClock):
-    """A clock that is moved by hand.
+    """A clock that tests advance explicitly.
 
     Attributes:
         at: the stopwatch's time [s].

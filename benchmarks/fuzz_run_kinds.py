@@ -218,9 +218,9 @@ def _resume(valid: Callable[[], Folder], folder: Path) -> None:
     check_sane({key: each for key, each in summary.items() if key not in ("change", "fairness")})
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         check_sane(json.loads(line))
-    for told in ("unusable_replies", "personal_missing"):
-        if summary.get(told):
-            raise InputError("the run", str(summary[told]), "")
+    for problem in ("unusable_replies", "personal_missing"):
+        if summary.get(problem):
+            raise InputError("the run", str(summary[problem]), "")
     # A silo continues from the state before one that was deleted, as the error for a damaged one says.
     assert gone or _result(summary) == expected, "accepted, with another model"
 

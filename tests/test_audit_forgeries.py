@@ -455,7 +455,7 @@ def test_records_after_the_last_signature_are_said_to_be_not_proven(run: Path) -
 def test_keys_made_at_the_sites_prove_who_signed_and_a_missing_one_is_no_difference(run: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     new_request(keys, "coordinator", b"a passphrase")
-    assert audited(run, "--keys", str(keys))[0] == 3  # of another coordinator, whose passphrase nobody is asked for
+    assert audited(run, "--keys", str(keys))[0] == 3  # of another coordinator, whose passphrase is not asked for
     shutil.copy(run / "keys" / "coordinator.key", keys)
     shutil.copytree(run / "keys" / "accepted", keys / "accepted")
     (keys / "accepted" / "coordinator.pub").unlink()  # as `keys new` leaves it: a process does not accept itself

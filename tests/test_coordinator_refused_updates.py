@@ -1,4 +1,4 @@
-"""Whichever updates are refused: a run ends with an error exactly if nobody trained, and names who never did."""
+"""Whichever updates are refused: a run fails exactly if no silo trained, and names the silos that never did."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def with_longer_updates(diverging: Diverging, patch: pytest.MonkeyPatch) -> None
 @example(((False, True),) * SILOS)
 @example(((True, True), *NEVER[1:]))
 @settings(max_examples=5, deadline=None)
-def test_a_run_fails_if_a_round_trains_nobody_and_otherwise_names_silos_refused_throughout(
+def test_a_run_fails_if_a_round_trains_no_silo_and_otherwise_names_silos_refused_throughout(
     scenario: Scenario, diverging: Diverging
 ) -> None:
-    nobody = [all(silo[round_] for silo in diverging) for round_ in range(ROUNDS)]
+    untrained = [all(silo[round_] for silo in diverging) for round_ in range(ROUNDS)]
     with tempfile.TemporaryDirectory() as base, pytest.MonkeyPatch.context() as patch:
         with_longer_updates(diverging, patch)
         folder = RunFolder(Path(base) / "run")
-        if any(nobody):
+        if any(untrained):
             with pytest.raises(RunError, match=r"no silo could train .*was refused.*lower training\.learning_rate"):
                 in_process_run.run(scenario, folder.root)
             assert not folder.summary.exists() and not folder.model.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import socket
 import stat
@@ -98,6 +100,18 @@ def test_sockets_fit_whatever_the_length_of_the_folder_for_temporary_files(lengt
             own = tempfile.mkdtemp(prefix="pymp-", dir=forks)
             assert_binds(tempfile.mktemp(prefix="listener-", dir=own))
         assert not private.exists()
+
+
+def test_a_forked_child_that_drops_the_folder_does_not_remove_it() -> None:
+    held = [contextlib.ExitStack()]
+    folder = held[0].enter_context(private_folder(FORKSERVER))
+    child = multiprocessing.get_context("fork").Process(target=held.clear)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert folder.is_dir()
+    held[0].close()
+    assert not folder.exists()
 
 
 @given(mode=st.integers(0, 0o777), which=st.sampled_from(["private key", "accepted key", "accepted"]))

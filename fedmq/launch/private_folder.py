@@ -60,7 +60,7 @@ def private_folder(prefix: str = RUN) -> Iterator[Path]:
             with contextlib.suppress(OSError), lock.open("r+b") as file:
                 if try_lock(file):
                     shutil.rmtree(lock.parent)
-    private = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    private, owner = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)), os.getpid()
     try:
         # Locked under another name first, so that no other run mistakes the folder for an abandoned one.
         with (private / "fresh").open("xb") as file:
@@ -69,4 +69,6 @@ def private_folder(prefix: str = RUN) -> Iterator[Path]:
             (private / "fresh").rename(private / _LOCK)
             yield private
     finally:
-        shutil.rmtree(private, ignore_errors=True)
+        # A forked child drops this generator, too, when multiprocessing clears its finalizers.
+        if os.getpid() == owner:
+            shutil.rmtree(private, ignore_errors=True)

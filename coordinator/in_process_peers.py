@@ -47,6 +47,7 @@ class InProcessPeers:
         self.refused: Counter[str] = Counter()
         self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
+        self.undelivered: dict[str, int] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""

@@ -375,7 +375,7 @@ class Loop:
         # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
         for name in sorted(self.rounds.online):
             if not self.roster.online(name):
-                self._on_peer_lost(name)
+                self._on_peer_lost(name, self.roster.undelivered.pop(name, None))
         # Silence is judged as of the last time the queue was empty: after a long merge messages may be unread.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self._on_peer_lost(name)

@@ -50,6 +50,7 @@ class Peers(Protocol):
         refusal: text of the last refusal.
         refused_at: stopwatch time of it [s]; 0 without one.
         failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
+        undelivered: peers lost as a message could not be delivered, with the number of the log record of that.
     """
 
     sent: int
@@ -58,6 +59,7 @@ class Peers(Protocol):
     refusal: str
     refused_at: float
     failures: dict[str, str]
+    undelivered: dict[str, int]
 
     @property
     def uri(self) -> str:

@@ -134,6 +134,7 @@ class Roster:
         self.refused: Counter[str] = Counter()
         self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
+        self.undelivered: dict[str, int] = {}
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []
@@ -329,6 +330,7 @@ class Roster:
     def _admit(self, peer: Peer) -> Ready:
         """Replace an older session of the peer's name with this one."""
         self._joining.pop(peer.name, None)
+        self.undelivered.pop(peer.name, None)
         returned = self._by_name.get(peer.name) is not peer and self.drop(peer.name)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned)
@@ -425,9 +427,7 @@ class Roster:
         self._log.message("received", Message(asked.header), asked.tag, size)
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not self._listener.send(peer.address, sealed.frames):
-            self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
-            if self._by_name.get(peer.name) is peer:
-                self.drop(peer.name)
+            self._not_delivered(peer)
 
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
@@ -460,11 +460,15 @@ class Roster:
         if message.header.kind in _REQUESTS:
             self._messages.grant(peer.name, self._clock.stopwatch())
         if not self._listener.send(peer.address, sealed.frames):
-            self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
-            if self._by_name.get(peer.name) is peer:
-                self.drop(peer.name)
+            self._not_delivered(peer)
             return 0
         return sealed.size
+
+    def _not_delivered(self, peer: Peer) -> None:
+        record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+        if self._by_name.get(peer.name) is peer:
+            self.drop(peer.name)
+            self.undelivered[peer.name] = record
 
     def silent(self, seconds: float, at: float) -> list[str]:
         """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Ends:
         keys = self.root / "keys"
         if not keys.exists():
             init_keys(keys, (COORDINATOR, SILO))
-        uri = f"memory://{self.root.name.replace('_', '-')}-{self.restarted}"
+        self.uri = uri = f"memory://{self.root.name.replace('_', '-')}-{self.restarted}"
         self.wire, self.log = listen(uri), MessageLog(self.root / f"{self.restarted}.jsonl", COORDINATOR, WallClock())
         self.keys, accepted = keys, load_accepted(keys)
         identity = load_identity(keys, COORDINATOR)
@@ -111,3 +112,22 @@ def test_what_is_damaged_replayed_or_of_a_session_of_this_process_is_still_refus
     counts, refused = ends.close()
     assert counts == []
     assert [each.reason.value for each in refused] == ["replay", "tampered", "unknown_session", "malformed"]
+
+
+def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_record_as_its_cause(tmp_path: Path) -> None:
+    ends = Ends(tmp_path, restarted=False)
+    ends.join()
+    ends.connection.close()
+    until = time.monotonic() + 10.0
+    while ends.roster.online(SILO):
+        assert time.monotonic() < until
+        ends.roster.send(SILO, Message(ends.roster.header(SILO, Kind.STOP)))
+        time.sleep(0.01)
+    undelivered = dict(ends.roster.undelivered)
+    ends.connection = connect(ends.uri)
+    ends.join()
+    assert not ends.roster.undelivered  # its new session has nothing to do with that
+    ends.close()
+    records = [record for _, record in read_log(ends.log.path)]
+    notes = [each.n for each in records if isinstance(each, NoteRecord) and each.text is NoteKind.NOT_DELIVERED]
+    assert undelivered == {SILO: notes[0]}

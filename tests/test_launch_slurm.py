@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -64,14 +65,6 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-def read(path: Path) -> bytes:
-    """The content of a file that may have just been removed."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
 def watch(started: subprocess.Popen[str], jobs: Path, trap: Path) -> tuple[set[str], set[str], int]:
     """Plant a result that sets off a trap when it is unpickled for each job of a run, until the run ends.
 
@@ -83,18 +76,20 @@ def watch(started: subprocess.Popen[str], jobs: Path, trap: Path) -> tuple[set[s
     found: set[str] = set()
     planted: set[Path] = set()
     while started.poll() is None:
-        for path in [path for path in jobs.rglob("*") if path.is_file()] if jobs.exists() else []:
-            content = read(path)
-            if path.suffix == ".key" and b"PRIVATE" in content:
-                assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
-                assert stat.S_IMODE(path.stat().st_mode) == 0o600
-                keys[path.name] = content
-            elif any(part in content for key in keys.values() for part in secret(key)):
-                found.add(str(path))
-            result = path.with_name(path.name.replace("_submitted.pkl", "_0_result.pkl"))
-            if result != path and result not in planted:
-                planted.add(result)
-                result.write_bytes(pickle.dumps(("success", Malicious(trap))))
+        # `os.walk` passes over a folder that is removed meanwhile; `Path.rglob` raises.
+        for path in [Path(folder, name) for folder, _, names in os.walk(jobs) for name in names]:
+            with contextlib.suppress(FileNotFoundError):  # a job removes its files while they are looked at
+                content = path.read_bytes()
+                if path.suffix == ".key" and b"PRIVATE" in content:
+                    assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
+                    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                    keys[path.name] = content
+                elif any(part in content for key in keys.values() for part in secret(key)):
+                    found.add(str(path))
+                result = path.with_name(path.name.replace("_submitted.pkl", "_0_result.pkl"))
+                if result != path and result not in planted:
+                    result.write_bytes(pickle.dumps(("success", Malicious(trap))))
+                    planted.add(result)
         time.sleep(0.05)
     return set(keys), found, len(planted)
 

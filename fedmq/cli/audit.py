@@ -42,7 +42,9 @@ _Heads = Annotated[
 ]
 _Expect = Annotated[
     str | None,
-    typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
+    typer.Option(
+        "--expect", metavar="FILE", help="Heads recorded earlier, as a file or its digest, to compare the logs with."
+    ),
 ]
 _Stamp = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""An accepted but hostile peer costs the coordinator little: allowances belong to keys, not to connections."""
+"""An accepted but hostile peer costs the coordinator little: rate limits belong to keys, not to connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
 
-RUN = "allowances-0-0123456789ab"
+RUN = "limits-0-0123456789ab"
 
 
 class Jumping(WallClock):
@@ -79,7 +79,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
         monkeypatch.setattr(rosters, name, most)
     keys, clock = tmp_path / "keys", Jumping()
     init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
-    listener = listen("memory://allowances")
+    listener = listen("memory://limits")
     with MessageLog(tmp_path / "coordinator.jsonl", COORDINATOR, clock) as log:
         roster = Roster(
             listener, load_identity(keys, COORDINATOR), load_accepted(keys), RUN, log, clock, max_body=1 << 20
@@ -100,7 +100,7 @@ def flat(sealed: Sealed) -> tuple[bytes, ...]:
 
 def opened(count: int) -> Iterator[Connection]:
     for _ in range(count):
-        connection = connect("memory://allowances")
+        connection = connect("memory://limits")
         yield connection
         connection.close()
 
@@ -121,7 +121,7 @@ def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(
     assert sum(session is not None for session in made) == 3, "one more per second"
 
 
-def test_neither_forged_nor_copied_hellos_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     hello, initiated = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
     for connection in opened(rosters._HELLOS + 5):
@@ -169,11 +169,11 @@ def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends:
                 sent += 1
             session = ends.session("silo-00", connection)
             assert session is not None
-        assert sent == rosters._MESSAGES + 3, "a new session has no new allowance"
+        assert sent == rosters._MESSAGES + 3, "a new session has no new limit"
         assert ends.roster.refused["too_often"] == 3
 
 
-def test_messages_after_lost_ones_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+def test_messages_after_lost_ones_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     for connection in opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None

@@ -15,7 +15,6 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.allowances import Allowance, Allowances
 from fedmq.wire.channel import EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
@@ -24,6 +23,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
+from fedmq.wire.rate_limits import PeerRateLimits, RateLimit
 from fedmq.wire.refusal_log import UNKNOWN, FormerSessions, RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
@@ -35,7 +35,7 @@ _DEFAULTS = Wire()
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
 #: Maximum number of handshakes of a peer in a burst; one more is allowed per second. Copies of a hello, and refused
-#: hellos of all senders, have their own allowances, so that their senders cannot use up a peer's allowance.
+#: hellos of all senders, have limits of their own, so that their senders cannot use up what a peer may send.
 _HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
 #: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
 #: per second.
@@ -128,9 +128,9 @@ class Roster:
         self._pending: dict[bytes, _Pending] = {}
         self._answered: dict[bytes, None] = {}
         # By peer, not by connection or session, as a peer could open new ones.
-        self._hellos, self._copies = Allowances(_HELLOS), Allowances(_COPIES, 10.0)
-        self._rejections = Allowance(_REJECTIONS, clock.stopwatch(), 10.0)
-        self._rekeys, self._messages = Allowances(rekeying.MOST_ANSWERED), Allowances(_MESSAGES)
+        self._hellos, self._copies = PeerRateLimits(_HELLOS), PeerRateLimits(_COPIES, 10.0)
+        self._rejections = RateLimit(_REJECTIONS, clock.stopwatch(), 10.0)
+        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(_MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -299,10 +299,10 @@ class Roster:
     def _check_hellos(self, claim: Header, *, copy: bool) -> None:
         """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
 
-        Only hellos that were signed with the peer's key count, so no other sender can use up its allowance.
+        Only hellos that were signed with the peer's key count, so no other sender can use up its limit.
         """
-        allowances, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
-        if claim.sender in self._accepted and not allowances.left(who, self._clock.stopwatch()):
+        limits, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
+        if claim.sender in self._accepted and not limits.left(who, self._clock.stopwatch()):
             raise RemoteWireError(Reason.TOO_OFTEN, f"more than {_HELLOS} handshakes at once, then one per second")
 
     def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
@@ -419,9 +419,9 @@ class Roster:
             return self._stated(peer, message)
         return message
 
-    def _allow(self, peer: Peer, allowances: Allowances, allowed: str) -> None:
+    def _allow(self, peer: Peer, limits: PeerRateLimits, allowed: str) -> None:
         """Count an authentic message; refuse it if the peer has sent more than allowed."""
-        if not allowances.take(peer.name, self._clock.stopwatch()):
+        if not limits.take(peer.name, self._clock.stopwatch()):
             raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:

@@ -1,4 +1,4 @@
-"""An accepted but hostile peer costs the coordinator little: allowances belong to keys, not to connections."""
+"""An accepted but hostile peer costs the coordinator little: rate limits belong to keys, not to connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
 
-RUN = "allowances-0-0123456789ab"
+RUN = "limits-0-0123456789ab"
 
 
 class Jumping(WallClock):
@@ -86,7 +86,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 def opened_ends(folder: Path, **options: Any) -> Iterator[Ends]:
     keys, clock = folder / "keys", Jumping()
     init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
-    listener, identity = listen("memory://allowances"), load_identity(keys, COORDINATOR)
+    listener, identity = listen("memory://limits"), load_identity(keys, COORDINATOR)
     with MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock) as log:
         roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20, **options)
         yield Ends(listener, roster, keys, clock)
@@ -105,14 +105,14 @@ def flat(sealed: Sealed) -> tuple[bytes, ...]:
 
 def opened(count: int) -> Iterator[Connection]:
     for _ in range(count):
-        connection = connect("memory://allowances")
+        connection = connect("memory://limits")
         yield connection
         connection.close()
 
 
 def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Path) -> None:
     for ends in opened_ends(tmp_path, names=("silo-00",)):
-        connection = connect("memory://allowances")
+        connection = connect("memory://limits")
         hello, initiated = initiate(load_identity(ends.keys, "silo-01"), COORDINATOR, RUN, 0.0)
         for _ in range(2):
             answer = ends.passes(connection, hello)
@@ -128,7 +128,7 @@ def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Pa
 def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_path: Path) -> None:
     """Such a reply used to reach the rounds, and ended the coordinator if its sender was no silo of the run."""
     for ends in opened_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)):
-        connection = connect("memory://allowances")
+        connection = connect("memory://limits")
         session = ends.session("silo-00", connection)
         assert session is not None
         info = TaskInfo(round=1, rounds=2, settled=0, learning_rate=0.1) if kind is Kind.TASK else None
@@ -160,7 +160,7 @@ def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(
     assert sum(session is not None for session in made) == 3, "one more per second"
 
 
-def test_neither_forged_nor_copied_hellos_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     hello, initiated = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
     for connection in opened(rosters._HELLOS + 5):
@@ -208,11 +208,11 @@ def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends:
                 sent += 1
             session = ends.session("silo-00", connection)
             assert session is not None
-        assert sent == rosters._MESSAGES + 3, "a new session has no new allowance"
+        assert sent == rosters._MESSAGES + 3, "a new session has no new limit"
         assert ends.roster.refused["too_often"] == 3
 
 
-def test_messages_after_lost_ones_use_up_the_allowance_of_a_peer(ends: Ends) -> None:
+def test_messages_after_lost_ones_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     for connection in opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
@@ -41,6 +41,8 @@ _HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
 #: per second.
 _MESSAGES = 60
 _ALLOWED = f"one message for each request, {_MESSAGES} more at once, then one per second"
+#: What a peer may send before it has joined.
+_BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
 
@@ -91,6 +93,7 @@ class Roster:
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides from the data that peers state which of them join; None admits all peers that prove their
             key.
+        names: names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
         options: what the coordinator hides of its messages.
         restarted: whether an earlier process of this coordinator may have had sessions with the peers.
 
@@ -110,10 +113,11 @@ class Roster:
         *,
         patience: float = 1.0,
         admission: Admission | None = None,
+        names: Collection[str] | None = None,
         options: Wire = _DEFAULTS,
         restarted: bool = False,
     ) -> None:
-        self._options = options
+        self._options, self._names = options, names
         self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
@@ -211,9 +215,9 @@ class Roster:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
             found = error.header if isinstance(error, UnreadableError) else header
-            return (
-                None if found is None or isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
-            )
+            if joining or not isinstance(found, Header):
+                return None
+            return Unusable(found, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
@@ -262,11 +266,7 @@ class Roster:
                 self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
             )
         except RemoteWireError as error:
-            rejection = None
-            if self._rejections.take(self._clock.stopwatch()):
-                rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
-            if rejection is not None:
-                self._listener.send(address, rejection)
+            self._reject(address, frames, error)
             if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
                 detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
                 raise RemoteWireError(Reason.WRONG_RUN, detail) from None
@@ -275,6 +275,10 @@ class Roster:
         # would lock the sender out; it is logged once, since only its sender can complete the handshake.
         repeated = digest in self._answered
         (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
+        if not (responded.inquiry or self._names is None or responded.peer in self._names):
+            stranger = RemoteWireError(Reason.UNEXPECTED, f"{responded.peer} is not a silo of this scenario")
+            self._reject(address, frames, stranger)
+            raise stranger
         self._answered[digest] = None
         self._pending[address] = _Pending(digest, welcome, responded)
         for memory in (self._answered, self._pending):
@@ -285,6 +289,12 @@ class Roster:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
+
+    def _reject(self, address: bytes, frames: Sequence[memoryview], error: RemoteWireError) -> None:
+        """Answer a refused hello, unless too many were answered."""
+        allowed, now = self._rejections.take(self._clock.stopwatch()), self._clock.now()
+        if allowed and (rejection := reject(self._identity, self._accepted, frames, error, now)) is not None:
+            self._listener.send(address, rejection)
 
     def _check_hellos(self, claim: Header, *, copy: bool) -> None:
         """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
@@ -397,6 +407,8 @@ class Roster:
             return None
         self._allow(peer, self._messages, _ALLOWED)
         message = decode_opened(opened, max_body=self._max_body)
+        if message.header.kind not in _BEFORE_JOINING and self._by_name.get(peer.name) is not peer:
+            raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self._log.message("received", message, opened.tag, size)

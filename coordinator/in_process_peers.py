@@ -72,7 +72,7 @@ class InProcessPeers:
             if not isinstance(error, FedmqError):  # the text of a known error suffices
                 print_line(traceback.format_exc(), error=True)
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
-            payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
+            payloads, kind = (Error.of_task(error, text),), Kind.ERROR
         return Message(
             Header(
                 run=self._run,

@@ -412,7 +412,7 @@ def _report_problems(comparison: Comparison, err: Console) -> None:
     for name, line in comparison.errors.items():
         err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
     for name, line in comparison.diverged.items():
-        err.print(f"[yellow]diverged[/yellow] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning[/yellow] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:
         err.print("the other runs are done; repeat the command to retry the failed ones", highlight=False)
     if comparison.diverged:

@@ -223,7 +223,8 @@ def _roster(
         restarted=restarted,
     )
     names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
-    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
+    plain = arguments.scenario.model_dump(mode="json")
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
 from coordinator.peers import Ready, Unusable
+from coordinator.scenario_reports import ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
@@ -117,6 +118,7 @@ class Roster:
         self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
+        self._reports = ScenarioReports(log)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -190,6 +192,9 @@ class Roster:
             if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
             if peer is None:
+                if (report := self._reports.take(address, frames)) is not None:
+                    self._note_other_scenario(*report)
+                    return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
@@ -325,7 +330,14 @@ class Roster:
         if self.inquiries is None:
             raise RemoteWireError(Reason.UNEXPECTED, "no inquiries are answered here")
         message = Message(self.header(name, Kind.STATUS), (self.inquiries.answer(name, self),))
+        if self.inquiries.tells_scenario(name):
+            self._reports.expect(address, session)
         self._listener.send(address, seal_message(session, message).frames)
+
+    def _note_other_scenario(self, name: str, keys: str) -> None:
+        self.refusal, self.refused_at = f"{name}: another scenario: {keys}", self._clock.stopwatch()
+        if not self.online(name):
+            self.failures[name] = f"another scenario: {keys}"
 
     def _admit(self, peer: Peer) -> Ready:
         """Replace an older session of the peer's name with this one."""

@@ -170,7 +170,16 @@ def run_evaluator(
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, lambda: last_sent["at"], logger.warning, options=wire
+        arguments.connect,
+        identity,
+        accepted,
+        run,
+        log,
+        clock,
+        lambda: last_sent["at"],
+        logger.warning,
+        options=wire,
+        scenario=arguments.scenario.model_dump(mode="json"),
     )
     try:
         start = EvaluatorStart.of(arguments)

@@ -11,6 +11,7 @@ from coordinator.counters import Counters
 from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
 from fedmq.clock import Clock
+from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
@@ -201,16 +202,19 @@ def _optional_keys(
         optional["personal_only"] = True
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
-    return optional | _optional_facts(loop, data)
+    return optional | _optional_facts(loop, data, own)
 
 
-def _optional_facts(loop: Loop, data: RunData) -> dict[str, object]:
+def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[str, object]:
     """The keys that only some summaries have and that do not depend on the method."""
     optional = dict[str, object]()
+    heldout, without_pair = SPLITS.index(loop.run_context.scenario.evaluation.split), data.heldout_without_pair
+    if own is not None:  # the evaluator's own items, if there is one, are not among the silos'
+        without_pair += sum(int(each[heldout, 1:].sum()) for each in data.counts.values())
     if lacking := loop.evaluation.unevaluated(loop.rounds.version):
         optional["unevaluated"] = lacking
-    if data.heldout_without_pair:
-        optional["heldout_without_pair"] = data.heldout_without_pair
+    if without_pair:
+        optional["heldout_without_pair"] = without_pair
     if (kept := loop.evaluation.best) is not None and kept.best is not None:
         optional["best"] = kept.best
     if loop.rounds.version < loop.run_context.scenario.rounds:

@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.io as scipy_io
+from PIL import Image
 from safetensors.numpy import save_file
 
 from fedmq.config.loader import parse
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Data, Scenario
+from fedmq.data.extract import plan
 from fedmq.data.partition import by_column
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.errors import InputError
+from fedmq.federation.early_check import refuse_before_extraction
 from fedmq.federation.population import build_population
 
 HOSPITALS = ("north", "south", "east") * 8
@@ -113,6 +116,22 @@ def test_a_manifest_may_have_the_column_that_the_partition_names(tmp_path: Path,
     assert read_manifest(Data(name="manifest", path=path, column="hospital")).column == ("north", "south")
     with pytest.raises(InputError, match=r"found 'hospital', allowed: fields image, "):
         read_manifest(Data(name="manifest", path=path))
+
+
+def test_the_check_before_photos_are_encoded_deals_a_manifest_by_its_column(tmp_path: Path) -> None:
+    lines = ["image,caption,hospital,split"]
+    for place, hospital in enumerate(HOSPITALS[:12]):
+        Image.new("RGB", (8, 8), (20 * place, 0, 0)).save(tmp_path / f"{place}.png")
+        lines.append(f"{place}.png,number {place},{hospital},{'test' if place < 3 else 'train'}")
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    made = scenario(tmp_path, data={"name": "manifest", "path": str(tmp_path / "list.csv")}, backbone={"name": "lite"})
+    dealt: list[list[int]] = []
+
+    def fits(each: Scenario, folder: Path) -> None:
+        dealt.extend(rows.tolist() for rows in build_population(each, cache=tmp_path, folder=folder).train)
+
+    refuse_before_extraction(plan(made.dealt, made.backbone, tmp_path, made.seed, "cpu"), made, fits)
+    assert dealt == [[5, 8, 11], [3, 6, 9], [4, 7, 10]]
 
 
 def test_an_item_without_a_value_is_refused_with_its_line(tmp_path: Path) -> None:

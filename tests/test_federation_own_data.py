@@ -88,6 +88,8 @@ def test_the_audit_of_the_collected_logs_is_clean_and_the_summary_has_counts_and
     assert own["per_silo"].keys() == {"silo-00", "silo-02"}
     pairs = found["image_present"] & found["text_present"] & (found["split"] == "test")
     assert own["items"] == (pairs & (found["hospital"] != HOSPITALS[1])).sum()
+    alone = ~(found["image_present"] & found["text_present"]) | (found["hospital"] == HOSPITALS[1])
+    assert summary["heldout_without_pair"] == (alone & (found["split"] == "test")).sum() > 0
     for name, each in own["per_silo"].items():
         assert each["items"] == summary["per_silo"][name]["items"]["test"]["paired"]
     oslo = of_hospital(found, "oslo")

@@ -67,7 +67,8 @@ def _write_placeholder(made: ExtractionPlan, usual: int, folder: Path) -> None:
     present = made.raw.present(made.kind)
     counts = np.ones(n, np.int64) if present is None else present[:, 1].astype(np.int64)
     save_arrays(folder, captions=counts, labels=made.raw.labels, split=made.split)
-    finish(folder, made.digest, save_present(folder, present), made.raw.keys, made.raw.label_names)
+    lacking = save_present(folder, present)
+    finish(folder, made.digest, lacking, made.raw.keys, made.raw.label_names, column=made.raw.column)
 
 
 def _on_vectors(scenario: Scenario) -> Scenario:

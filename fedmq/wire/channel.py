@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
@@ -466,7 +467,7 @@ class Channel:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         name, keys = self._identity.name, self._comparison.keys(refusal)
-        told = {"keys": keys} if keys else {}
+        told: dict[str, Any] = {"keys": keys} if keys else {}
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **told)
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:

@@ -187,6 +187,11 @@ class EvaluationRequests:
         return tuple(dict.fromkeys((*self._requests, *sorted(self.own.owing))))
 
     @property
+    def owed(self) -> int:
+        """Number of answers that silos owe."""
+        return len(self._requests) + self.own.owed
+
+    @property
     def evaluators(self) -> tuple[str, ...]:
         """The evaluator, if the run has one."""
         return (EVALUATOR,) if self._run_context.scenario.evaluator else ()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from coordinator.absences import Absences
 from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
@@ -103,9 +104,8 @@ class Loop:
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
-        self._seen, self.makes_room, self._limits = set[str](), False, self.status.limits
+        self._seen, self.makes_room, self._limits, self._absences = set[str](), False, self.status.limits, Absences()
         self.phase_cause: int | None = None
-        self._absent_since: dict[str, float] = {}
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
         self.saving = Checkpointing(
@@ -160,7 +160,7 @@ class Loop:
         self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], settled)
         for name in self.evaluation.asked:
             if name in self._reconnects.waiting or not self.evaluation.ask(name):
-                self._absent_since.setdefault(name, self.clock.stopwatch())
+                self._absences.begin(name, self.clock.stopwatch())
         if not self.evaluation.wait(self._poll, self.stop_wanted, final=final):
             return False
         self.evaluation.record_saved(version)
@@ -286,13 +286,13 @@ class Loop:
             self.roster.drop(name)
             return
         if ready.returned and name != EVALUATOR:
-            self._limits.forget(name)
+            self._limits.lost(name, now)
             record = self.log.note(NoteKind.RETURNED, peer=name, caused_by=record)
             self._handle(Lost(name), record)
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
-            self._absent_since.setdefault(name, now)
+            self._absences.begin(name, now)
             return
-        self._absent_since.pop(name, None)
+        self._absences.end(name, now, self.rounds.pending)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
             self.evaluation.rejoined(self.states)
@@ -317,15 +317,17 @@ class Loop:
         if "startup" not in self.counters.seconds:
             self.counters.add_seconds("startup", now - self._began + self.counters.seconds.pop("gathering", 0.0))
         for absent in self.rounds.pending.keys() - self.rounds.online:
-            self._absent_since.setdefault(absent, now)
+            self._absences.begin(absent, now)
 
     def _on_message(self, message: Message, record: int | None) -> None:
         header = message.header
+        owed = self.evaluation.owed
         self._note_answer(header, record)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
         elif self.evaluation.measured(message):
-            pass
+            if self.evaluation.owed < owed:
+                self._limits.evaluated(self.clock.stopwatch())
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             self.counters.add_traffic("up", message.payloads)
             self.status.received(header.sender, message.payloads)
@@ -380,17 +382,15 @@ class Loop:
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self._on_peer_lost(name)
         patience = self.run_context.scenario.aggregation.lost_after
-        for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
+        for name in [name for name in self.evaluation.asked if self._absences.seconds(name, now) > patience]:
             self.evaluation.give_up(name)
         self._fail_overdue()
         if self.rounds.awaited and now - self._began > patience:
             self._start_on(WaitEnded(), self.log.note(NoteKind.WAIT_ENDED))
-        for name, since in list(self._absent_since.items()):
-            pending_task = self.rounds.pending.get(name)
-            if self.run_context.gives_up and now - since > patience and pending_task is not None:
-                del self._absent_since[name]
-                sequence, record = pending_task.sequence, self.log.note(NoteKind.STAYED_AWAY, peer=name)
-                self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
+        given_up = self._absences.give_up(patience, now, self.rounds.pending) if self.run_context.gives_up else {}
+        for name, sequence in given_up.items():
+            record = self.log.note(NoteKind.STAYED_AWAY, peer=name)
+            self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
         self.status.update(self.rounds, self._seen)
 
     def _fail_overdue(self) -> None:
@@ -410,8 +410,8 @@ class Loop:
         self.roster.drop(name)
         record = self.log.note(NoteKind.PEER_LOST, peer=name, caused_by=cause)
         if name in self._facts:
-            self._absent_since[name] = self.clock.stopwatch()
-            self._limits.forget(name)
+            self._absences.begin(name, self.clock.stopwatch())
+            self._limits.lost(name, self.clock.stopwatch())
             self._handle(Lost(name), record)
 
     def expel(self, name: str) -> None:
@@ -440,7 +440,7 @@ class Loop:
             return
         self.fault_injector.restart(silo.name)
         if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
-            self._absent_since.setdefault(silo.name, self.clock.stopwatch())
+            self._absences.begin(silo.name, self.clock.stopwatch())
             return
         payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
         info = self.run_context.task_info(action.round, self.saving.durably_settled(silo.name))

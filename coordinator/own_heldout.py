@@ -99,6 +99,11 @@ class OwnHeldOutRequests:
         """Silos that have not answered a request."""
         return frozenset().union(*self._owing.values())
 
+    @property
+    def owed(self) -> int:
+        """Number of answers that silos owe."""
+        return sum(map(len, self._owing.values()))
+
     def request(self, version: int, state: State) -> None:
         """Request the evaluation of a version from all silos with held-out pairs, unless it is done or pending."""
         if version in self._owing or version in self._evaluated:

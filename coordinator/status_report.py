@@ -81,8 +81,9 @@ class StatusReport:
         self._logger.info("merged", round=line.version, replies=len(line.replies), **values)
 
     def received(self, silo: str, payloads: Iterable[Payload]) -> None:
-        """Payloads of a silo's reply were received: its last error is out of date."""
-        self._roster.failures.pop(silo, None)
+        """Payloads of a silo's reply were received: its last error is out of date, unless its task is overdue."""
+        if silo not in self.limits.overdue:
+            self._roster.failures.pop(silo, None)
         self._up[silo] += sum(map(tensor_bytes, payloads))
 
     def sent(self, silo: str, payloads: Iterable[Payload]) -> None:

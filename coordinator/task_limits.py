@@ -13,6 +13,8 @@ _LEAST = 60.0
 #: Minimum of the default limit for a silo that has not replied yet: its first task may load weights or warm up a GPU
 #: [s].
 _LEAST_FIRST = 600.0
+#: A silo that is lost starts its task again. For how many limits it may be connected with a task, in all its sessions.
+_SESSIONS_FACTOR = 3.0
 #: Time after which the display names a silo: its longest task, times a factor; a fixed time for its first task [s].
 _NAMED_FACTOR, _NAMED_LEAST, _NAMED_FIRST = 2.0, 10.0, 30.0
 
@@ -43,9 +45,10 @@ class _Sent:
 class TaskLimits:
     """Times of the tasks of all silos, and the limits that follow from them.
 
-    Only tasks at connected silos are timed; a silo that is lost starts its task again when it rejoins. A limit of the
-    scenario counts from the sending of the task. A default limit counts from the last reply of any silo, if that is
-    later: silos that share a machine train one after the other, and a task that waits for its turn is not overdue.
+    Only tasks at connected silos are timed; a silo that is lost starts its task again when it rejoins, but its sessions
+    together may not take longer than three limits. A limit of the scenario counts from the sending of the task. A
+    default limit counts from the last reply of any silo to its task, if that is later: silos that share a machine train
+    one after the other, and a task that waits for its turn is not overdue.
 
     Args:
         limit: limit of every task [s]; None derives limits from the times of earlier tasks.
@@ -59,6 +62,7 @@ class TaskLimits:
         self._slowest = 0.0  # the slowest pace of all replies [s per sample]
         self._overdue: dict[str, _Sent] = {}
         self._last_reply = -math.inf
+        self._former: dict[str, tuple[int, float]] = {}  # number of a task, time in sessions before the present one [s]
 
     @property
     def overdue(self) -> tuple[str, ...]:
@@ -68,22 +72,43 @@ class TaskLimits:
     def sent(self, silo: str, sequence: int, now: float) -> None:
         """A task was sent to a silo at the stopwatch's time ``now`` [s]."""
         self._sent[silo] = _Sent(sequence, now)
+        if self._former.get(silo, (sequence, 0.0))[0] != sequence:
+            del self._former[silo]
 
     def replied(self, silo: str, sequence: int, now: float) -> bool:
-        """A silo replied to a task, in time or late; returns whether its last task was overdue."""
-        late = self._overdue.pop(silo, None)
+        """A silo replied, in time or late; returns whether its last task was overdue.
+
+        A reply to another task than its last one changes nothing.
+        """
+        late = self._overdue.get(silo)
         task = late or self._sent.get(silo)
-        if task is not None and task.sequence == sequence:
-            self._sent.pop(silo, None)
-            longest = self._longest[silo] = max(now - task.at, self._longest.get(silo, 0.0))
-            self._slowest = max(self._slowest, longest / max(1, self._samples[silo]))
+        if task is None or task.sequence != sequence:
+            return False
+        self._sent.pop(silo, None)
+        self._overdue.pop(silo, None)
+        longest = self._longest[silo] = max(now - task.at, self._longest.get(silo, 0.0))
+        self._slowest = max(self._slowest, longest / max(1, self._samples[silo]))
         self._last_reply = now
         return late is not None
 
+    def evaluated(self, now: float) -> None:
+        """A silo answered an evaluation request; tasks that waited for it are not overdue."""
+        self._last_reply = now
+
+    def lost(self, silo: str, now: float) -> None:
+        """A silo was lost; its time with the task counts if it gets the same task again."""
+        if (task := self._sent.get(silo)) is not None:
+            self._former[silo] = task.sequence, self._in_all(silo, now - task.at)
+        self.forget(silo)
+
     def forget(self, silo: str) -> None:
-        """A silo's task has failed, or the silo was lost or has rejoined."""
+        """A silo's task has failed, or the silo has rejoined."""
         self._sent.pop(silo, None)
         self._overdue.pop(silo, None)
+
+    def _in_all(self, silo: str, seconds: float) -> float:
+        """Time with a silo's task in all its sessions, given that in the present one [s]."""
+        return seconds + self._former.get(silo, (0, 0.0))[1]
 
     def seconds(self, silo: str, now: float) -> float | None:
         """Real time since a silo's task was sent [s]; None if the silo has none."""
@@ -101,7 +126,15 @@ class TaskLimits:
         """Tasks whose limit is over; they count as :attr:`overdue` from now on, and are not returned again."""
         quiet = math.inf if self._limit is not None else now - self._last_reply
         tasks = self._tasks(now)
-        exceeded = [task for task in tasks if task.limit is not None and min(task.seconds, quiet) > task.limit]
+        exceeded = [
+            task
+            for task in tasks
+            if task.limit is not None
+            and (
+                min(task.seconds, quiet) > task.limit
+                or (task.silo in self._former and self._in_all(task.silo, task.seconds) > _SESSIONS_FACTOR * task.limit)
+            )
+        ]
         for task in exceeded:
             self._overdue[task.silo] = self._sent.pop(task.silo)
         return exceeded

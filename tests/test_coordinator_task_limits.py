@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.absences import Absences
+from coordinator.rounds import PendingTask
 from coordinator.task_limits import TaskLimits
 from fedmq.config.scenario import Scenario
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Loss
 from fedmq.wire.sealed_sessions import open_message, seal_message
 from tests.in_process_run import notes
 from tests.threaded_run import joined, resolved, run
@@ -71,8 +74,63 @@ def test_a_lost_silo_has_no_limit_and_slow_silos_are_named() -> None:
     assert [(task.silo, task.seconds) for task in limits.slow(131.0)] == [("silo-00", 31.0)]
 
 
+def test_replies_to_other_tasks_do_not_extend_a_limit_or_end_it() -> None:
+    limits = TaskLimits(None, SAMPLES)
+    for silo in SAMPLES:
+        limits.sent(silo, 1, 0.0)
+        limits.replied(silo, 1, 1.0)
+        limits.sent(silo, 2, 1.0)
+    assert not limits.replied("silo-00", 1, 50.0), "a task that it has replied to"
+    assert not limits.replied("silo-00", 7, 60.0), "a task that it was never given"
+    assert [task.silo for task in limits.exceed(62.0)] == ["silo-00", "silo-01"]
+    assert not limits.replied("silo-00", 7, 63.0)
+    assert limits.overdue == ("silo-00", "silo-01")
+
+
+def test_an_evaluation_delays_the_tasks_that_wait_for_it() -> None:
+    limits = TaskLimits(None, SAMPLES)
+    limits.sent("silo-00", 1, 0.0)
+    limits.replied("silo-00", 1, 1.0)
+    limits.sent("silo-00", 2, 1.0)
+    limits.evaluated(50.0)
+    assert not limits.exceed(109.0)
+    assert limits.exceed(111.0)
+
+
+def test_a_silo_that_reconnects_again_and_again_fails_its_task_after_three_limits() -> None:
+    limits = TaskLimits(10.0, SAMPLES)
+    for start in (0.0, 20.0, 40.0):
+        limits.sent("silo-00", 1, start)
+        limits.lost("silo-00", start + 9.0)
+    limits.sent("silo-00", 1, 60.0)
+    assert not limits.exceed(62.0), "29 s in four sessions"
+    assert [task.silo for task in limits.exceed(64.0)] == ["silo-00"]
+    limits.sent("silo-00", 2, 70.0)
+    assert not limits.exceed(79.0), "another task"
+
+
+def test_absences_during_the_same_task_count_together() -> None:
+    absences, pending = Absences(), {"silo-00": PendingTask(sequence=4, base_version=3, round=3)}
+    for start in (0.0, 30.0):
+        absences.begin("silo-00", start)
+        absences.begin("silo-00", start + 5.0)
+        assert not absences.give_up(60.0, start + 25.0, pending)
+        absences.end("silo-00", start + 25.0, pending)
+    absences.begin("silo-00", 60.0)
+    assert not absences.give_up(60.0, 70.0, {"silo-00": PendingTask(sequence=5, base_version=4, round=4)}), (
+        "another task"
+    )
+    assert not absences.give_up(60.0, 69.0, pending)
+    assert absences.give_up(60.0, 71.0, pending) == {"silo-00": 4}
+    assert not absences.give_up(60.0, 200.0, pending), "once"
+
+
 def beating(scenario: Scenario, *, unreadable: Kind | None = None) -> Callable[[str, Path], None]:
-    """A silo-00 that joins and sends heartbeats; it answers each task with an unreadable message, or not at all."""
+    """A silo-00 that joins, sends heartbeats, and replies to a task that it was never given.
+
+    It answers each task with an unreadable message, or not at all.
+    """
+    unasked = (Loss(0.5),)
 
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
@@ -81,6 +139,8 @@ def beating(scenario: Scenario, *, unreadable: Kind | None = None) -> Callable[[
             if time.monotonic() - sent > 0.5:
                 sent = time.monotonic()
                 connection.send(seal_message(session, Message(beat)).frames)
+                reply = replace(beat, kind=Kind.REPLY, reply_to=99)
+                connection.send(seal_message(session, Message(reply, unasked)).frames)
             frames = connection.receive(0.1)
             if frames is None:
                 continue

@@ -1,0 +1,51 @@
+"""For how long peers have been absent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.rounds import PendingTask
+
+
+class Absences:
+    """Real time without a peer; a silo's absences during the same task count together.
+
+    Otherwise a silo that its task makes crash, and that is started again each time, would never be given up.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._before: dict[str, tuple[int, float]] = {}  # number of a silo's task, earlier absences during it [s]
+
+    def begin(self, peer: str, now: float) -> None:
+        """A peer is absent at the stopwatch's time ``now`` [s], if not for longer already."""
+        self._since.setdefault(peer, now)
+
+    def end(self, peer: str, now: float, pending: Mapping[str, PendingTask]) -> None:
+        """A peer is back; ``pending`` are the pending tasks, by silo."""
+        if (task := pending.get(peer)) is not None:
+            self._before[peer] = task.sequence, self._during(peer, now, task.sequence)
+        self._since.pop(peer, None)
+
+    def seconds(self, peer: str, now: float) -> float:
+        """Time since a peer was lost [s]; 0 if it is not absent."""
+        return now - self._since.get(peer, now)
+
+    def give_up(self, patience: float, now: float, pending: Mapping[str, PendingTask]) -> dict[str, int]:
+        """Give up the silos that were absent for longer than ``patience`` [s] during their pending task.
+
+        Returns:
+            The numbers of their tasks, by silo.
+        """
+        given_up = {
+            name: pending[name].sequence
+            for name in self._since
+            if name in pending and self._during(name, now, pending[name].sequence) > patience
+        }
+        for name in given_up:
+            del self._since[name]
+        return given_up
+
+    def _during(self, peer: str, now: float, task: int) -> float:
+        number, before = self._before.get(peer, (task, 0.0))
+        return self.seconds(peer, now) + (before if number == task else 0.0)

@@ -5,7 +5,7 @@
 Each frame is made from a golden frame of ``tests/frames``, of every message and payload kind and wire version, and is
 determined by the seed and its number: ``--first N --count 1`` repeats frame N. A reader may only accept a frame or
 raise ``RemoteWireError``; anything else is a crash. With ``--roster``, the frames go to a real coordinator's end, one
-after the other, and its allowances are checked (:mod:`benchmarks.fuzz_roster`).
+after the other, and its rate limits are checked (:mod:`benchmarks.fuzz_roster`).
 
 Ctrl-C stops; with ``--state`` the command continues where it stopped. Exit code 1 after a crash, a frame that took over
 2 s, or more than 200 MB above the memory at the start.

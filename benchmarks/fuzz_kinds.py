@@ -24,7 +24,7 @@ from rich.console import Console
 import protocols  # noqa: F401 - registers the objectives
 from benchmarks.fuzz_damage import Folder, Kind
 from benchmarks.fuzz_run_kinds import RUN_KINDS
-from fedmq.audit.heads import check_expected
+from fedmq.audit.log_heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.config import loader, site
 from fedmq.config.scenario import Backbone, Data, Objective

@@ -1,10 +1,10 @@
-"""Frames of accepted peers and of strangers for a real roster: handshakes, sessions, new keys and allowances.
+"""Frames of accepted peers and of strangers for a real roster: handshakes, sessions, new keys and rate limits.
 
 ``python -m benchmarks.fuzz_frames --roster`` runs this campaign. Two silos with accepted keys, and a stranger, send
 valid, mutated, repeated and lost messages over six connections of ``memory://``. A new coordinator's end is made every
 2,000 frames: without and with hidden headers, padding, and admission by stated data. The clock is advanced explicitly.
 
-After each frame, what the roster holds and has answered is compared with the allowances, from counts of this module.
+After each frame, what the roster holds and has answered is compared with the rate limits, from counts of this module.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class RosterReaders:
 
     # ---------------------------------------------------------------------------------------------------------- checks
     def _check_bounds(self) -> None:
-        """Compare what was answered, kept and logged with the allowances.
+        """Compare what was answered, kept and logged with the rate limits.
 
         Raises:
             AssertionError: a bound was exceeded.
@@ -237,12 +237,12 @@ class RosterReaders:
             assert len(held) <= rosters._MAX_PENDING, f"{len(held)} {what} are kept"
         for each in (self.roster._hellos, self.roster._copies, self.roster._rekeys, self.roster._messages):
             most = 2 * len(self._accepted)  # handshakes and inquiries
-            assert len(each._of) <= most, f"{len(each._of)} allowances for {most // 2} keys"
+            assert len(each._of) <= most, f"{len(each._of)} rate limits for {most // 2} keys"
         if self._frames % 500 == 0:
             self._check_log(seconds)
 
     def _check_log(self, seconds: float) -> None:
-        """Compare the number of log records with the allowances.
+        """Compare the number of log records with the rate limits.
 
         Raises:
             AssertionError: there are more.
@@ -256,7 +256,7 @@ class RosterReaders:
                 opened[record.peer] += 1
         allowed = {UNKNOWN: PER_MINUTE * (seconds // 60 + 1)}
         for name in _SILOS:
-            # One message beyond the allowance ends a session.
+            # One message beyond the limit ends a session.
             messages = rosters._MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
             allowed[name] = messages + opened[name] + 2
         for name, most in allowed.items():

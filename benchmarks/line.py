@@ -17,8 +17,8 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import Listener
+from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 
 RUN = "bench"

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from coordinator.disputes import Disputes
+from coordinator.data_disputes import Disputes
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name

@@ -18,9 +18,9 @@ from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.build_run_context import run_context_of, sent_kinds
 from coordinator.counters import Counters
 from coordinator.data_agreement import admission_of, gathered, included
-from coordinator.descriptors import allow_descriptors
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.file_descriptors import allow_descriptors
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.inquiries import Inquiries
 from coordinator.loop import Loop
@@ -52,10 +52,10 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
 from fedmq.wire.sealed_sessions import TAG_BYTES
-from fedmq.wire.transports.admission import ListenerKeys
 from fedmq.wire.transports.base import QUEUE, Listener
+from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
-from fedmq.wire.transports.shared import beat_patience
+from fedmq.wire.transports.shared_connections import beat_patience
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class CoordinatorArguments:
         resume: resume from the run folder's last checkpoint.
         data: folder of the prepared data; None to look it up.
         stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        silos_per_connection: maximum number of silos that share a connection, see :mod:`fedmq.wire.transports.shared`.
+        silos_per_connection: maximum number of silos that share a connection, see
+            :mod:`fedmq.wire.transports.shared_connections`.
         logs: options of the log for operators; None for no log.
         metrics_port: port on 127.0.0.1 for Prometheus; None for no endpoint.
     """
@@ -207,6 +208,7 @@ def _roster(
     restarted = log.records > 1  # the first record is the note of this start
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
     options = arguments.scenario.wire
     roster = Roster(
@@ -219,10 +221,10 @@ def _roster(
         max_body,
         patience=patience,
         admission=admission,
+        names=(*names, EVALUATOR),
         options=options,
         restarted=restarted,
     )
-    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
     plain = arguments.scenario.model_dump(mode="json")
     roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster

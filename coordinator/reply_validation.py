@@ -132,7 +132,7 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
         raise RemoteWireError("layout", "a partial delta of other layers than the silo shares and trains")
     size = layout.size if isinstance(payload, Delta) else layout.part(sent).size if sent else 0
     if payload.buffer.size != size:
-        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {size}")
+        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, expected {size}")
 
 
 def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
@@ -143,7 +143,7 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
         # Merges weight by this number: with a false one a silo could dominate the model.
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
     if payload.buffer.dtype != "float32":
-        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, here float32")
+        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, expected float32")
     low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
     if max(-float(low), float(high)) > LARGEST:
         raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
@@ -160,7 +160,9 @@ def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Ten
         return
     most = LONGEST * max(1.0, float(torch.linalg.vector_norm(theta)))
     if length > most:
-        raise RemoteWireError("malformed", f"a {payload.KIND} of length {length:.4g}, here at most {most:.4g}{_CAUSE}")
+        raise RemoteWireError(
+            "malformed", f"a {payload.KIND} of length {length:.4g}, allowed: at most {most:.4g}{_CAUSE}"
+        )
 
 
 def _check_weights(payload: Payload, samples: int, counted: int) -> None:
@@ -168,10 +170,12 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
     match payload:
         case Loss(value=value):
             if abs(value) > (most := LARGEST_LOSS * samples):
-                raise RemoteWireError("malformed", f"a loss of {value:.4g}, here at most {most:.4g}{_CAUSE}")
+                raise RemoteWireError("malformed", f"a loss of {value:.4g}, allowed: at most {most:.4g}{_CAUSE}")
         case ClassPrototypes(counts=counts) | Memory(support=counts):
             if (found := int(counts.max(initial=0))) > (most := counted * samples):
-                raise RemoteWireError("malformed", f"a row of {payload.KIND} of {found} samples, at most {most} here")
+                raise RemoteWireError(
+                    "malformed", f"a row of {payload.KIND} of {found} samples, allowed: at most {most}"
+                )
         case _:
             pass
 
@@ -185,11 +189,13 @@ def _check_statistics(payload: Payload, context: Context) -> None:
                 raise RemoteWireError("layout", f"a memory of shape {centroids.shape}")
         case LabelCount(value=value):
             if value > (most := len(fine_columns(context.label_names))):
-                raise RemoteWireError("malformed", f"{value} categories present, here are {most}")
+                raise RemoteWireError("malformed", f"{value} categories present, the data set has {most}")
         case Metrics():
             raise RemoteWireError("unexpected", "metrics that were not requested")
         case ModalityPrototypes(image=image, text=text):
             if image.size != context.dim or text.size != context.dim:
-                raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")
+                raise RemoteWireError(
+                    "layout", f"prototypes of dimensions {image.size} and {text.size}, expected {context.dim}"
+                )
         case _:
             pass

@@ -25,8 +25,8 @@ class RcsrOptions:
             the warm-up; until centroids are available, the single prototype is used.
         anchor_centroids: with ``multi``, maximum number of centroids per silo and modality.
         anchor_support: with ``multi``, minimum number of samples per reported centroid. In a silo with at most 128
-            items this does not hide an item that is the only one in no centroid, because the prototype of eq 6 is the
-            mean of all its items.
+            items this does not hide an item if it alone belongs to no centroid: the prototype of eq 6, the mean of all
+            items of the silo, reveals it.
         filler: replacement at the coordinator for the prototype of a missing modality: the global prototype
             (``ema``), a ``zero`` vector, or a vector ``learned`` with the router (our reading: the paper does not say
             where it is trained).

@@ -38,7 +38,8 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
-from protocols import _aggregation, _personal_model, _scmr, _training, fedavg
+from protocols import _aggregation, _personal_model, _training, fedavg
+from protocols import _fedscmr_equations as equations
 from protocols._options import check
 from protocols._partial import PartialFedAvg
 from protocols.objectives._labelled import EveryLabelledBatch
@@ -119,16 +120,16 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     """
     held = [out for out in (image, text) if out is not None]
     norm = options.norm
-    total = torch.stack([_scmr.label_loss(logits_of(out), labels, norm) for out in held]).sum()
+    total = torch.stack([equations.label_loss(logits_of(out), labels, norm) for out in held]).sum()
     if options.loss_cs:
         similar = (labels @ labels.T > 0).to(labels.dtype)
         pair = (None if image is None else image.raw, None if text is None else text.raw)
-        term = _scmr.discrimination(*pair, similar, options.pairs)
+        term = equations.discrimination(*pair, similar, options.pairs)
         if image is not None and text is not None:
-            term = term + _scmr.consistency(image.raw, text.raw, image.code, text.code, norm)
+            term = term + equations.consistency(image.raw, text.raw, image.code, text.code, norm)
         total = total + options.alpha * term
     if options.loss_ccs and image is not None and text is not None:
-        total = total + options.beta * _scmr.cross_space(image.raw, text.raw, image.code, text.code, norm)
+        total = total + options.beta * equations.cross_space(image.raw, text.raw, image.code, text.code, norm)
     return total
 
 
@@ -272,11 +273,11 @@ class FedScmr(FederatedProtocol):
         if options.agg == "samples":
             return samples[torch.isin(known, rows)] / samples[torch.isin(known, rows)].sum()
         if options.agg == "proportional":
-            weights = _scmr.proportion(samples, labels.clamp_min(1))
+            weights = equations.proportion(samples, labels.clamp_min(1))
         else:
             gamma = options.gamma if options.use_phi else 0.0
             maps = _filled(maps, measured)
-            weights = _scmr.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
+            weights = equations.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
         weights = weights[torch.isin(known, rows)]
         return weights / weights.sum()
 

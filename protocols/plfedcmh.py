@@ -62,7 +62,7 @@ class PlFedCmhOptions:
             the opposite direction.
         branch_renorm: average each branch of the global model over the silos that trained it; if false, use the plain
             sum.
-        weighting: weight updates of the global model ``uniform``, as in the released code, or by ``samples``.
+        weighting: weights of the updates in the global model: ``uniform``, as in the released code, or by ``samples``.
         measured: personal model to evaluate: the silo's current ``mixture``, or its model after its last training
             (``trained``), as in the released code.
     """

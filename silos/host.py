@@ -31,10 +31,10 @@ from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.transports.shared import beat_patience
+from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
-from silos.slots import Slots, slots_folder
+from silos.training_slots import Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
 _KEPT_SILOS = 8

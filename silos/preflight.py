@@ -33,7 +33,7 @@ from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
-from fedmq.wire.transports.admission import ConnectionKeys
+from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from silos.program import Silo, SiloArguments
 

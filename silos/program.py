@@ -47,7 +47,7 @@ from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMe
 from protocols._missing_branch import shortened
 from silos.error_reports import end_reported, reportable
 from silos.personal_state import StateNotes, StateStore
-from silos.slots import Slots, slots_folder
+from silos.training_slots import Slots, slots_folder
 
 #: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
 #: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.

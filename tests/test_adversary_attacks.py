@@ -19,15 +19,15 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name
 from fedmq.wire.keys import accept_key, fingerprint, new_key
-from fedmq.wire.transports._doorkeeper import UNHEARD
-from fedmq.wire.transports.admission import (
+from fedmq.wire.transports._connection_admission import UNHEARD
+from fedmq.wire.transports.base import Connection, Listener, Trouble
+from fedmq.wire.transports.curve_keys import (
     ConnectionKeys,
     ListenerKeys,
     curve_public,
     curve_secret,
     ed25519_of,
 )
-from fedmq.wire.transports.base import Connection, Listener, Trouble
 from fedmq.wire.transports.registry import connect, listen
 from tests import threaded_run
 from tests.test_adversary_hostile_peers import within

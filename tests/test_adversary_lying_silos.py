@@ -163,7 +163,7 @@ def test_a_second_reconnect_within_a_heartbeat_waits_for_the_next_one() -> None:
 def test_the_coordinator_raises_its_limit_of_open_files_to_the_system_maximum(tmp_path: Path) -> None:
     program = (
         "import resource\n"
-        "from coordinator.descriptors import allow_descriptors\n"
+        "from coordinator.file_descriptors import allow_descriptors\n"
         "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, most), most))\n"
         "allow_descriptors(3, 'tcp://127.0.0.1:*')\n"

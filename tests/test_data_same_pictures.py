@@ -129,7 +129,7 @@ def test_copies_of_a_photo_are_in_one_split_and_duplicates_across_a_given_split_
     path = photos(tmp_path / "b", [0, 1, 2, 3, 1, 5])
     Image.open(tmp_path / "b" / "04.bmp").save(tmp_path / "b" / "04.png")  # the same pixels in other bytes
     path.write_text(path.read_text().replace("04.bmp", "04.png"))
-    assert check_raw(Data(name="manifest", path=path)).twins_by_picture == ("04.png",)
+    assert check_raw(Data(name="manifest", path=path)).duplicates_by_picture == ("04.png",)
 
 
 def test_photos_of_one_colour_are_named(tmp_path: Path) -> None:

@@ -364,19 +364,19 @@ def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
         if row > 125:
             arrays["text"][row] = arrays["text"][7]
     arrays["keys"] = np.array([f"{row:06d}" for row in range(150)])  # or rows with one image would be one item
-    np.savez(tmp_path / "twins.npz", **arrays)
-    changed = f"data.path={tmp_path / 'twins.npz'}"
+    np.savez(tmp_path / "duplicates.npz", **arrays)
+    changed = f"data.path={tmp_path / 'duplicates.npz'}"
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed, "--json") == 0
-    assert json.loads(capfd.readouterr().out)["twins_of_training_items"] == ["000140", "000141"]
+    assert json.loads(capfd.readouterr().out)["duplicates_of_training_items"] == ["000140", "000141"]
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
     said = capfd.readouterr().out
-    assert "2 twins of training items:\n  000140\n  000141\n" in said
+    assert "2 duplicates of training items:\n  000140\n  000141\n" in said
     assert "3 items with the picture of a training item:\n  000125\n  000140\n  000141\n" in said
     assert "3 image vectors equal that of an earlier item" in said
     assert "every item has the label label-005, so each item is relevant" in said
     assert fedmq(monkeypatch, "data", "check", tiny) == 0
     said = capfd.readouterr().out
-    assert "twins" not in said and "every item" not in said
+    assert "duplicates" not in said and "every item" not in said
 
 
 def test_a_coarse_label_on_every_item_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.descriptors import OTHER_DESCRIPTORS
+from coordinator.file_descriptors import OTHER_DESCRIPTORS
 from fedmq.config import loader
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -24,7 +24,7 @@ from fedmq.launch.hosting import Limits, plan_hosting
 from fedmq.launch.private_folder import FORKSERVER, private_folder
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri
-from fedmq.wire.transports.shared import MAX_BRANCHES
+from fedmq.wire.transports.shared_connections import MAX_BRANCHES
 
 #: Open files of a host per silo: its message log, and its log for operators.
 PER_SILO = 2

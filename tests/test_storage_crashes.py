@@ -29,7 +29,7 @@ from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
-from silos.slots import Slots, slots_folder
+from silos.training_slots import Slots, slots_folder
 
 
 def made(version: int, *older: int) -> Checkpoint:
@@ -267,7 +267,7 @@ def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from silos.slots import Slots
+from silos.training_slots import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
     time.sleep(60)

@@ -15,7 +15,6 @@ from fedmq.config.sections import Wire
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire import rekeying
-from fedmq.wire.allowances import Allowance
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import (
@@ -31,6 +30,7 @@ from fedmq.wire.log_records import (
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Error
+from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
@@ -180,9 +180,9 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
 
 
 def test_requests_for_new_keys_are_allowed_again_with_time() -> None:
-    allowance = Allowance(2, at=10.0)
-    assert [allowance.take(now) for now in (10.0, 10.1, 10.2, 11.3, 11.4)] == [True, True, False, True, False]
-    assert [allowance.take(1e6) for _ in range(3)] == [True, True, False]
+    limit = RateLimit(2, at=10.0)
+    assert [limit.take(now) for now in (10.0, 10.1, 10.2, 11.3, 11.4)] == [True, True, False, True, False]
+    assert [limit.take(1e6) for _ in range(3)] == [True, True, False]
 
 
 def test_after_a_stop_nothing_is_sent_to_the_coordinator(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_mutated_frames_are_accepted_or_refused_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
-def test_a_roster_stays_within_its_allowances_for_any_frames() -> None:
+def test_a_roster_stays_within_its_rate_limits_for_any_frames() -> None:
     with RosterReaders() as readers:
         found = fuzz_frames.fuzz(readers, fuzz_frames.Found(seed=1), 3000, lambda: False, lambda _: None)
     assert not found.failed, fuzz_frames.lines_of(found)

@@ -8,7 +8,7 @@ import pytest
 
 from fedmq.errors import RemoteWireError
 from fedmq.wire.transports.registry import connect, connect_shared, listen
-from fedmq.wire.transports.shared import beat_patience
+from fedmq.wire.transports.shared_connections import beat_patience
 
 SOON = 5.0
 

@@ -460,7 +460,7 @@ def test_no_other_module_imports_zeromq() -> None:
         for path in (root / package).rglob("*.py")
         if "import zmq" in (text := path.read_text(encoding="utf-8")) or "from zmq" in text
     }
-    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_doorkeeper", "_zeromq", "memory")}
+    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_connection_admission", "_zeromq", "memory")}
 
 
 @pytest.mark.parametrize(

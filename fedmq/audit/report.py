@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from fedmq.audit.heads import heads_of
 from fedmq.audit.log_checks import Audit
+from fedmq.audit.log_heads import heads_of
 from fedmq.audit.verdict import Verdict
 from fedmq.errors import InputError
 from fedmq.runs.run_records import RunSummary

@@ -42,7 +42,9 @@ _Heads = Annotated[
 ]
 _Expect = Annotated[
     str | None,
-    typer.Option("--expect", metavar="FILE", help="Heads noted before, as a file or its digest, to compare."),
+    typer.Option(
+        "--expect", metavar="FILE", help="Heads recorded earlier, as a file or its digest, to compare the logs with."
+    ),
 ]
 _Stamp = Annotated[
     str | None,
@@ -149,9 +151,9 @@ def _audit(run: Path, options: _Options) -> bool:
             computed or the model cannot be probed.
     """
     from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
-    from fedmq.audit.heads import differences, heads_of, write_heads  # noqa: PLC0415
     from fedmq.audit.known_keys import KnownKeys  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
+    from fedmq.audit.log_heads import differences, heads_of, write_heads  # noqa: PLC0415
     from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
@@ -208,7 +210,7 @@ def _heads_line(audit: Audit) -> str:
 
 def _check(options: _Options) -> None:
     """Refuse options that do not belong together, before anything is audited."""
-    from fedmq.audit.heads import check_expected  # noqa: PLC0415 - --help does without
+    from fedmq.audit.log_heads import check_expected  # noqa: PLC0415 - --help does without
 
     if options.expect is not None:
         check_expected(options.expect)

@@ -63,7 +63,7 @@ class TaskFault(Fault):
     """A fault of single tasks."""
 
     time: tuple[NonNegative, Annotated[float, Field(gt=0.0)]] | None = Field(
-        None, description="from and to on the run's clock [s]: when the task was sent"
+        None, description="window [from, to] on the run's clock [s] in which the task was sent"
     )
     probability: Fraction = Field(1.0, gt=0.0, description="probability per task")
 

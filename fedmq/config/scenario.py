@@ -91,7 +91,7 @@ class Data(Part):
     )
     labelled: bool = Field(False, description="leave out items without a label")
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
-        None, description="column or key of the file with a group for each item; set by partition.column"
+        None, description="column or key of the file whose values assign the items to silos; set by partition.column"
     )
 
 

@@ -77,7 +77,8 @@ class Robust(Part):
     byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
     keep: Count | None = Field(
         None,
-        description="krum: replies kept, fewer than silos; 1 is Krum; null (and at most): all but the Byzantine ones",
+        description="krum: number of replies kept, below the number of silos; 1 is Krum itself; null: all but the "
+        "Byzantine ones, which is also the maximum",
     )
 
     @model_validator(mode="after")

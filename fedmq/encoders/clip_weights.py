@@ -193,7 +193,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
             state: Any = safetensors.torch.load_file(path)
         elif _is_torchscript(path):
             once = "torch.save(torch.jit.load(FILE, map_location='cpu').state_dict(), OTHER)"
-            allowed = f"a state dict, which {once} makes of it once; for OpenAI's CLIP also the tag openai"
+            allowed = f"a state dict; convert the archive once with {once}; for OpenAI's CLIP the tag openai works, too"
             raise InputError(place, "a TorchScript archive", allowed)
         else:
             # Memory-mapped where possible, so that the checkpoint and the model need not be in memory together.
@@ -271,7 +271,9 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
             # open_clip only warns, and the features would be wrong.
             other = f"{backbone.name}-quickgelu" if trained else backbone.name.removesuffix("-quickgelu")
             raise InputError(
-                "backbone.name", backbone.name, f"{other} for the weights {wanted}, which had its activation"
+                "backbone.name",
+                backbone.name,
+                f"{other} for the weights {wanted}, which were trained with its activation",
             )
         return "tag", wanted
     if Path(wanted).is_file():
@@ -280,7 +282,7 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
             other = f"{backbone.name}-quickgelu"
             if other not in open_clip.list_models():
                 other = 'a model with "quick_gelu": true'
-            allowed = f"{other} for {wanted}: OpenAI's weights, which had its activation"
+            allowed = f"{other} for {wanted}: OpenAI's weights were trained with its activation"
             raise InputError("backbone.name", backbone.name, allowed)
         return "file", wanted
     known = f"a file, or a tag of {backbone.name}: {', '.join(tags) or 'it has none'}"

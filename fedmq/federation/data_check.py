@@ -124,8 +124,8 @@ class DataFacts:
         without_captions: keys of the items without captions.
         without_image: keys of the items whose data set says that they have no image.
         silos: the data that each silo would hold.
-        twins_of_training_items: keys of evaluated items that duplicate a training item.
-        twins_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
+        duplicates_of_training_items: keys of evaluated items that duplicate a training item.
+        duplicates_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
         remarks: counts of what is probably unintended; only for a data set whose features are known.
         captions_alone: files of captions without a picture, which are not items.
@@ -146,8 +146,8 @@ class DataFacts:
     without_captions: tuple[str, ...] | None = None
     without_image: tuple[str, ...] | None = None
     silos: Mapping[str, SiloData] | None = None
-    twins_of_training_items: tuple[str, ...] | None = None
-    twins_by_picture: tuple[str, ...] | None = None
+    duplicates_of_training_items: tuple[str, ...] | None = None
+    duplicates_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
     remarks: Remarks | None = None
     captions_alone: tuple[str, ...] | None = None
@@ -203,7 +203,9 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
         without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
         constant=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant),
-        twins_by_picture=() if split is None else _twins(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
+        duplicates_by_picture=()
+        if split is None
+        else _duplicates_by_pixels(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
         captions_alone=raw.alone,
         example=raw.example,
     )
@@ -216,7 +218,9 @@ def _from_folder(data: Data, name: str) -> str:
     return name.removeprefix(f"{data.path if data.path.is_dir() else data.path.parent}{os.sep}")
 
 
-def _twins(decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+def _duplicates_by_pixels(
+    decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]
+) -> tuple[str, ...]:
     """Keys of the items of val and test whose picture has the pixels of a training item's."""
     pixels = [decoded[key].pixels for key in keys]
     trained = {content for content, code in zip(pixels, split, strict=True) if SPLITS[code] == "train" and content}
@@ -297,7 +301,7 @@ def _duplicates(population: Population, progress: Progress | None) -> tuple[str,
     return tuple(found)
 
 
-def _twins_by_vector(population: Population) -> tuple[str, ...]:
+def _duplicates_by_vector(population: Population) -> tuple[str, ...]:
     """Keys of evaluated items whose image vector equals a training item's."""
     prepared = population.prepared
     if prepared.image.ndim > 2:
@@ -319,8 +323,8 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         labels=_by_label(prepared.labels, prepared.label_names),
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
-        twins_of_training_items=_duplicates(population, progress),
-        twins_by_picture=_twins_by_vector(population),
+        duplicates_of_training_items=_duplicates(population, progress),
+        duplicates_by_picture=_duplicates_by_vector(population),
         remarks=prepared.meta.remarks,
     )
 
@@ -334,9 +338,9 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
         progress: called during long steps.
 
     Returns:
-        As :func:`check_raw`; if the features are cached, also ``silos`` and ``twins_of_training_items``. OpenMoji's
-        features are extracted immediately, those of other data sets by ``fedmq data features``. An error of ``fits``,
-        such as missing labels that the method needs, is the last of ``problems``.
+        As :func:`check_raw`; if the features are cached, also ``silos`` and ``duplicates_of_training_items``.
+        OpenMoji's features are extracted immediately, those of other data sets by ``fedmq data features``. An error of
+        ``fits``, such as missing labels that the method needs, is the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
@@ -362,7 +366,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             without_captions=facts.without_captions,
             without_image=facts.without_image,
             constant=facts.constant,
-            twins_by_picture=facts.twins_by_picture,
+            duplicates_by_picture=facts.duplicates_by_picture,
             captions_alone=facts.captions_alone,
             example=facts.example,
         )
@@ -406,8 +410,8 @@ def show(facts: DataFacts, out: Console) -> None:
         ("text files without a picture next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
-        ("twins of training items", facts.twins_of_training_items),
-        ("items with the picture of a training item", facts.twins_by_picture),
+        ("duplicates of training items", facts.duplicates_of_training_items),
+        ("items with the picture of a training item", facts.duplicates_by_picture),
     ):
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.descriptors import OTHER_DESCRIPTORS
+from coordinator.file_descriptors import OTHER_DESCRIPTORS
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.wire.transports.shared import MAX_BRANCHES
+from fedmq.wire.transports.shared_connections import MAX_BRANCHES
 
 #: Memory that a silo's process takes, and the other processes of a run [bytes]. Measured: 35 to 55 MB on features.
 _SILO_MEMORY, _OTHER_MEMORY = 60 << 20, 1 << 30

@@ -29,7 +29,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.transports.shared import SHARED
+from fedmq.wire.transports.shared_connections import SHARED
 from silos.host import HostArguments
 from silos.program import SiloArguments
 

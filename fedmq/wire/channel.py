@@ -18,18 +18,18 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.allowances import Allowance
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
+from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.refusal_log import RefusalLog
 from fedmq.wire.scenario_query import ScenarioComparison
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
-from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble
+from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 
@@ -103,7 +103,7 @@ class Channel:
         self._options, self._keys_since = options, 0.0
         self._comparison = ScenarioComparison(uri, identity, accepted, scenario, tells=forbidden is None)
         self._rekeying: rekeying.Rekeying | None = None
-        self._rekeys = Allowance(rekeying.MOST_MADE, 0.0)
+        self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run

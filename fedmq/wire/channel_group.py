@@ -15,7 +15,7 @@ from fedmq.wire.channel import STEP_SECONDS, Channel
 from fedmq.wire.messages import Message
 from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
-from fedmq.wire.transports.shared import Branch
+from fedmq.wire.transports.shared_connections import Branch
 
 #: Handshakes in progress at a time, so that the coordinator answers each before it is repeated.
 _HANDSHAKES = 16

@@ -11,8 +11,8 @@ from fedmq.wire.keys import Identity, words
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sealed_sessions import open_message, seal_message
-from fedmq.wire.transports.admission import ConnectionKeys
 from fedmq.wire.transports.base import Connection, Trouble
+from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 

@@ -70,7 +70,7 @@ def mirflickr_photos(data: Data) -> RawSet:
     root = data.images or inner
     vocabulary = [line.split()[0] for line in read_text(inner / "doc" / "common_tags.txt").splitlines() if line.split()]
     if not (known := set(vocabulary)):
-        raise InputError(str(inner / "doc" / "common_tags.txt"), "no tag", "one common tag a line, 1,386 in all")
+        raise InputError(str(inner / "doc" / "common_tags.txt"), "no tag", "one common tag per line, 1,386 in all")
     places = [
         parent / name
         for parent in (folder, inner)

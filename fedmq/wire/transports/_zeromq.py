@@ -20,9 +20,9 @@ from zmq.utils.monitor import parse_monitor_message
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports._doorkeeper import Doorkeeper
-from fedmq.wire.transports.admission import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
+from fedmq.wire.transports._connection_admission import ConnectionAdmission
 from fedmq.wire.transports.base import Connection, Listener, Trouble, check_received, check_sendable
+from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
 
 #: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
@@ -62,16 +62,16 @@ class ZeroMQListener(Listener):
         socket: zmq.Socket[bytes],
         context: zmq.Context[zmq.Socket[bytes]] | None,
         uri: str,
-        door: Doorkeeper | None,
+        admission: ConnectionAdmission | None,
     ) -> None:
         self.uri = uri
-        self._socket, self._context, self._door = socket, context, door
+        self._socket, self._context, self._admission = socket, context, admission
         self._descriptors: dict[bytes, int] = {}
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """See the interface."""
-        if self._door is not None and self._door.refused:
-            raise RemoteWireError(Reason.UNKNOWN_SENDER, self._door.refused.popleft())
+        if self._admission is not None and self._admission.refused:
+            raise RemoteWireError(Reason.UNKNOWN_SENDER, self._admission.refused.popleft())
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
             return None
         try:
@@ -79,20 +79,20 @@ class ZeroMQListener(Listener):
         except zmq.Again:
             return None
         peer, *rest = (frame.buffer for frame in frames)
-        if self._door is not None:
-            self._note_descriptor(self._door, bytes(peer), int(frames[0].get(zmq.SRCFD)))
+        if self._admission is not None:
+            self._note_descriptor(self._admission, bytes(peer), int(frames[0].get(zmq.SRCFD)))
         return bytes(peer), check_received(rest)
 
-    def _note_descriptor(self, door: Doorkeeper, peer: bytes, descriptor: int) -> None:
-        door.heard(descriptor)
+    def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int) -> None:
+        admission.heard(descriptor)
         self._descriptors[peer] = descriptor
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             del self._descriptors[next(iter(self._descriptors))]
 
     def cut(self, peer: bytes) -> None:
         """See the interface."""
-        if self._door is not None and peer in self._descriptors:
-            self._door.shut(self._descriptors.pop(peer))
+        if self._admission is not None and peer in self._descriptors:
+            self._admission.shut(self._descriptors.pop(peer))
 
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
         """See the interface."""
@@ -100,9 +100,9 @@ class ZeroMQListener(Listener):
 
     def close(self) -> None:
         """See the interface."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._admission is not None:
+            self._admission.close()
+            self._admission = None
         _close(self._socket, self._context)
 
 
@@ -247,17 +247,17 @@ def bind(
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret(keys.key))
         socket.setsockopt(zmq.ZAP_DOMAIN, b"fedmq")
-    door = None if context is None else Doorkeeper(socket, context, keys)
+    admission = None if context is None else ConnectionAdmission(socket, context, keys)
     # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         socket.bind(endpoint.name if endpoint else uri)
     except zmq.ZMQError as error:
-        if door is not None:
-            door.close()
+        if admission is not None:
+            admission.close()
         _close(socket, context)
         raise InputError(uri, str(error), "an address that is free and belongs to this machine") from error
-    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT), door)
+    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT), admission)
 
 
 def dial(

@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.text import printable
 from fedmq.wire.keys import fingerprint, words
-from fedmq.wire.transports.admission import ListenerKeys, ed25519_of
+from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
 
 #: Connections that may be open without having sent a message; the oldest are closed.
 UNHEARD = 256
@@ -31,7 +31,7 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _ZAP = "inproc://zeromq.zap.01"
 
 
-class Doorkeeper:
+class ConnectionAdmission:
     """Watches the connections of a listening socket; made before the socket is bound.
 
     Args:
@@ -55,7 +55,7 @@ class Doorkeeper:
         self._zap.linger = 0
         self._zap.bind(_ZAP)
         self._wakes, self._wake = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="connection admission", daemon=True)
         self._thread.start()
 
     def heard(self, descriptor: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Allowance:
+class RateLimit:
     """A rate limit as a token bucket.
 
     Args:
@@ -40,8 +40,8 @@ class Allowance:
         self._left += 1
 
 
-class Allowances:
-    """An allowance of the same size for each peer, by the name of its accepted key.
+class PeerRateLimits:
+    """The same rate limit for each peer, by the name of its accepted key.
 
     Args:
         most: maximum number in a burst, for each peer.
@@ -50,21 +50,21 @@ class Allowances:
 
     def __init__(self, most: int, per_second: float = 1.0) -> None:
         self._most, self._per_second = most, per_second
-        self._of: dict[Hashable, Allowance] = {}
+        self._of: dict[Hashable, RateLimit] = {}
 
     def left(self, who: Hashable, now: float) -> bool:
         """Whether a peer is allowed one at a stopwatch time [s]."""
-        return self._allowance(who, now).left(now)
+        return self._limit(who, now).left(now)
 
     def take(self, who: Hashable, now: float) -> bool:
         """Count one of a peer at a stopwatch time [s]; returns whether it is allowed."""
-        return self._allowance(who, now).take(now)
+        return self._limit(who, now).take(now)
 
     def grant(self, who: Hashable, now: float) -> None:
         """Allow a peer one more, even beyond ``most``."""
-        self._allowance(who, now).grant()
+        self._limit(who, now).grant()
 
-    def _allowance(self, who: Hashable, now: float) -> Allowance:
+    def _limit(self, who: Hashable, now: float) -> RateLimit:
         if who not in self._of:
-            self._of[who] = Allowance(self._most, now, self._per_second)
+            self._of[who] = RateLimit(self._most, now, self._per_second)
         return self._of[who]

@@ -160,8 +160,10 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             whole(given or "", f"search: {name}")
         query = search.Query(text, image, item, None if side is None else side.value)
         show = bar()
-        model, place = _released(run, device, silo, site, opened, show), None if among is None else among.value
-        found = search.find(model, query, chosen=chosen or site, among=place, top=top, progress=show)
+        model = _released(run, device, silo, site, opened, show)
+        found = search.find(
+            model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
+        )
         if as_json:
             measure = "distance" if found.gallery.binary else "cosine"
             facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}

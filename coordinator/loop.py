@@ -281,10 +281,6 @@ class Loop:
 
     def _on_ready(self, ready: Ready, record: int | None) -> None:
         name, now = ready.name, self.clock.stopwatch()
-        if name != EVALUATOR and name not in self._facts:
-            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is not a silo of this scenario"), 0)
-            self.roster.drop(name)
-            return
         if ready.returned and name != EVALUATOR:
             self._limits.lost(name, now)
             record = self.log.note(NoteKind.RETURNED, peer=name, caused_by=record)

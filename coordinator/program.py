@@ -208,6 +208,7 @@ def _roster(
     restarted = log.records > 1  # the first record is the note of this start
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
+    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
     options = arguments.scenario.wire
     roster = Roster(
@@ -220,11 +221,12 @@ def _roster(
         max_body,
         patience=patience,
         admission=admission,
+        names=(*names, EVALUATOR),
         options=options,
         restarted=restarted,
     )
-    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
-    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
+    plain = arguments.scenario.model_dump(mode="json")
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
 
 

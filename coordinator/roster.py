@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
+from coordinator.peer_sessions import Peer, PendingHandshake
 from coordinator.peers import Ready, Unusable
+from coordinator.scenario_reports import ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
-from fedmq.wire.handshake import Responded, confirm, reject, respond
+from fedmq.wire.handshake import confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -41,40 +43,10 @@ _HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
 #: per second.
 _MESSAGES = 60
 _ALLOWED = f"one message for each request, {_MESSAGES} more at once, then one per second"
+#: What a peer may send before it has joined.
+_BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
-
-
-@dataclass
-class Peer:
-    """A peer with a session.
-
-    Args:
-        name: the name under which its key is accepted.
-        address: the transport's identifier of its connection.
-        session: keys and counters of the session.
-        heard: stopwatch time of its last message [s].
-    """
-
-    name: str
-    address: bytes
-    session: Session
-    heard: float
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A handshake between welcome and ready.
-
-    Args:
-        hello: SHA-256 of the hello.
-        welcome: its answer.
-        responded: state of the handshake.
-    """
-
-    hello: bytes
-    welcome: tuple[bytes, bytes]
-    responded: Responded
 
 
 class Roster:
@@ -91,6 +63,7 @@ class Roster:
         patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
         admission: decides from the data that peers state which of them join; None admits all peers that prove their
             key.
+        names: names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
         options: what the coordinator hides of its messages.
         restarted: whether an earlier process of this coordinator may have had sessions with the peers.
 
@@ -110,18 +83,20 @@ class Roster:
         *,
         patience: float = 1.0,
         admission: Admission | None = None,
+        names: Collection[str] | None = None,
         options: Wire = _DEFAULTS,
         restarted: bool = False,
     ) -> None:
-        self._options = options
+        self._options, self._names = options, names
         self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
+        self._reports = ScenarioReports(log)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
-        self._pending: dict[bytes, _Pending] = {}
+        self._pending: dict[bytes, PendingHandshake] = {}
         self._answered: dict[bytes, None] = {}
         # By peer, not by connection or session, as a peer could open new ones.
         self._hellos, self._copies = PeerRateLimits(_HELLOS), PeerRateLimits(_COPIES, 10.0)
@@ -190,6 +165,9 @@ class Roster:
             if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
             if peer is None:
+                if (report := self._reports.take(address, frames)) is not None:
+                    self._note_other_scenario(*report)
+                    return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
@@ -211,9 +189,9 @@ class Roster:
                 # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
             found = error.header if isinstance(error, UnreadableError) else header
-            return (
-                None if found is None or isinstance(found, ShortHeader) else Unusable(found, error.reason, str(error))
-            )
+            if joining or not isinstance(found, Header):
+                return None
+            return Unusable(found, error.reason, str(error))
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
@@ -262,11 +240,7 @@ class Roster:
                 self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
             )
         except RemoteWireError as error:
-            rejection = None
-            if self._rejections.take(self._clock.stopwatch()):
-                rejection = reject(self._identity, self._accepted, frames, error, self._clock.now())
-            if rejection is not None:
-                self._listener.send(address, rejection)
+            self._reject(address, frames, error)
             if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
                 detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
                 raise RemoteWireError(Reason.WRONG_RUN, detail) from None
@@ -275,8 +249,12 @@ class Roster:
         # would lock the sender out; it is logged once, since only its sender can complete the handshake.
         repeated = digest in self._answered
         (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
+        if not (responded.inquiry or self._names is None or responded.peer in self._names):
+            stranger = RemoteWireError(Reason.UNEXPECTED, f"{responded.peer} is not a silo of this scenario")
+            self._reject(address, frames, stranger)
+            raise stranger
         self._answered[digest] = None
-        self._pending[address] = _Pending(digest, welcome, responded)
+        self._pending[address] = PendingHandshake(digest, welcome, responded)
         for memory in (self._answered, self._pending):
             while len(memory) > _MAX_PENDING:
                 del memory[next(iter(memory))]
@@ -285,6 +263,12 @@ class Roster:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
+
+    def _reject(self, address: bytes, frames: Sequence[memoryview], error: RemoteWireError) -> None:
+        """Answer a refused hello, unless too many were answered."""
+        allowed, now = self._rejections.take(self._clock.stopwatch()), self._clock.now()
+        if allowed and (rejection := reject(self._identity, self._accepted, frames, error, now)) is not None:
+            self._listener.send(address, rejection)
 
     def _check_hellos(self, claim: Header, *, copy: bool) -> None:
         """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
@@ -325,7 +309,14 @@ class Roster:
         if self.inquiries is None:
             raise RemoteWireError(Reason.UNEXPECTED, "no inquiries are answered here")
         message = Message(self.header(name, Kind.STATUS), (self.inquiries.answer(name, self),))
+        if self.inquiries.tells_scenario(name):
+            self._reports.expect(address, session)
         self._listener.send(address, seal_message(session, message).frames)
+
+    def _note_other_scenario(self, name: str, keys: str) -> None:
+        self.refusal, self.refused_at = f"{name}: another scenario: {keys}", self._clock.stopwatch()
+        if not self.online(name):
+            self.failures[name] = f"another scenario: {keys}"
 
     def _admit(self, peer: Peer) -> Ready:
         """Replace an older session of the peer's name with this one."""
@@ -397,6 +388,8 @@ class Roster:
             return None
         self._allow(peer, self._messages, _ALLOWED)
         message = decode_opened(opened, max_body=self._max_body)
+        if message.header.kind not in _BEFORE_JOINING and self._by_name.get(peer.name) is not peer:
+            raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self._log.message("received", message, opened.tag, size)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator import roster as rosters
+from coordinator.admission import SimulatedAdmission
 from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.handshake import Initiated, complete, initiate
+from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
+from fedmq.wire.payloads import OwnMetrics
 from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
@@ -77,13 +80,15 @@ class Ends:
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     for name, most in {"_HELLOS": 6, "_COPIES": 20, "_REJECTIONS": 8, "_MESSAGES": 12}.items():
         monkeypatch.setattr(rosters, name, most)
-    keys, clock = tmp_path / "keys", Jumping()
+    yield from opened_ends(tmp_path)
+
+
+def opened_ends(folder: Path, **options: Any) -> Iterator[Ends]:
+    keys, clock = folder / "keys", Jumping()
     init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
-    listener = listen("memory://limits")
-    with MessageLog(tmp_path / "coordinator.jsonl", COORDINATOR, clock) as log:
-        roster = Roster(
-            listener, load_identity(keys, COORDINATOR), load_accepted(keys), RUN, log, clock, max_body=1 << 20
-        )
+    listener, identity = listen("memory://limits"), load_identity(keys, COORDINATOR)
+    with MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock) as log:
+        roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20, **options)
         yield Ends(listener, roster, keys, clock)
     listener.close()
 
@@ -102,6 +107,40 @@ def opened(count: int) -> Iterator[Connection]:
     for _ in range(count):
         connection = connect("memory://limits")
         yield connection
+        connection.close()
+
+
+def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Path) -> None:
+    for ends in opened_ends(tmp_path, names=("silo-00",)):
+        connection = connect("memory://limits")
+        hello, initiated = initiate(load_identity(ends.keys, "silo-01"), COORDINATOR, RUN, 0.0)
+        for _ in range(2):
+            answer = ends.passes(connection, hello)
+            assert answer is not None
+            with pytest.raises(HelloRefusedError, match="silo-01 is not a silo of this scenario"):
+                complete(initiated, load_accepted(ends.keys), answer, 0.0)
+        assert ends.roster.refused["unexpected"] == 2
+        assert ends.session("silo-00", connection) is not None
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.OWN_RESULT, Kind.TASK])
+def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_path: Path) -> None:
+    """Such a reply used to reach the rounds, and ended the coordinator if its sender was no silo of the run."""
+    for ends in opened_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)):
+        connection = connect("memory://limits")
+        session = ends.session("silo-00", connection)
+        assert session is not None
+        info = TaskInfo(round=1, rounds=2, settled=0, learning_rate=0.1) if kind is Kind.TASK else None
+        payloads = (OwnMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.OWN_RESULT else ()
+        message = Message(header(session, kind, reply_to=5), payloads, info)
+        connection.send(seal_message(session, message).frames)
+        arrived = ends.listener.receive(1.0)
+        assert arrived is not None
+        assert ends.roster.take(*arrived) is None
+        assert ends.roster.refusal == f"silo-00: a {kind} of silo-00, which has not joined"
+        beat = Message(header(session, Kind.HEARTBEAT))
+        assert ends.passes(connection, flat(seal_message(session, beat))) is not None, "the session continues"
         connection.close()
 
 

@@ -150,6 +150,18 @@ def test_invalid_public_keys_are_input_errors(tmp_path: Path) -> None:
         load_accepted(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["nothing", "silo-01.pub"])
+def test_a_link_without_a_file_is_refused_and_withdraws_the_key_of_its_name(target: str, tmp_path: Path) -> None:
+    init_keys(tmp_path, NAMES)
+    accepted, path = load_accepted(tmp_path), tmp_path / "accepted" / "silo-01.pub"
+    path.unlink()
+    path.symlink_to(target)
+    with pytest.raises(InputError, match=r"accepted/silo-01\.pub: .*, allowed: a readable key file"):
+        load_accepted(tmp_path)
+    assert accepted.refresh() == ["silo-01"]
+    assert "silo-01.pub" in accepted.problem
+
+
 @pytest.mark.parametrize("target", ["silo-00.key", "accepted/silo-00.pub"])
 def test_a_pipe_in_place_of_a_key_is_refused_and_not_waited_for(target: str, tmp_path: Path) -> None:
     init_keys(tmp_path, ["silo-00"])

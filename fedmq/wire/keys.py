@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import hashlib
 import os
@@ -197,8 +198,12 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
             for entry in entries:
                 name, dot, suffix = entry.name.rpartition(".")
                 if dot and suffix == "pub":
-                    with contextlib.suppress(FileNotFoundError):  # removed in this moment
+                    try:
                         state = entry.stat()
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ELOOP):  # removed meanwhile, or a circular link
+                            raise
+                    else:
                         found[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
         return found
 
@@ -233,7 +238,10 @@ def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
 
 def _refuse_writable(path: Path) -> None:
     """Refuse a file that others can write: with their own key in it they could join the run under its name."""
-    mode = path.stat().st_mode & 0o777
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError as error:  # for example a link that leads nowhere, or to itself
+        raise InputError(str(path), error.strerror or str(error), "a readable key file") from None
     if mode & 0o002:
         raise InputError(str(path), f"mode {mode:04o}", f"what others cannot write: run `chmod o-w {path}`")
 

@@ -225,7 +225,8 @@ def _roster(
         options=options,
         restarted=restarted,
     )
-    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
+    plain = arguments.scenario.model_dump(mode="json")
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
 
 

@@ -372,9 +372,18 @@ def _log_and_channel(
     log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     uri, warn = arguments.connect, logger.warning
-    options = arguments.scenario.wire
     return log, Channel(
-        uri, identity, accepted, run, log, clock, now=now, progress=warn, forbidden=forbidden, options=options
+        uri,
+        identity,
+        accepted,
+        run,
+        log,
+        clock,
+        now=now,
+        progress=warn,
+        forbidden=forbidden,
+        options=arguments.scenario.wire,
+        scenario=arguments.scenario.model_dump(mode="json"),
     )
 
 

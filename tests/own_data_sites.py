@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fedmq.wire.keys import init_keys
+
 HOSPITALS = ("berlin", "lyon", "oslo")
 COMMON: dict[str, Any] = {
     "rounds": 3,
@@ -80,9 +82,7 @@ class Sites:
         self.root.mkdir(parents=True, exist_ok=True)
         own = {"name": "own", **COMMON, "partition": {"kind": "own"}, **more}
         self.scenario.write_text(yaml.safe_dump(own))
-        subprocess.run(
-            [*FEDMQ, "keys", "init", str(self.root / "all"), "--silos", "3"], check=True, capture_output=True
-        )
+        init_keys(self.root / "all", ("coordinator", "evaluator", *(f"silo-{index:02d}" for index in range(3))))
         found = arrays() if found is None else found
         for index, hospital in enumerate(HOSPITALS):
             folder = self.root / hospital
@@ -159,7 +159,3 @@ def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def fedmq(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FEDMQ, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)

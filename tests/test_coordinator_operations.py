@@ -17,6 +17,7 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.runs.status import SiloPhase, read_status
+from fedmq.wire.keys import init_keys
 from tests.threaded_run import resolved
 from tests.threaded_run import run as threaded_run
 
@@ -41,7 +42,7 @@ class Processes:
     def __init__(self, tiny: Path, root: Path) -> None:
         self.out, self.keys, self.tiny = root / "run", root / "keys", tiny
         self.all: list[subprocess.Popen[str]] = []
-        subprocess.run([FEDMQ, "keys", "init", str(self.keys), "--silos", "4"], check=True, capture_output=True)
+        init_keys(self.keys, ("coordinator", "evaluator", *SILOS))
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import optuna
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -19,7 +21,8 @@ from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
-from fedmq.experiments.tuning import TrialState, Tuned, _check_journal
+from fedmq.experiments.search_journal import SearchJournal
+from fedmq.experiments.tuning import TrialState, Tuned
 from tests.threaded_run import resolved
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
@@ -123,11 +126,6 @@ def test_a_stopped_search_continues_with_the_trials_of_one_that_was_not_stopped(
     path = spec(tiny, tmp_path, trials=4)
     whole = tuned(path, tmp_path / "whole")
     assert [each.state for each in whole.trials] == [TrialState.FINISHED] * 4 and not whole.stopped
-    journal = (tmp_path / "whole" / "study.journal").read_text()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "study.journal").write_text(journal.replace('\\"high\\": 0.01', '\\"high\\": 0.02'))
-    with pytest.raises(InputError, match=r"other values of training\.learning_rate"):
-        tuned(path, tmp_path / "other")
     begun = len(here)
     stopped = tuned(path, tmp_path / "parts", lambda: len(here) >= begun + 1)
     assert stopped.stopped and len(stopped.trials) < 4
@@ -137,6 +135,37 @@ def test_a_stopped_search_continues_with_the_trials_of_one_that_was_not_stopped(
     ]
     best = max(whole.trials, key=lambda each: each.value or 0.0)
     assert whole.best["rcsr"].value == best.value
+
+
+@pytest.mark.slow
+def test_a_search_killed_after_any_line_of_its_journal_ends_with_the_same_trials(
+    tiny: Path, tmp_path: Path, here: list[str]
+) -> None:
+    rates = [1e30, 1e-6, 3e-2]
+    keys = {"pruning": "median", "evaluate_every": 1, "startup": 1, "batch": 2, "trials": 4}
+    path = spec(tiny, tmp_path, search={"training.learning_rate": rates}, sampler="random", seed=7, **keys)
+    whole, journal = tuned(path, tmp_path / "out"), tmp_path / "out" / "study.journal"
+    assert {each.state for each in whole.trials} == {TrialState.FINISHED, TrialState.PRUNED, TrialState.FAILED}
+    lines, begun = journal.read_bytes().splitlines(keepends=True), len(here)
+    assert tuned(path, tmp_path / "out") == whole
+    assert journal.read_bytes() == b"".join(lines)
+    for end in range(len(lines)):
+        journal.write_bytes(b"".join(lines[:end]) + lines[end][:20])
+        assert tuned(path, tmp_path / "out") == whole, end
+    assert set(here[begun:]) <= set(here[:begun])
+    readable = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    assert len(optuna.load_study(study_name="rcsr", storage=readable).trials) == 4
+
+
+def test_a_search_whose_scenario_changed_is_another_search(tiny: Path, tmp_path: Path, here: list[str]) -> None:
+    path, scenario = spec(tiny, tmp_path, tune="scenario.yaml"), yaml.safe_load(tiny.read_text())
+    for epochs, matching in ((4, None), (4, None), (5, "another tuning file, scenario or data")):
+        (tmp_path / "scenario.yaml").write_text(yaml.safe_dump({**scenario, "training": {"local_epochs": epochs}}))
+        if matching is None:
+            assert tuned(path, tmp_path / "out", lambda: True).stopped and not here
+        else:
+            with pytest.raises(InputError, match=matching):
+                tuned(path, tmp_path / "out", lambda: True)
 
 
 @pytest.mark.slow
@@ -202,16 +231,39 @@ def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
 
 
-def test_a_journal_with_half_a_last_line_is_cut_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    journal, line = tmp_path / "study.journal", b'{"op_code": 0}\n'
-    journal.write_bytes(line + line[:5])
-    _check_journal(journal)
-    assert journal.read_bytes() == line
-    for damaged in (line[:5] + b"\n" + line, b"\xff\n", b"[" * 100_000 + b"\n"):
-        journal.write_bytes(damaged)
-        with pytest.raises(InputError, match="line 1: found 'a damaged line'"):
-            _check_journal(journal)
-        assert journal.read_bytes() == damaged
+def test_a_journal_drops_an_incomplete_last_step_and_finds_any_other_change(tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    written = SearchJournal(path, "search")
+    written.append_logs([{"op_code": 0, "value": 0.1}])
+    with written.step():
+        written.append_logs([{"op_code": 1, "value": math.nan}])
+        written.append_logs([{"op_code": 2}])
+    with pytest.raises(KeyError), written.step():
+        written.append_logs([{"op_code": 3}])
+        raise KeyError
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in sorted({*range(0, len(whole), 13), first - 1, first, len(whole) - 1, len(whole)}):
+        path.write_bytes(whole[:end])
+        count = {len(whole): 3}.get(end, int(end >= first))
+        assert [each["op_code"] for each in SearchJournal(path, "search").read_logs(0)] == list(range(count))
+        assert path.read_bytes() == whole[: {0: 0, 1: first, 3: len(whole)}[count]]
+    one, two, three, _ = whole.split(b"\n")
+    changed = {
+        2: [one, two.replace(b"NaN", b"0.5"), three],
+        1: [one.replace(b"0.1", b"1.0"), two, three],
+        3: [one, two, two, three],
+    }
+    others = [[two, three], [one, three], [one, three, two], [b"[" * 100_000], [b"\xff"], [b"[]"], [b"{}"], [b""]]
+    for lines in [*changed.values(), *others]:
+        damaged = b"\n".join(lines) + b"\n"
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"line \d: found 'a damaged or misplaced line', allowed: .*delete it"):
+            SearchJournal(path, "search")
+        assert path.read_bytes() == damaged
+    path.write_bytes(whole)
+    with pytest.raises(InputError, match="line 1"):
+        SearchJournal(path, "another search")
 
 
 @pytest.mark.parametrize("name", ["search.json", "study.journal"])

@@ -69,7 +69,8 @@ def add_status(app: typer.Typer) -> None:
         while True:
             status = read()
             if as_json:
-                print_json(status.model_dump(mode="json"), indent=None if watch else 2)
+                told = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
+                print_json(told, indent=None if watch else 2)
             else:
                 if watch and out.is_terminal:
                     out.clear()

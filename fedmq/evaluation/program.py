@@ -23,6 +23,7 @@ from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
+from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
@@ -165,13 +166,9 @@ def run_evaluator(
     torch.set_num_threads(1)
     device_of(arguments.device or arguments.scenario.device)  # before anything is written or sent
     identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
-    clock, run, wire, last_sent = WallClock(), arguments.run.id, arguments.scenario.wire, {"at": 0.0}
+    last_sent = {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
-    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
-    log.note(NoteKind.STARTED, run=run)
-    link = Channel(
-        arguments.connect, identity, accepted, run, log, clock, lambda: last_sent["at"], logger.warning, options=wire
-    )
+    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_sent["at"], logger)
     try:
         start = EvaluatorStart.of(arguments)
         evaluator = start.evaluator
@@ -204,6 +201,27 @@ def run_evaluator(
     finally:
         link.close()
     logger.info("head of the message log", records=log.records, head=log.head)
+
+
+def _log_and_channel(
+    arguments: EvaluatorArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
+) -> tuple[MessageLog, Channel]:
+    """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
+    clock, run = WallClock(), arguments.run.id
+    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
+    log.note(NoteKind.STARTED, run=run)
+    return log, Channel(
+        arguments.connect,
+        identity,
+        accepted,
+        run,
+        log,
+        clock,
+        now=now,
+        progress=logger.warning,
+        options=arguments.scenario.wire,
+        scenario=arguments.scenario.model_dump(mode="json"),
+    )
 
 
 def _evaluated(evaluator: Evaluator, message: Message) -> Metrics | Error:

@@ -156,6 +156,7 @@ class TunedMethod:
         name: name of the method.
         entry: scenario file and settings.
         space: scenario key to range or values.
+        first: a value of each key, with which its scenario was checked.
         rounds: number of rounds of a trial.
         evaluate_every: rounds between evaluations; 0 evaluates at the end only.
     """
@@ -163,6 +164,7 @@ class TunedMethod:
     name: str
     entry: Entry
     space: Mapping[str, Range | tuple[Any, ...]]
+    first: Mapping[str, Any]
     rounds: int
     evaluate_every: int
 
@@ -236,7 +238,7 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
         pruned = spec.pruning != "none" and not personal_only(scenario)
         every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
         entry = Entry(name, name, (), file, settings, ((),))
-        methods.append(TunedMethod(name, entry, space, rounds, every))
+        methods.append(TunedMethod(name, entry, space, first, rounds, every))
     known = known_names(own.evaluation, measures_of(own.evaluation))
     if "." not in spec.metric and spec.metric not in known:
         raise InputError(f"{path}: metric", spec.metric, f"a metric, e.g. {', '.join(nearest(spec.metric, known))}")

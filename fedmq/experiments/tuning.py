@@ -25,6 +25,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
+from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tune_file import Range, TunedMethod, TunePlan, as_settings
 from fedmq.extras import package
 from fedmq.runs import results
@@ -34,10 +35,7 @@ from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2
-_JOURNAL = "the journal of this search; without it the search begins again, and uses the runs that are done"
-#: Maximum size of a journal [bytes].
-_MOST_BYTES = 1 << 30
-_REASON, _SEEDS = "reason", "seeds"  # attributes of trials
+_STATE, _REASON, _SEEDS = "state", "reason", "seeds"  # attributes of trials
 
 
 class TrialState(StrEnum):
@@ -128,15 +126,9 @@ def tune(
     optuna = package("optuna", "tune", "fedmq tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with exclusive_use(folder):
-        _claim(plan, folder)
-        journal = folder / "study.journal"
-        _check_journal(journal)
-        try:
-            studies = {method.name: _study(optuna, plan, folder, method) for method in plan.methods}
-        except (AssertionError, LookupError, TypeError, ValueError):  # lines are missing, or not Optuna's
-            raise InputError(str(journal), "a damaged journal", _JOURNAL) from None
-        search = _Search(optuna, plan, place, studies, report, until_stopped(), clock or WallClock())
-        search.check_trials(journal)
+        journal = SearchJournal(folder / "study.journal", _claimed(plan, folder, place))
+        studies = _studies(optuna, plan, journal)
+        search = _Search(optuna, plan, place, journal, studies, report, until_stopped(), clock or WallClock())
         stopped = False
         while not stopped and (batch := search.next_batch()):
             stopped = search.execute(batch)
@@ -156,13 +148,14 @@ def tune(
     return Tuned(trials, best, stopped)
 
 
-def _claim(plan: TunePlan, folder: Path) -> None:
-    """Write what identifies the search into its folder, or refuse the folder of another search.
+def _claimed(plan: TunePlan, folder: Path, place: Workplace) -> object:
+    """Write what identifies the search into its folder, and return it; or refuse the folder of another search.
 
     Raises:
         InputError: the folder belongs to another search.
     """
-    path, facts = folder / "search.json", json.loads(json.dumps(plan.facts))
+    names = [_runs_of(plan, method, as_settings(method.first), place)[0].name for method in plan.methods]
+    path, facts = folder / "search.json", json.loads(json.dumps({**plan.facts, "first_runs": names}))
     if os.path.lexists(path):
         raw = read_regular(path, "what identifies a search, which `fedmq tune` wrote")
         try:
@@ -171,37 +164,38 @@ def _claim(plan: TunePlan, folder: Path) -> None:
             found = None
         if found != facts:
             raise InputError(
-                f"--out {folder}", "the search of another tuning file", "a new folder, or the file as it was"
+                f"--out {folder}",
+                "another search, or one of another tuning file, scenario or data",
+                "a new folder, or the files as they were",
             )
-        return
-    write_json(path, facts)
+    else:
+        write_json(path, facts)
+    return facts
 
 
-def _check_journal(path: Path) -> None:
-    """Cut off an incomplete last line, to which Optuna would append.
-
-    Raises:
-        InputError: another line is damaged.
-    """
-    raw = read_regular(path, _JOURNAL, _MOST_BYTES) if os.path.lexists(path) else b""
-    whole = raw.rfind(b"\n") + 1
-    for number, line in enumerate(raw[:whole].splitlines(), 1):
-        try:
-            json.loads(line)
-        except (ValueError, RecursionError):
-            raise InputError(f"{path}: line {number}", "a damaged line", _JOURNAL) from None
-    if whole < len(raw):
-        os.truncate(path, whole)
-
-
-def _study(optuna: Any, plan: TunePlan, folder: Path, method: TunedMethod) -> Any:
-    journal = optuna.storages.journal
-    storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / "study.journal")))
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=plan.spec.startup)
-    direction = "maximize" if _maximise(plan) else "minimize"
-    return optuna.create_study(
-        storage=storage, study_name=method.name, direction=direction, load_if_exists=True, pruner=pruner
+def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], place: Workplace) -> tuple[Run, ...]:
+    """The runs of a trial, one for each seed."""
+    rounds, every = method.rounds, method.evaluate_every
+    return tuple(
+        run_of(method.entry, settings, seed, place, trial=True, rounds=rounds, evaluate_every=every)
+        for seed in plan.spec.seeds
     )
+
+
+def _studies(optuna: Any, plan: TunePlan, journal: SearchJournal) -> dict[str, Any]:
+    """Optuna's studies by method, those in the journal or new ones."""
+    storage = optuna.storages.JournalStorage(journal)
+    known = optuna.study.get_all_study_names(storage)
+    direction = "maximize" if _maximise(plan) else "minimize"
+    studies = {}
+    for method in plan.methods:
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=plan.spec.startup)
+        if method.name in known:
+            study = optuna.load_study(study_name=method.name, storage=storage, pruner=pruner)
+        else:
+            study = optuna.create_study(study_name=method.name, storage=storage, pruner=pruner, direction=direction)
+        studies[method.name] = study
+    return studies
 
 
 def _maximise(plan: TunePlan) -> bool:
@@ -211,7 +205,7 @@ def _maximise(plan: TunePlan) -> bool:
 def _trial_of(method: str, frozen: Any) -> Trial:
     """An Optuna trial that is over."""
     values = {key: _value(value) for key, value in frozen.params.items()}
-    state = TrialState(frozen.user_attrs["state"])
+    state = TrialState(frozen.user_attrs[_STATE])
     reason = frozen.user_attrs.get(_REASON, "")
     return Trial(method, frozen.number, state, frozen.value, values, reason)
 
@@ -228,6 +222,7 @@ class _Search:
         optuna: the package.
         plan: plan of the search.
         place: where and how runs are executed.
+        journal: records the trials.
         studies: studies by method.
         report: called with the progress.
         stop_wanted: whether to stop.
@@ -239,12 +234,14 @@ class _Search:
         optuna: Any,
         plan: TunePlan,
         place: Workplace,
+        journal: SearchJournal,
         studies: Mapping[str, Any],
         report: Callable[[str, pool.JobProgress], None],
         stop_wanted: Callable[[], bool],
         clock: Clock,
     ) -> None:
         self._optuna, self._plan, self._place, self._studies = optuna, plan, place, studies
+        self._journal = journal
         self._report, self._stop_wanted = report, stop_wanted
         self._errors: dict[str, str] = {}
         self._clock, self._done_before = clock, self._over * len(plan.spec.seeds)
@@ -253,20 +250,6 @@ class _Search:
     @property
     def _over(self) -> int:
         return sum(each.state.is_finished() for study in self._studies.values() for each in study.trials)
-
-    def check_trials(self, journal: Path) -> None:
-        """Check that the settings of earlier trials are among those searched.
-
-        Raises:
-            InputError: a trial has others, so the journal is damaged.
-        """
-        for method in self._plan.methods:
-            space = {key: self._distribution(values) for key, values in method.space.items()}
-            for trial in self._studies[method.name].trials:
-                for key, distribution in trial.distributions.items():
-                    if space.get(key) != distribution:
-                        found = f"trial {trial.number} of {method.name} with other values of {key} than are searched"
-                        raise InputError(str(journal), found, _JOURNAL)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
@@ -282,7 +265,8 @@ class _Search:
                 full += size
             for number in range(begun, min(full, self._plan.spec.trials)):
                 study.sampler = self._sampler(method, number)
-                study.ask({key: self._distribution(values) for key, values in method.space.items()})
+                with self._journal.step():
+                    study.ask({key: self._distribution(values) for key, values in method.space.items()})
                 left.append(self._attempt(method, number))
             batch += left
         return batch
@@ -306,18 +290,7 @@ class _Search:
         study = self._studies[method.name]
         frozen = study.trials[number]
         settings = as_settings({key: _value(value) for key, value in frozen.params.items()})
-        runs = tuple(
-            run_of(
-                method.entry,
-                settings,
-                seed,
-                self._place,
-                trial=True,
-                rounds=method.rounds,
-                evaluate_every=method.evaluate_every,
-            )
-            for seed in self._plan.spec.seeds
-        )
+        runs = _runs_of(self._plan, method, settings, self._place)
         trial = self._optuna.trial.Trial(study, frozen._trial_id)
         return _Attempt(method, trial, runs, frozen.user_attrs.get("pruned_at"))
 
@@ -395,10 +368,11 @@ class _Search:
             last = version >= attempt.method.rounds
             if version == 0 or version in known or found.keys() != names or last or attempt.pruned_at is not None:
                 continue
-            attempt.trial.report(sum(found.values()) / len(found), version)
-            if attempt.trial.should_prune():
-                attempt.pruned_at = version
-                attempt.trial.set_user_attr("pruned_at", version)
+            with self._journal.step():
+                attempt.trial.report(sum(found.values()) / len(found), version)
+                if attempt.trial.should_prune():
+                    attempt.pruned_at = version
+                    attempt.trial.set_user_attr("pruned_at", version)
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
@@ -408,16 +382,17 @@ class _Search:
             InputError: its runs have no such metric.
         """
         state, values, reason = self._judged(attempt)
-        attempt.trial.set_user_attr("state", str(state))
-        if reason:
-            attempt.trial.set_user_attr(_REASON, reason)
-        attempt.trial.set_user_attr(_SEEDS, values)
         states = self._optuna.trial.TrialState
         study, number = self._studies[attempt.method.name], attempt.trial.number
-        if state is TrialState.FINISHED:
-            study.tell(number, sum(values) / len(values))
-        else:
-            study.tell(number, state=states.PRUNED if state is TrialState.PRUNED else states.FAIL)
+        with self._journal.step():
+            attempt.trial.set_user_attr(_STATE, str(state))
+            if reason:
+                attempt.trial.set_user_attr(_REASON, reason)
+            attempt.trial.set_user_attr(_SEEDS, values)
+            if state is TrialState.FINISHED:
+                study.tell(number, sum(values) / len(values))
+            else:
+                study.tell(number, state=states.PRUNED if state is TrialState.PRUNED else states.FAIL)
 
     def _judged(self, attempt: _Attempt) -> tuple[TrialState, list[float], str]:
         if attempt.pruned_at is not None:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
 from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.data_records import StatedFormat
@@ -81,11 +82,13 @@ class CoordinatorFacts(Stored):
             the inquiry is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit
             together.
         settled: whether they have agreed.
+        scenario: digests of the scenario's values; None if the sender is neither a silo nor the evaluator.
     """
 
     versions: dict[str, str]
     format: StatedFormat | None = None
     settled: bool = False
+    scenario: KeyDigests | None = None
 
 
 class StatusFile(Stored):

@@ -10,8 +10,9 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
@@ -25,6 +26,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
 from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.refusal_log import RefusalLog
+from fedmq.wire.scenario_query import ScenarioComparison
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.curve_keys import ConnectionKeys
@@ -75,6 +77,7 @@ class Channel:
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
         options: what this side hides of its messages, and when a session gets new keys.
+        scenario: the scenario as plain data; to find the keys that differ from a coordinator's; None does not.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -95,8 +98,10 @@ class Channel:
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
         options: Wire = _DEFAULTS,
+        scenario: Mapping[str, object] | None = None,
     ) -> None:
         self._options, self._keys_since = options, 0.0
+        self._comparison = ScenarioComparison(uri, identity, accepted, scenario, tells=forbidden is None)
         self._rekeying: rekeying.Rekeying | None = None
         self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
@@ -461,15 +466,17 @@ class Channel:
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
-        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
-        name = self._identity.name
+        name, keys = self._identity.name, self._comparison.keys(refusal)
+        told: dict[str, Any] = {"keys": keys} if keys else {}
+        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **told)
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
                 ask += ", or this process was started with the wrong key file (--keys)"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
-                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")
+                which = f"{refusal.detail}{f', with other values of {keys}' if keys else ''}"
+                self._report_once(f"the coordinator at {self._uri} has another scenario: {which}; {_SAME}")
             case _:
                 why = f"{refusal.reason}: {refusal.detail}"
                 self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ def test_an_error_that_ends_the_evaluator_ends_the_run_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(*where, failing(error))
         assert run.ended() == f"evaluator: the evaluator has ended: {why}"
+        until = time.monotonic() + 10
+        while EVALUATOR not in run.run.ended and time.monotonic() < until:
+            time.sleep(0.01)
         assert run.run.ended[EVALUATOR] == str(error)
     assert "/home/eve" not in run.run.folder.messages(COORDINATOR).read_text()
     run.resume(EVALUATOR)

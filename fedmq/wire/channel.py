@@ -114,7 +114,7 @@ class Channel:
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="channel", daemon=True)
 
         self.statement: tuple[Payload, ...] = ()
         self._session: Session | None = None
@@ -246,22 +246,27 @@ class Channel:
             again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
             if self._initiated is None or again:
                 self._say_hello(connection, now)
-            if now - self._unanswered_since > _QUIET_SECONDS:
-                why = (
-                    f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
-                    f"({self._run}) or this key"
-                )
-                if host := unknown_host(self._uri):
-                    why = f"the name {host} is unknown on this machine"
-                self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
-                if minutes := int((now - self._unanswered_since) // 60):
-                    after = "60 s" if minutes == 1 else f"{minutes} min"
-                    self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
+            self._report_silence(now - self._unanswered_since)
         elif self._new_keys_due(self._session, now):
             self._ask_for_keys(connection, self._session)
         elif now - self._beat_at >= beat:
             self._beat_at = now
             self._send_sealed(connection, self._session, Message(self._header(Kind.HEARTBEAT)))
+
+    def _report_silence(self, seconds: float) -> None:
+        """Report that the coordinator has not answered for some seconds: once with likely causes, then each minute."""
+        if seconds <= _QUIET_SECONDS:
+            return
+        why = (
+            f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
+            f"({self._run}) or this key"
+        )
+        if host := unknown_host(self._uri):
+            why = f"the name {host} is unknown on this machine"
+        self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
+        if minutes := int(seconds // 60):
+            after = "60 s" if minutes == 1 else f"{minutes} min"
+            self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
 
     def _new_keys_due(self, session: Session, now: float) -> bool:
         due = self._rekeying is None and rekeying.due(session, self._options, now - self._keys_since)

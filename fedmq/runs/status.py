@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
+from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.json_files import Stored, read_json
@@ -137,6 +138,13 @@ class StatusFile(Stored):
     def _within_rounds(self) -> StatusFile:
         if max(self.round, self.metrics_round or 0) > self.rounds:
             raise ValueError(f"a round beyond {self.rounds}, the last")
+        return self
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> StatusFile:
+        # The entries of user-defined metrics are in the scenario; only the bounds of built-in ones are known here.
+        if wrong := objection({name: value for name, value in self.metrics.items() if is_known(name)}):
+            raise ValueError(wrong)
         return self
 
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from coordinator.peers import Ready, Unusable
+from coordinator.peers import HeaderMaker, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.storage.error_files import ErrorFile
@@ -44,6 +44,7 @@ class InProcessPeers:
     ) -> None:
         self._errors = {name: ErrorFile(folder.errors(name)) for name in answers}
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
+        self.header = HeaderMaker(run, COORDINATOR, clock)
         self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
         self._joined: set[str] = set()
         self.sent = 0
@@ -104,21 +105,6 @@ class InProcessPeers:
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""
         return name in self._joined
-
-    def header(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
-        return Header(
-            run=self._run,
-            kind=kind,
-            sender=COORDINATOR,
-            receiver=receiver,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self._clock.now(),
-        )
 
     def send(self, name: str, message: Message | Header) -> int:
         """Queue a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""

@@ -26,7 +26,7 @@ from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve
 
 #: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
-#: Silence after which TCP and ZeroMQ probe the peer [s].
+#: Silence after which TCP probes the peer [s].
 _KEEPALIVE_S = 20
 _RECONNECT_MS = (50, 5000)
 #: Time without a TCP acknowledgement after which a connection is given up and made again [ms]. TCP alone would retry
@@ -160,10 +160,7 @@ class ZeroMQConnection(Connection):
         """See the interface."""
         sendable = check_sendable(frames)
         if self._redial:
-            # After a refusal ZeroMQ does not connect again by itself.
-            self._redial = False
-            self._socket.disconnect(self.uri)
-            self._socket.connect(self.uri)
+            self.reconnect()
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
         return put(self._socket, sendable)
@@ -172,6 +169,14 @@ class ZeroMQConnection(Connection):
         """See the interface. ZeroMQ reconnects automatically."""
         self._read_monitor()
         return self._established
+
+    def reconnect(self) -> None:
+        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself."""
+        self._redial = False
+        if self._monitor is not None:
+            with contextlib.suppress(zmq.ZMQError):  # the connection has ended
+                self._socket.disconnect(self.uri)
+            self._socket.connect(self.uri)
 
     def trouble(self) -> Trouble | None:
         """See the interface."""
@@ -323,9 +328,8 @@ def _socket(
         zmq.TCP_KEEPALIVE_CNT: 4,
         zmq.TCP_MAXRT: _UNACKNOWLEDGED_MS,
         zmq.CONNECT_TIMEOUT: _CONNECT_MS,
-        # A host that lost power sends no FIN; without heartbeats its queue would fill unnoticed.
-        zmq.HEARTBEAT_IVL: _KEEPALIVE_S * 1000,
-        zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,
+        # ZeroMQ's own heartbeats stay off: with them libzmq 4.3.5 aborts the process if a connection breaks whose
+        # queue is full (libzmq issue 4767). A host that lost power is noticed by TCP's probes.
         zmq.RECONNECT_IVL: _RECONNECT_MS[0],
         zmq.RECONNECT_IVL_MAX: _RECONNECT_MS[1],
         zmq.IPV6: int(ipv6),

@@ -112,6 +112,8 @@ class StatusFile(Stored):
         last_refused: one line about the last refused message.
         last_refused_at: its date and time, UTC; None without one, and in files of older releases.
         silos: status of each silo.
+        evaluator: its status, with the age of its pending request as ``task_seconds``; None in a run without one,
+            before the rounds, and in files of older releases.
         coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
 
@@ -132,6 +134,7 @@ class StatusFile(Stored):
     last_refused: str
     last_refused_at: _Time | None = None
     silos: dict[str, SiloStatus]
+    evaluator: SiloStatus | None = None
     coordinator: CoordinatorFacts | None = None
 
     @model_validator(mode="after")

@@ -21,9 +21,10 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import DiskError, InputError, RemoteWireError, RunError
+from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
+from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
@@ -44,13 +45,10 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
-from silos.error_reports import FailureReport, end_reported
+from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
 from silos.training_slots import Slots, slots_folder
 
-#: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
-#: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.
-FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
 KEPT_MODELS = 3

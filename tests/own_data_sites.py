@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fedmq.cli.scenarios import resolved_file
+from fedmq.config.site import read_site
 from fedmq.wire.keys import init_keys
+from silos.program import SiloArguments, run_silo
 
 HOSPITALS = ("berlin", "lyon", "oslo")
 COMMON: dict[str, Any] = {
@@ -129,6 +133,15 @@ class Sites:
     def silo(self, index: int) -> subprocess.Popen[str]:
         folder = HOSPITALS[index]
         return self.start("silo", str(self.scenario), "--site", "silo.yaml", folder=folder)
+
+    def silo_here(self, index: int) -> threading.Thread:
+        """Start a silo as a thread of this process, which saves its imports."""
+        folder, run = self.root / HOSPITALS[index], resolved_file(self.scenario, list(self.settings), manual=True)
+        place = (f"silo-{index:02d}", self.uri, folder / "keys", folder / "run")
+        arguments = SiloArguments(run, *place, site=read_site(folder / "silo.yaml"))
+        thread = threading.Thread(target=run_silo, args=(arguments,), daemon=True)
+        thread.start()
+        return thread
 
     def wait_for_statements(self, *silos: str) -> None:
         """Wait until the coordinator has received what silos state about their data."""

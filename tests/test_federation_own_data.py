@@ -18,7 +18,7 @@ from fedmq.storage.run_folder import RunFolder
 from silos.program import SiloArguments, run_silo
 from tests.command_line import completed
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, HOSPITALS, Sites, arrays, of_hospital, outputs
+from tests.own_data_sites import COMMON, HOSPITALS, PATIENCE, Sites, arrays, of_hospital, outputs
 from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
@@ -135,13 +135,16 @@ def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sid
     np.savez(tmp_path / "oslo" / "site2.npz", **(narrow | {"image": narrow["image"][:, :7]}))
     coordinator = sites.coordinator()
     try:
-        others = [sites.silo(0), sites.silo(1)]
+        others = [sites.silo_here(0), sites.silo_here(1)]
         sites.wait_for_statements("silo-00", "silo-01")  # the first to state its data is not the one refused
         refused = outputs([sites.silo(2)])[0]
         assert "silo-02: the coordinator refused this site's data: " in refused
         assert "image features of width" in refused and "7" in refused and "12" in refused
         np.savez(tmp_path / "oslo" / "site2.npz", **narrow)
-        printed = outputs([coordinator, sites.silo(2), *others])[0]
+        printed = outputs([coordinator, sites.silo(2)])[0]
+        for each in others:
+            each.join(PATIENCE)
+            assert not each.is_alive()
     finally:
         coordinator.kill()
     assert "refused: 1 data" in printed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
 from coordinator.rounds import Phase
 from fedmq.clock import Clock
+from fedmq.config.scenario_digests import KeyDigests
 from fedmq.federation.agreement import FormatError
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
@@ -35,6 +37,7 @@ class Inquiries:
         clock: clock for the time stamp.
         log: the coordinator's message log, which notes each sender of an inquiry once.
         admission: knows what the silos stated about their data.
+        scenario: the scenario as plain data, of which silos and the evaluator learn digests; None tells nothing.
 
     Attributes:
         latest: the last status of the rounds; None before the first.
@@ -48,8 +51,9 @@ class Inquiries:
         clock: Clock,
         log: MessageLog,
         admission: Admission | None = None,
+        scenario: Mapping[str, object] | None = None,
     ) -> None:
-        self._admission = admission
+        self._admission, self._scenario = admission, scenario
         self._run, self._silos, self._rounds, self._clock, self._log = run, tuple(silos), rounds, clock, log
         self._asked: set[str] = set()
         self.latest: Callable[[], StatusFile | None] = lambda: None
@@ -76,17 +80,25 @@ class Inquiries:
             text = status.model_copy(update={"silos": short, "coordinator": facts}).model_dump_json()
         return RunStatus(text)
 
+    def tells_scenario(self, name: str) -> bool:
+        """Whether the sender of an inquiry, a silo of the run or the evaluator, learns digests of the scenario."""
+        return self._scenario is not None and name in (*self._silos, EVALUATOR)
+
     def _facts(self, name: str) -> CoordinatorFacts:
         """Facts about this process; only silos and the evaluator learn the format of the run's data."""
         versions = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        scenario = None
+        if self._scenario is not None and self.tells_scenario(name):
+            scenario = KeyDigests.of(self._scenario, secrets.token_bytes(16))
         if not isinstance(self._admission, OwnDataAdmission) or name not in (*self._silos, EVALUATOR):
-            return CoordinatorFacts(versions=versions)
+            return CoordinatorFacts(versions=versions, scenario=scenario)
         try:
             held = self._admission.likely
         except FormatError:  # the data stated so far do not fit together, or one modality is in none of them
             held = None
         agreed = None if held is None else StatedFormat.of(held)
-        return CoordinatorFacts(versions=versions, format=agreed, settled=self._admission.agreed is not None)
+        settled = self._admission.agreed is not None
+        return CoordinatorFacts(versions=versions, format=agreed, settled=settled, scenario=scenario)
 
     def _before(self, peers: Peers) -> StatusFile:
         silos = {name: _before_rounds(name, peers) for name in self._silos}

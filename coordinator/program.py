@@ -161,7 +161,7 @@ def run_coordinator(
         roster: Peers
         if peers is not None and population is not None:
             log.note(NoteKind.INLINE)
-            roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
+            roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
@@ -225,7 +225,8 @@ def _roster(
         options=options,
         restarted=restarted,
     )
-    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission)
+    plain = arguments.scenario.model_dump(mode="json")
+    roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
 
 

@@ -6,18 +6,20 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
-from coordinator.peers import Ready, Unusable
+from coordinator.peer_sessions import Peer, PendingHandshake
+from coordinator.peers import HeaderMaker, Ready, Unusable
+from coordinator.scenario_reports import ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
-from fedmq.wire.handshake import Responded, confirm, reject, respond
+from fedmq.wire.handshake import confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -45,38 +47,6 @@ _ALLOWED = f"one message for each request, {_MESSAGES} more at once, then one pe
 _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
-
-
-@dataclass
-class Peer:
-    """A peer with a session.
-
-    Args:
-        name: the name under which its key is accepted.
-        address: the transport's identifier of its connection.
-        session: keys and counters of the session.
-        heard: stopwatch time of its last message [s].
-    """
-
-    name: str
-    address: bytes
-    session: Session
-    heard: float
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A handshake between welcome and ready.
-
-    Args:
-        hello: SHA-256 of the hello.
-        welcome: its answer.
-        responded: state of the handshake.
-    """
-
-    hello: bytes
-    welcome: tuple[bytes, bytes]
-    responded: Responded
 
 
 class Roster:
@@ -121,11 +91,13 @@ class Roster:
         self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
+        self._reports = ScenarioReports(log)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
-        self._pending: dict[bytes, _Pending] = {}
+        self.header = HeaderMaker(run, identity.name, clock)
+        self._pending: dict[bytes, PendingHandshake] = {}
         self._answered: dict[bytes, None] = {}
         # By peer, not by connection or session, as a peer could open new ones.
         self._hellos, self._copies = PeerRateLimits(_HELLOS), PeerRateLimits(_COPIES, 10.0)
@@ -194,6 +166,9 @@ class Roster:
             if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
             if peer is None:
+                if (report := self._reports.take(address, frames)) is not None:
+                    self._note_other_scenario(*report)
+                    return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
@@ -280,7 +255,7 @@ class Roster:
             self._reject(address, frames, stranger)
             raise stranger
         self._answered[digest] = None
-        self._pending[address] = _Pending(digest, welcome, responded)
+        self._pending[address] = PendingHandshake(digest, welcome, responded)
         for memory in (self._answered, self._pending):
             while len(memory) > _MAX_PENDING:
                 del memory[next(iter(memory))]
@@ -335,7 +310,14 @@ class Roster:
         if self.inquiries is None:
             raise RemoteWireError(Reason.UNEXPECTED, "no inquiries are answered here")
         message = Message(self.header(name, Kind.STATUS), (self.inquiries.answer(name, self),))
+        if self.inquiries.tells_scenario(name):
+            self._reports.expect(address, session)
         self._listener.send(address, seal_message(session, message).frames)
+
+    def _note_other_scenario(self, name: str, keys: str) -> None:
+        self.refusal, self.refused_at = f"{name}: another scenario: {keys}", self._clock.stopwatch()
+        if not self.online(name):
+            self.failures[name] = f"another scenario: {keys}"
 
     def _admit(self, peer: Peer) -> Ready:
         """Replace an older session of the peer's name with this one."""
@@ -440,21 +422,6 @@ class Roster:
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not self._listener.send(peer.address, sealed.frames):
             self._not_delivered(peer)
-
-    def header(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
-        return Header(
-            run=self._run,
-            kind=kind,
-            sender=self._identity.name,
-            receiver=receiver,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self._clock.now(),
-        )
 
     def send(self, name: str, message: Message | Header) -> int:
         """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""

@@ -183,6 +183,20 @@ class StatusReport:
             last_refused=printable(roster.refusal)[:ERROR_CHARACTERS],
             last_refused_at=self._clock.utc(roster.refused_at) if roster.refusal else None,
             silos={name: self._silo(name, rounds, seen, now) for name in self._names},
+            evaluator=self._evaluator(rounds, now) if self._evaluation.evaluators else None,
+        )
+
+    def _evaluator(self, rounds: Rounds, now: float) -> SiloStatus:
+        limit, online = self._evaluation.limit, self._roster.online(EVALUATOR)
+        seconds = limit.seconds(now) if online else 0.0
+        away = SiloPhase.LOST if EVALUATOR in self._heard else SiloPhase.ABSENT
+        here = SiloPhase.STOPPED if rounds.phase is Phase.STOPPED else SiloPhase.WAITING
+        return SiloStatus(
+            phase=SiloPhase.OVERDUE if limit.exceeded else here if online else away,
+            heard=self._heard.get(EVALUATOR),
+            task_seconds=round(seconds, 1) or None,
+            limit=limit.limit if seconds else None,
+            error=self._roster.failures.get(EVALUATOR, ""),
         )
 
     def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:

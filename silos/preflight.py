@@ -18,6 +18,7 @@ import torch
 
 import protocols
 from fedmq.config.scenario import Scenario
+from fedmq.config.scenario_digests import named
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
@@ -218,7 +219,8 @@ def _handshake(
         _, session = complete(initiated, accepted, frames, 0.0)
     except HelloRefusedError as error:
         if error.reason == Reason.WRONG_RUN and status is not None:
-            detail = f"it runs another scenario: {status.run}, here {arguments.run.id}; {_SAME}"
+            which = _differing(arguments, status)
+            detail = f"it runs another scenario: {status.run}, here {arguments.run.id}{which}; {_SAME}"
             return Check(name, Verdict.FAILED, detail)
         return Check(name, Verdict.FAILED, f"it refuses this silo: {error.reason}: {error.detail}")
     except RemoteWireError as error:
@@ -228,6 +230,15 @@ def _handshake(
     so_far = "" if status is None else f"; {status.phase}, round {status.round} of {status.rounds}"
     detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {session.wire_version}{so_far}"
     return Check(name, Verdict.OK, detail)
+
+
+def _differing(arguments: SiloArguments, status: StatusFile) -> str:
+    """The keys that differ from the coordinator's scenario, if it tells."""
+    facts = status.coordinator
+    if facts is None or facts.scenario is None:
+        return ""
+    keys = facts.scenario.differing(arguments.scenario.model_dump(mode="json"))
+    return f", with other values of {named(keys)}" if keys else ""
 
 
 def _disk(arguments: SiloArguments, silo: Silo, limits: Limits) -> Check:

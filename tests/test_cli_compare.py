@@ -21,7 +21,7 @@ from fedmq.config import loader as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder
-from tests.command_line import fedmq
+from tests.command_line import completed, fedmq
 from tests.comparisons import ROOTS, comparison_file, finish
 from tests.threaded_run import resolved, run
 
@@ -299,12 +299,14 @@ def test_every_scenario_of_the_paper_is_in_its_readme() -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(tiny: Path, tmp_path: Path) -> None:
+def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     short = tmp_path / "short.yaml"
     short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
-    out, base = tmp_path / "out", [sys.executable, "-m", "fedmq"]
+    out = tmp_path / "out"
     command = [
-        *base,
         "sweep",
         str(short),
         "--vary",
@@ -316,7 +318,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(tiny: Pat
         "--out",
         str(out),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    process = subprocess.Popen([sys.executable, "-m", "fedmq", *command], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(out.glob("runs/*/metrics.jsonl")):
         time.sleep(0.05)
@@ -325,7 +327,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(tiny: Pat
     assert process.returncode == 1
     assert "stopped; continue with fedmq sweep" in error
     assert not (out / "table.csv").exists()
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=250, check=False, cwd=tmp_path)
+    done = completed(*command, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [row["name"] for row in result["rows"]] == ["fedavg", "rcsr"]

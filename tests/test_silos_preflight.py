@@ -60,7 +60,7 @@ def by_name(checks: Iterator[Check]) -> dict[str, Check]:
 
 
 @pytest.mark.usefixtures("running")
-def test_all_is_well(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
+def test_all_checks_pass_for_a_silo_that_can_join(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
     found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))
     wanted = ["versions", "keys", "coordinator", "coordinator's versions", "data", "disk", "training step", "memory"]
     assert list(found) == wanted
@@ -81,7 +81,8 @@ def test_the_coordinator_refuses_another_run_and_an_unknown_key(
     other = resolved(tiny, "missing_modality.silos={silo-01: text}", "seed=5")
     found = by_name(preflight(arguments(other, keys, tmp_path / "silo")))
     assert found["coordinator"].verdict is Verdict.FAILED
-    assert f"it runs another scenario: {run_of(scenario).id}, here {run_of(other).id}" in found["coordinator"].detail
+    differs = f"it runs another scenario: {run_of(scenario).id}, here {run_of(other).id}, with other values of seed;"
+    assert differs in found["coordinator"].detail
     own = tmp_path / "own"
     init_keys(own, ("silo-00",))
     (own / "accepted" / "coordinator.pub").write_bytes((keys / "accepted" / "coordinator.pub").read_bytes())

@@ -10,14 +10,15 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
+from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
@@ -25,6 +26,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
 from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.refusal_log import RefusalLog
+from fedmq.wire.scenario_query import ScenarioComparison
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.curve_keys import ConnectionKeys
@@ -75,6 +77,7 @@ class Channel:
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
         options: what this side hides of its messages, and when a session gets new keys.
+        scenario: the scenario as plain data; to find the keys that differ from a coordinator's; None does not.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -95,8 +98,10 @@ class Channel:
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
         options: Wire = _DEFAULTS,
+        scenario: Mapping[str, object] | None = None,
     ) -> None:
         self._options, self._keys_since = options, 0.0
+        self._comparison = ScenarioComparison(uri, identity, accepted, scenario, tells=forbidden is None)
         self._rekeying: rekeying.Rekeying | None = None
         self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
@@ -118,7 +123,7 @@ class Channel:
         self._refusals = RefusalLog(log, clock)
         self._received_at = self._beat_at = self._hello_at = 0.0
         self._hello_seconds, self._unanswered_since = _HELLO_SECONDS, math.inf
-        self._connections = 1
+        self._connections, self._mute = 1, False
 
     # ------------------------------------------------------------------------------------- for the training thread
     def start(self) -> None:
@@ -238,9 +243,9 @@ class Channel:
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
             self._on_trouble(connection.trouble())
-            again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
-            if self._initiated is None or again:
-                self._say_hello(connection, now)
+            renewed = connection.established() > self._connections
+            if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
+                self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
                 why = (
                     f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
@@ -289,18 +294,26 @@ class Channel:
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
 
-    def _say_hello(self, connection: Connection, now: float) -> None:
-        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals."""
+    def _say_hello(self, connection: Connection, now: float, *, renewed: bool) -> None:
+        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals.
+
+        A connection without answers is replaced: it may be open although nobody, or only a relay, is at its other end.
+        """
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
+        mute = self._mute or now - self._unanswered_since > _LONGEST_HELLO_SECONDS
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
-        connection.send(frames)
+        if (mute and not renewed) or not connection.send(frames):
+            self._connections = connection.established() + 1  # the new one
+            connection.reconnect()
+            connection.send(frames)
+        self._mute = False
 
     def _report_once(self, line: str) -> None:
         """Pass a line to ``progress``, once until there is a session."""
@@ -356,6 +369,7 @@ class Channel:
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
+        self._mute = why is NoteKind.COORDINATOR_SILENT
         self._session = self._initiated = self._rekeying = None
 
     def _receive_all(self, connection: Connection, wait_s: float = 0.0) -> None:
@@ -428,7 +442,7 @@ class Channel:
             self._on_refusal(refusal)
             return
         except RemoteWireError as error:
-            if any(_answers(each, self._accepted, frames) for each in self._earlier):
+            if any(answers(each, self._accepted, frames) for each in self._earlier):
                 return  # the coordinator answered an earlier hello late
             if error.reason in (Reason.BAD_SIGNATURE, Reason.UNKNOWN_SENDER):
                 self._report_foreign()
@@ -461,15 +475,17 @@ class Channel:
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
-        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail)
-        name = self._identity.name
+        name, keys = self._identity.name, self._comparison.keys(refusal)
+        told: dict[str, Any] = {"keys": keys} if keys else {}
+        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **told)
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
                 ask += ", or this process was started with the wrong key file (--keys)"
                 self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
             case Reason.WRONG_RUN:
-                self._report_once(f"the coordinator at {self._uri} has another scenario: {refusal.detail}; {_SAME}")
+                which = f"{refusal.detail}{f', with other values of {keys}' if keys else ''}"
+                self._report_once(f"the coordinator at {self._uri} has another scenario: {which}; {_SAME}")
             case _:
                 why = f"{refusal.reason}: {refusal.detail}"
                 self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")
@@ -479,14 +495,3 @@ def _words(accepted: Accepted) -> str:
     """Fingerprint of the accepted key of the coordinator, in words."""
     key = accepted.get(COORDINATOR)
     return "which has none" if key is None else words(key)
-
-
-def _answers(earlier: Initiated, accepted: Accepted, frames: list[memoryview]) -> bool:
-    """Whether frames are a genuine answer to an earlier hello."""
-    try:
-        complete(earlier, accepted, frames, 0.0)
-    except HelloRefusedError:
-        return True
-    except RemoteWireError:
-        return False
-    return True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.keys import Identity, words
-from fedmq.wire.messages import ANY_RUN, COORDINATOR, Kind, Reason
-from fedmq.wire.payloads import RunStatus
-from fedmq.wire.sealed_sessions import open_message
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import Error, RunStatus
+from fedmq.wire.sealed_sessions import open_message, seal_message
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -26,7 +27,13 @@ ANSWER_SECONDS = 10.0
 _STEP_SECONDS = 0.1
 
 
-def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float = ANSWER_SECONDS) -> str:
+def ask_status(
+    uri: str,
+    identity: Identity,
+    accepted: Accepted,
+    patience: float = ANSWER_SECONDS,
+    report: Callable[[str], Error | None] = lambda _: None,
+) -> str:
     """Ask a coordinator for the status of its run.
 
     Args:
@@ -34,6 +41,7 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
         identity: the sender of the inquiry; the coordinator must have accepted this key under this name.
         accepted: accepted public keys, with that of the coordinator.
         patience: time to wait for the answer [s].
+        report: given the answer, what to tell the coordinator in return, if anything.
 
     Returns:
         The content of its ``status.json``.
@@ -55,6 +63,19 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
         inquire, session = complete(initiated, accepted, _answer(connection, uri, identity, until), 0.0)
         connection.send(inquire)
         message, _ = open_message(session, _answer(connection, uri, identity, until))
+        text = _status_in(message, uri)
+        if (error := report(text)) is not None:
+            header = Header(
+                run=message.header.run,
+                kind=Kind.ERROR,
+                sender=identity.name,
+                receiver=COORDINATOR,
+                sequence=0,
+                reply_to=message.header.sequence,
+                sent_at=0.0,
+            )
+            connection.send(seal_message(session, Message(header, (error,))).frames)
+        return text
     except HelloRefusedError as refusal:
         if refusal.reason == Reason.UNKNOWN_SENDER:
             raise _not_accepted(uri, identity) from None
@@ -63,6 +84,9 @@ def ask_status(uri: str, identity: Identity, accepted: Accepted, patience: float
         raise RunError(f"the answer of {uri} cannot be used: {error.reason}: {error.detail}") from None
     finally:
         connection.close()
+
+
+def _status_in(message: Message, uri: str) -> str:
     match message.header.kind, message.payloads:
         case Kind.STATUS, (RunStatus(json=text),):
             return text

@@ -32,6 +32,7 @@ _WARNING = frozenset(
         NoteKind.STATE_OLDER,
         NoteKind.COORDINATOR_SILENT, NoteKind.STOOD_STILL, NoteKind.QUEUE_FULL, NoteKind.MESSAGE_LOST,
         NoteKind.WITHHELD, NoteKind.EVALUATOR_GIVEN_UP, NoteKind.HELLO_REFUSED, NoteKind.TOO_OFTEN, NoteKind.TOO_MANY,
+        NoteKind.OTHER_SCENARIO,
     }
 )  # fmt: skip
 _ERROR = frozenset({NoteKind.ERROR_REPORTED, NoteKind.CHECKPOINT_REFUSED})

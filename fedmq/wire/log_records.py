@@ -73,6 +73,8 @@ class NoteKind(StrEnum):
     #: Written by the coordinator when a process first asks for the run's status.
     INQUIRED = "asked for the run's status"
     HELLO_REFUSED = "the coordinator refused the handshake"
+    #: Written by the coordinator: keys that a silo or the evaluator reports after a refused handshake.
+    OTHER_SCENARIO = "another scenario"
     # Scripted faults.
     FAULT = "fault"
     FAULT_NOT_CARRIED_OUT = "fault without its process"

@@ -26,7 +26,7 @@ from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve
 
 #: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
-#: Silence after which TCP and ZeroMQ probe the peer [s].
+#: Silence after which TCP probes the peer [s].
 _KEEPALIVE_S = 20
 _RECONNECT_MS = (50, 5000)
 #: Time without a TCP acknowledgement after which a connection is given up and made again [ms]. TCP alone would retry
@@ -182,10 +182,7 @@ class ZeroMQConnection(Connection):
         """See the interface."""
         sendable = check_sendable(frames)
         if self._redial:
-            # After a refusal ZeroMQ does not connect again by itself.
-            self._redial = False
-            self._socket.disconnect(self.uri)
-            self._socket.connect(self.uri)
+            self.reconnect()
         if self._either and not self._established:
             self._unsent = list(sendable)
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
@@ -196,6 +193,17 @@ class ZeroMQConnection(Connection):
         """See the interface. ZeroMQ reconnects automatically."""
         self._read_monitor()
         return self._established
+
+    def reconnect(self) -> None:
+        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself.
+
+        With a new socket: one that is told to disconnect while it connects continues to connect.
+        """
+        self._redial, self._failed, self._under_way = False, 0, False
+        if self._monitor is not None:
+            self._end_monitor()
+            self._socket.close(0)
+            self._begin()
 
     def trouble(self) -> Trouble | None:
         """See the interface."""
@@ -224,15 +232,10 @@ class ZeroMQConnection(Connection):
             self._try_other_family()
 
     def _try_other_family(self) -> None:
-        """Connect to the name's addresses of the other family, and send what was sent last again.
-
-        With a new socket, since ZeroMQ continues to connect to an address that it was told to disconnect.
-        """
-        self._failed, self._attempts = 0, min(self._attempts + 1, _ATTEMPTS[1])
-        self._end_monitor()
-        self._socket.close(0)
+        """Connect to the name's addresses of the other family, and send again what was sent last and dropped."""
+        self._attempts = min(self._attempts + 1, _ATTEMPTS[1])
         self._ipv6 = not self._ipv6
-        self._begin()
+        self.reconnect()
         if self._unsent:
             put(self._socket, self._unsent)
 
@@ -370,9 +373,8 @@ def _socket(
         zmq.TCP_KEEPALIVE_CNT: 4,
         zmq.TCP_MAXRT: _UNACKNOWLEDGED_MS,
         zmq.CONNECT_TIMEOUT: _CONNECT_MS,
-        # A host that lost power sends no FIN; without heartbeats its queue would fill unnoticed.
-        zmq.HEARTBEAT_IVL: _KEEPALIVE_S * 1000,
-        zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,
+        # ZeroMQ's own heartbeats stay off: with them libzmq 4.3.5 aborts the process if a connection breaks whose
+        # queue is full (libzmq issue 4767). A host that lost power is noticed by TCP's probes.
         zmq.RECONNECT_IVL: _RECONNECT_MS[0],
         zmq.RECONNECT_IVL_MAX: _RECONNECT_MS[1],
         zmq.IPV6: int(ipv6),

@@ -1,0 +1,175 @@
+"""A silo with another scenario than the coordinator's learns which keys differ, and so does the coordinator."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.program import CoordinatorArguments, run_coordinator
+from fedmq.clock import WallClock
+from fedmq.config.scenario import Scenario
+from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, keys_in, named
+from fedmq.runs.status import status_of
+from fedmq.wire import scenario_query
+from fedmq.wire.channel import Channel
+from fedmq.wire.inquiry import ask_status
+from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key
+from fedmq.wire.log_records import NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.payloads import Error
+from fedmq.wire.scenario_query import OTHER_SCENARIO, differing_keys
+from tests.threaded_run import resolved, run_of
+
+URI, SILO = "memory://other-scenario", "silo-01"
+OTHER = ("training.learning_rate=0.5", "training.local_epochs=7", "missing_modality.silos={silo-01: text}")
+KEYS = "missing_modality.silos, training.learning_rate, training.local_epochs"
+
+
+def plain(scenario: Scenario) -> dict[str, object]:
+    return scenario.model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def keys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other-scenario") / "keys"
+    init_keys(folder, ("coordinator", "evaluator", *resolved(tiny).silo_names))
+    operator = new_key(folder.parent / "operator", "operator")
+    accept_key(folder, "operator", operator.key.public_key())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Path, keys: Path) -> Iterator[Path]:
+    """Folder of a coordinator that waits for its silos."""
+    listening, over = threading.Event(), threading.Event()
+    arguments = CoordinatorArguments(run_of(resolved(tiny)), URI, keys, keys.parent / "run")
+    options = {"listening": lambda _: listening.set(), "stop_wanted": over.is_set}
+    thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
+    thread.start()
+    assert listening.wait(60)
+    yield arguments.out
+    over.set()
+    thread.join()
+
+
+def notes(path: Path, kind: NoteKind) -> list[dict[str, object]]:
+    records = [record for _, record in read_log(path)]
+    return [dict(each.facts) for each in records if isinstance(each, NoteRecord) and each.text is kind]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert condition()
+
+
+def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **options: object) -> list[str]:
+    """What a silo with another scenario prints until it is refused; its log is ``folder/silo.jsonl``."""
+    told = list[str]()
+    log = MessageLog(folder / "silo.jsonl", name, WallClock())
+    identity, accepted = load_identity(keys, name), load_accepted(keys)
+    link = Channel(
+        URI,
+        identity,
+        accepted,
+        run_of(scenario).id,
+        log,
+        WallClock(),
+        lambda: 0.0,
+        told.append,
+        scenario=plain(scenario),
+        **options,  # type: ignore[arg-type]
+    )
+    link.start()
+    wait_for(lambda: told)
+    link.close()
+    return told
+
+
+def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
+    line = refused(resolved(tiny, *OTHER), keys, tmp_path)[0]
+    assert line.startswith(f"{SILO}: the coordinator at {URI} has another scenario: ")
+    assert f", with other values of {KEYS}; both sides need the same file" in line
+    assert {note["keys"] for note in notes(tmp_path / "silo.jsonl", NoteKind.HELLO_REFUSED)} == {KEYS}
+    log = run / "messages" / "coordinator.jsonl"
+    wait_for(lambda: notes(log, NoteKind.OTHER_SCENARIO))
+    assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": SILO, "keys": KEYS}]
+    asked = ask_status(URI, load_identity(keys, SILO), load_accepted(keys))
+    status = status_of(asked)
+    assert status.silos[SILO].error == f"another scenario: {KEYS}"
+    assert status.last_refused == f"{SILO}: another scenario: {KEYS}"
+    assert differing_keys(asked, plain(resolved(tiny))) == ()
+    # A second silo of the same machine says the same again; it is noted for each silo once.
+    refused(resolved(tiny, *OTHER), keys, tmp_path / "second")
+    assert len(notes(log, NoteKind.OTHER_SCENARIO)) == 1
+
+
+@pytest.mark.usefixtures("run")
+def test_an_accepted_key_that_is_no_silos_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
+    operator = load_identity(keys.parent / "operator", "operator")
+    asked = ask_status(URI, operator, load_accepted(keys))
+    assert json.loads(asked)["coordinator"]["scenario"] is None
+    assert differing_keys(asked, plain(resolved(tiny, "seed=9"))) == ()
+
+
+def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
+    line = refused(resolved(tiny, "seed=5"), keys, tmp_path, "silo-02", forbidden=lambda *_: None)[0]
+    assert "with other values of seed;" in line
+    log = run / "messages" / "coordinator.jsonl"
+    assert "silo-02" not in {note["peer"] for note in notes(log, NoteKind.OTHER_SCENARIO)}
+
+
+def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
+    tiny: Path, run: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario_query, "differing_keys", lambda *_: ())
+    line = refused(resolved(tiny, "seed=5"), keys, tmp_path)[0]
+    assert "has another scenario: " in line and "other values" not in line
+    assert all("keys" not in note for note in notes(tmp_path / "silo.jsonl", NoteKind.HELLO_REFUSED))
+    assert run.exists()
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (Error(OTHER_SCENARIO, "seed\nsalary: 3000 EUR"), "malformed"),
+        (Error(OTHER_SCENARIO, "\n".join(f"training.k{n}" for n in range(MOST_NAMED + 1))), "malformed"),
+        (Error("training_failed", "seed"), "unexpected"),
+    ],
+)
+def test_a_report_other_than_a_list_of_keys_is_refused(report: Error, reason: str, run: Path, keys: Path) -> None:
+    log = run / "messages" / "coordinator.jsonl"
+    before = len(notes(log, NoteKind.OTHER_SCENARIO))
+    ask_status(URI, load_identity(keys, "silo-03"), load_accepted(keys), report=lambda _: report)
+
+    def reasons() -> list[str]:
+        return [record.reason for _, record in read_log(log) if isinstance(record, RefusedRecord)]
+
+    wait_for(lambda: reasons()[-1:] == [reason])
+    assert len(notes(log, NoteKind.OTHER_SCENARIO)) == before
+
+
+def test_digests_differ_with_the_salt_and_leave_out_what_may_differ_between_machines(tiny: Path) -> None:
+    here = resolved(tiny)
+    first, second = (KeyDigests.of(plain(here), bytes([salt] * 16)) for salt in (1, 2))
+    assert first.keys.keys() == second.keys.keys()
+    assert not set(first.keys.values()) & set(second.keys.values())
+    assert not {"device", "data.path", "silos.slots"} & first.keys.keys()
+    assert first.differing(plain(here.model_copy(update={"device": "cuda:7"}))) == ()
+    other = replace(run_of(here)).scenario.model_copy(update={"name": "other", "seed": 4})
+    assert first.differing(plain(other)) == ("name", "seed")
+    assert first.differing({**plain(here), "new": {"key": 1}}) == ("new.key",)
+
+
+def test_long_lists_of_keys_are_cut_and_only_keys_are_read() -> None:
+    keys = tuple(f"section.key-{number}" for number in range(MOST_NAMED + 2))
+    assert named(keys).endswith(f"section.key-{MOST_NAMED - 1} and 2 more")
+    assert keys_in("seed\ntraining.learning_rate") == ("seed", "training.learning_rate")
+    assert keys_in("") is keys_in("a b") is keys_in("a.b.c") is keys_in("x" * 49) is None

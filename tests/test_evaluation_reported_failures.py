@@ -13,6 +13,7 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation import program
 from fedmq.runs.results import read_summary
+from fedmq.runs.status import read_status
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
@@ -47,6 +48,8 @@ class Failing:
         self.coordinate(resume=True)
         self.run.wait()
         assert read_summary(self.run.folder).metrics["mean_r1"] > 0
+        status = read_status(self.run.folder.status).evaluator
+        assert status is not None and status.heard and not status.error
 
 
 def failing(error: Exception) -> Callable[..., Any]:

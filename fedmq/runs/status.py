@@ -101,6 +101,7 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
+        diverged: whether the run ended as training diverged in all silos.
         metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
@@ -112,6 +113,8 @@ class StatusFile(Stored):
         last_refused: one line about the last refused message.
         last_refused_at: its date and time, UTC; None without one, and in files of older releases.
         silos: status of each silo.
+        evaluator: its status, with the age of its pending request as ``task_seconds``; None in a run without one,
+            before the rounds, and in files of older releases.
         coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
 
@@ -121,6 +124,7 @@ class StatusFile(Stored):
     round: _Count
     rounds: _Count
     loss: _Number | None
+    diverged: bool = False
     metrics: dict[str, _Number]
     metrics_round: _Count | None = None
     evaluated: EvaluatedItems | None = None
@@ -132,6 +136,7 @@ class StatusFile(Stored):
     last_refused: str
     last_refused_at: _Time | None = None
     silos: dict[str, SiloStatus]
+    evaluator: SiloStatus | None = None
     coordinator: CoordinatorFacts | None = None
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import socket
 import threading
@@ -221,18 +222,24 @@ ATTACKS: Mapping[str, Callable[[Target], None]] = {
 
 
 class Relay:
-    """A relay before the coordinator that sends copies of what silos send first, 30 ms ahead, on other connections.
+    """A relay before the coordinator.
+
+    By default it sends copies of what silos send first, 30 ms ahead, on other connections.
 
     Args:
         port: of the coordinator, on 127.0.0.1.
+        damage_s: instead damage, reorder and drop bytes and cut connections, for so long after the first connection
+            [s].
 
     Attributes:
         port: where silos connect.
         copies: connections on which copies were sent.
+        damaged: parts of the traffic that were damaged.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target, self.copies = port, 0
+    def __init__(self, port: int, damage_s: float = 0.0) -> None:
+        self._target, self.copies, self.damaged = port, 0, 0
+        self._damage_s, self._until, self._random = damage_s, math.inf, random.Random(0)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -245,7 +252,9 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+                self._until = min(self._until, time.monotonic() + self._damage_s)
+                serve = self._serve_damaged if self._damage_s else self._serve
+                threading.Thread(target=serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._target)) as server:
@@ -259,6 +268,32 @@ class Relay:
                     time.sleep(0.03)
                 server.sendall(first)
                 first = client.recv(1 << 16)
+
+    def _serve_damaged(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._target)) as server:
+            ways = ((client, server), (server, client))
+            threads = [threading.Thread(target=self._damage, args=way, daemon=True) for way in ways]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+
+    def _damage(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 15)):
+                kind = self._random.randrange(100) if time.monotonic() < self._until else 99
+                self.damaged += kind < 8
+                if kind < 4:
+                    data[self._random.randrange(len(data))] ^= 1
+                elif kind < 6:
+                    data = data[len(data) // 2 :] + data[: len(data) // 2]
+                elif kind == 6:
+                    continue  # lost
+                elif kind == 7:
+                    break
+                target.sendall(data)
+            for each in (source, target):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _send_copy(self, seen: bytes) -> None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as other:

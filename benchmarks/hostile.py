@@ -29,7 +29,8 @@ from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _SCENARIO = Path(__file__).parent.parent / "scenarios" / "smoke.yaml"
-_UNDISTURBED, _RELAY = "none", "relay that copies ahead"
+_UNDISTURBED, _RELAY, _DAMAGING = "none", "relay that copies ahead", "relay that damages"
+_RELAYS = {_RELAY: 0.0, _DAMAGING: 20.0}
 #: Longest time of one run [s].
 _RUN_SECONDS = 180.0
 
@@ -56,12 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     import protocols
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.add_argument("--only", help=f"comma-separated names of {', '.join((_RELAY, *ATTACKS))}")
+    parser.add_argument("--only", help=f"comma-separated names of {', '.join((*_RELAYS, *ATTACKS))}")
     parser.add_argument("--limit-s", type=float, default=600.0, help="start no attack after this time [s]")
     options = parser.parse_args(arguments)
-    names = [_UNDISTURBED, *(options.only.split(",") if options.only else (_RELAY, *ATTACKS))]
-    if unknown := [name for name in names[1:] if name not in (_RELAY, *ATTACKS)]:
-        parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((_RELAY, *ATTACKS))}")
+    names = [_UNDISTURBED, *(options.only.split(",") if options.only else (*_RELAYS, *ATTACKS))]
+    if unknown := [name for name in names[1:] if name not in (*_RELAYS, *ATTACKS)]:
+        parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((*_RELAYS, *ATTACKS))}")
     run = resolve(read(_SCENARIO, ()), protocols).id
     columns = ("attack", "digest", "seconds", "peak memory", "growth", "log", "growth")
     table = Table(*columns, title="coordinator of smoke under attack; growth over the undisturbed run")
@@ -92,7 +93,7 @@ def _run(attack: str, run: str) -> Outcome:
         processes = [_start(folder, "coordinator", "--bind", f"tcp://127.0.0.1:{port}", "--keys", keys, "--out", out)]
         try:
             _wait_for(port)
-            relay = Relay(port) if attack == _RELAY else None
+            relay = Relay(port, _RELAYS[attack]) if attack in _RELAYS else None
             uri = f"tcp://127.0.0.1:{relay.port if relay else port}"
             if attack in ATTACKS:
                 target = Target(port, run, keys, over)

@@ -17,12 +17,10 @@ def run(*, smoke: bool = False) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         scenario = rcsr_scenario(folder, smoke=smoke)
-        # Fills the cache with the data set.
-        simulated(scenario, folder / "warm", "rounds=1", "silos.count=2", limit_s=600)
         for count in counts:
             settings = ("rounds=1", f"silos.count={count}")
-            # Also cache the partition: computing it is not part of start-up.
-            simulated(scenario, folder / f"warm-{count}", *settings)
+            # Fills the cache with the data set and its partition: computing them is not part of start-up.
+            simulated(scenario, folder / f"warm-{count}", *settings, limit_s=600)
             summary = simulated(scenario, folder / f"run-{count}", *settings)
             seconds, memory = summary["seconds"]["startup"], summary["processes"]["peak_pss_mb"]
             ready, usage = aims.get(count, ("", ""))

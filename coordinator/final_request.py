@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from coordinator import checkpoint_files as checkpoints
+from coordinator.admission import OwnDataAdmission
 from coordinator.build_run_context import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, run_name
+from fedmq.federation.run_data import RunData
 from fedmq.retrieval.released_model import OtherModelError, Release
+from fedmq.runs.data_records import AgreementRecord
+from fedmq.storage.json_files import read_json
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 
@@ -17,7 +21,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
 
     Args:
         release: the released run.
-        population: the silos and their data.
+        population: the silos and their data; of a run on sites' own data that of one site.
         silo: name of the silo.
 
     Raises:
@@ -25,7 +29,8 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         OtherModelError: the checkpoint has another model than the released one.
     """
     scenario, folder = release.scenario, release.run
-    run_context, _ = run_context_of(scenario, population.counted(scenario), folder)
+    data = population.counted(scenario) if population.agreed is None else _agreed(release)
+    run_context, _ = run_context_of(scenario, data, folder)
     if not run_context.traits.personalised:
         method = scenario.protocol.label
         allowed = f"no --silo: with this run's options silos of {method} have no personal models"
@@ -54,3 +59,17 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         base_version=version,
     )
     return Message(header, run_context.protocol.task(state, run_context.facts_at(silo, version)))
+
+
+def _agreed(release: Release) -> RunData:
+    """The facts about the data of a run on sites' own data.
+
+    Raises:
+        InputError: its agreement is missing, damaged or of another run.
+    """
+    scenario = release.scenario
+    known = read_json(release.run.agreement, AgreementRecord, "what the silos of this run agreed on")
+    minimum = scenario.participation.minimum
+    run = run_name(scenario)
+    admission = OwnDataAdmission(scenario.silo_names, run, evaluator=scenario.evaluator, known=known, minimum=minimum)
+    return admission.run_data(release.cache)

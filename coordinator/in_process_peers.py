@@ -7,15 +7,15 @@ audit.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from coordinator.peers import Ready, Unusable
+from coordinator.peers import HeaderMaker, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
-from fedmq.text import print_line
+from fedmq.storage.error_files import ErrorFile
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import all_finite
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -33,13 +33,18 @@ class InProcessPeers:
         run: name of the run.
         log: the coordinator's message log; receives notes only.
         clock: clock for time stamps.
+        folder: the run folder, for tracebacks.
     """
 
     uri: ClassVar[str] = "inline"
     wired: ClassVar[bool] = False
 
-    def __init__(self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock) -> None:
+    def __init__(
+        self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock, folder: RunFolder
+    ) -> None:
+        self._errors = {name: ErrorFile(folder.errors(name)) for name in answers}
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
+        self.header = HeaderMaker(run, COORDINATOR, clock)
         self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
         self._joined: set[str] = set()
         self.sent = 0
@@ -70,9 +75,9 @@ class InProcessPeers:
             raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:
             if not isinstance(error, FedmqError):  # the text of a known error suffices
-                print_line(traceback.format_exc(), error=True)
+                self._errors[header.receiver].add(error, header.receiver, f"{header.kind} {header.sequence}")
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
-            payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
+            payloads, kind = (Error.of_task(error, text),), Kind.ERROR
         return Message(
             Header(
                 run=self._run,
@@ -100,21 +105,6 @@ class InProcessPeers:
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""
         return name in self._joined
-
-    def header(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
-        return Header(
-            run=self._run,
-            kind=kind,
-            sender=COORDINATOR,
-            receiver=receiver,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self._clock.now(),
-        )
 
     def send(self, name: str, message: Message | Header) -> int:
         """Queue a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
@@ -40,6 +41,36 @@ class Unusable:
     detail: str
 
 
+@dataclass(frozen=True)
+class HeaderMaker:
+    """Makes the headers of the coordinator's messages.
+
+    Args:
+        run: the run's name.
+        sender: the coordinator's name.
+        clock: the run's clock.
+    """
+
+    run: str
+    sender: str
+    clock: Clock
+
+    def __call__(
+        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
+    ) -> Header:
+        """A header from the coordinator to ``receiver``, stamped with the current time."""
+        return Header(
+            run=self.run,
+            kind=kind,
+            sender=self.sender,
+            receiver=receiver,
+            sequence=sequence,
+            reply_to=reply_to,
+            base_version=base_version,
+            sent_at=self.clock.now(),
+        )
+
+
 class Peers(Protocol):
     """All peers of a run: :class:`coordinator.roster.Roster`, :class:`coordinator.in_process_peers.InProcessPeers`.
 
@@ -51,6 +82,7 @@ class Peers(Protocol):
         refused_at: stopwatch time of it [s]; 0 without one.
         failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
         undelivered: peers lost as a message could not be delivered, with the number of the log record of that.
+        header: makes the headers of messages to a peer.
     """
 
     sent: int
@@ -60,6 +92,7 @@ class Peers(Protocol):
     refused_at: float
     failures: dict[str, str]
     undelivered: dict[str, int]
+    header: HeaderMaker
 
     @property
     def uri(self) -> str:
@@ -84,11 +117,6 @@ class Peers(Protocol):
 
         Refusals are counted and logged here; they do not raise.
         """
-
-    def header(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
 
     def send(self, name: str, message: Message | Header) -> int:
         """Send a message; returns its size [bytes] (1 without frames), or 0 if the peer is not online."""

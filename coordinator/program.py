@@ -33,7 +33,7 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DivergedError, InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
@@ -161,7 +161,7 @@ def run_coordinator(
         roster: Peers
         if peers is not None and population is not None:
             log.note(NoteKind.INLINE)
-            roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
+            roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
@@ -368,7 +368,11 @@ class _Process:
             run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
             loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
             loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
-            phase = loop.run(continues=earlier is not None)
+            try:
+                phase = loop.run(continues=earlier is not None)
+            except DivergedError:
+                loop.status.diverged(loop.rounds)
+                raise
             loop.saving.update_counters()
             if phase is Phase.DONE:
                 try:

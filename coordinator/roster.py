@@ -11,7 +11,7 @@ from dataclasses import replace
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.inquiries import Inquiries
 from coordinator.peer_sessions import Peer, PendingHandshake
-from coordinator.peers import Ready, Unusable
+from coordinator.peers import HeaderMaker, Ready, Unusable
 from coordinator.scenario_reports import ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
@@ -96,6 +96,7 @@ class Roster:
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
+        self.header = HeaderMaker(run, identity.name, clock)
         self._pending: dict[bytes, PendingHandshake] = {}
         self._answered: dict[bytes, None] = {}
         # By peer, not by connection or session, as a peer could open new ones.
@@ -421,21 +422,6 @@ class Roster:
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not self._listener.send(peer.address, sealed.frames):
             self._not_delivered(peer)
-
-    def header(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
-        return Header(
-            run=self._run,
-            kind=kind,
-            sender=self._identity.name,
-            receiver=receiver,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self._clock.now(),
-        )
 
     def send(self, name: str, message: Message | Header) -> int:
         """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""

@@ -69,6 +69,7 @@ class StatusReport:
         self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
         self._loss: float | None = None
+        self._diverged = False
         self.latest: StatusFile | None = None
         self._metrics = evaluation.metrics
         known = run_context.evaluated
@@ -93,6 +94,11 @@ class StatusReport:
     def failed(self, silo: str, why: str) -> None:
         """A silo reported an error, or its task failed."""
         self._roster.failures[silo] = printable(why)[:ERROR_CHARACTERS]
+
+    def diverged(self, rounds: Rounds) -> None:
+        """The run ends as training diverged in all silos."""
+        self._diverged = True
+        self.update(rounds, set(), force=True)
 
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
@@ -165,6 +171,7 @@ class StatusReport:
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
+            diverged=self._diverged,
             metrics=self._meaningful(),
             metrics_round=self._evaluation.metrics_version,
             evaluated=self._run_context.evaluated,
@@ -176,6 +183,20 @@ class StatusReport:
             last_refused=printable(roster.refusal)[:ERROR_CHARACTERS],
             last_refused_at=self._clock.utc(roster.refused_at) if roster.refusal else None,
             silos={name: self._silo(name, rounds, seen, now) for name in self._names},
+            evaluator=self._evaluator(rounds, now) if self._evaluation.evaluators else None,
+        )
+
+    def _evaluator(self, rounds: Rounds, now: float) -> SiloStatus:
+        limit, online = self._evaluation.limit, self._roster.online(EVALUATOR)
+        seconds = limit.seconds(now) if online else 0.0
+        away = SiloPhase.LOST if EVALUATOR in self._heard else SiloPhase.ABSENT
+        here = SiloPhase.STOPPED if rounds.phase is Phase.STOPPED else SiloPhase.WAITING
+        return SiloStatus(
+            phase=SiloPhase.OVERDUE if limit.exceeded else here if online else away,
+            heard=self._heard.get(EVALUATOR),
+            task_seconds=round(seconds, 1) or None,
+            limit=limit.limit if seconds else None,
+            error=self._roster.failures.get(EVALUATOR, ""),
         )
 
     def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:

@@ -18,6 +18,7 @@ from fedmq.federation.population import Population
 from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import as_measured, read_summary
 from fedmq.storage.cache import key_of
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
 from fedmq.wire.payload_digest import digest
 from silos.program import Silo, SiloArguments
@@ -45,21 +46,22 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def personal_model_of(release: Release, population: Population, message: Message) -> PersonalModel:
+def personal_model_of(release: Release, population: Population, message: Message, folder: RunFolder) -> PersonalModel:
     """A silo's personal model, as the silo evaluated it at the end of the run.
 
     Args:
-        release: the run, whose folder must also be the silo's.
+        release: the run.
         population: population of its scenario.
         message: the coordinator's last evaluate message to the silo.
+        folder: the silo's folder, which has its personal state.
 
     Raises:
         InputError: the model needs a personal state that is missing or damaged.
     """
-    scenario, root, header = release.scenario, release.run.root, message.header
+    scenario, header = release.scenario, message.header
     run = resolve(Source(release.run.scenario, scenario), protocols, adopt=False)
     # Nothing is sent, so there is no connection, no key and no noise.
-    arguments = SiloArguments(run, header.receiver, "", root, root, release.device)
+    arguments = SiloArguments(run, header.receiver, "", folder.root, folder.root, release.device)
     model = population.build_model(scenario, release.device, MODALITIES)
     silo = Silo(arguments, population, model, noise=scenario.seed)
     kept, stored = silo.store.before(header.sequence + 1), silo.store.newest(header.sequence)
@@ -67,9 +69,10 @@ def personal_model_of(release: Release, population: Population, message: Message
     encoders, towers = silo.personal_encoders(message, state)
     found = Retriever(encoders, towers.binary, towers.dim)
     if stored is None and state.looked_at and _lost(release, silo, found):
-        path = release.run.silo_state(header.receiver) / f"task-{header.sequence:09d}.safetensors"
+        path = folder.silo_state(header.receiver) / f"task-{header.sequence:09d}.safetensors"
         allowed = (
-            "the personal state that the silo kept after its last task: use --silo on the machine where the silo ran"
+            "the personal state that the silo kept after its last task: use --silo on the machine where the silo ran, "
+            "or --site with its site file"
         )
         raise InputError(str(path), "no such file", allowed)
     held = hashlib.sha256(save(dict(kept))).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError, RunError
+from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
+from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
 from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
@@ -32,9 +32,9 @@ from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.federation.site_data import SiteData, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
-from fedmq.storage.logs import QUIET, Logger, LogOptions, open_log
+from fedmq.storage.error_files import ErrorFile
+from fedmq.storage.logs import QUIET, Logger, LogLevel, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import print_line, printable
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
@@ -45,13 +45,10 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from protocols._missing_branch import shortened
-from silos.error_reports import end_reported, reportable
+from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
 from silos.training_slots import Slots, slots_folder
 
-#: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
-#: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.
-FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
 #: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
 KEPT_MODELS = 3
@@ -122,7 +119,11 @@ class Silo:
         # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
-        self.store = StateStore(RunFolder(arguments.out).silo_state(self.facts.name))
+        folder, logs = RunFolder(arguments.out), arguments.logs
+        self.store = StateStore(folder.silo_state(self.facts.name))
+        console = logs is not None and logs.console  # has the error
+        shown = console and logs is not None and logs.level is LogLevel.DEBUG
+        self.errors = ErrorFile(folder.errors(self.facts.name), line=not console, shown=shown)
 
     def _equip(self, name: str, version: int) -> None:
         """Load the silo's dataset and model as of a version; they change only by faults of the scenario."""
@@ -467,15 +468,11 @@ def reply_to(
     except fatal:
         raise
     except Exception as error:
-        reported = reportable(error, whole=silo.simulated)
-        logger.warning("failed", error=f"{type(error).__name__}: {error}", **what)
-        if not isinstance(error, FedmqError):
-            print_line(traceback.format_exc(), error=True)
-        elif logger is QUIET and reported != f"{type(error).__name__}: {error}":  # parts of the text were removed
-            print_line(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", error=True)
+        report = FailureReport(silo.facts.name, silo.errors, logger, whole=silo.simulated)
+        reported = report.made(error, header, what)
         link.send(
             Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
-            (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),
+            (Error.of_task(error, f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
             base_version=header.base_version,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+
+from fedmq.cli.scenarios import resolved_file
+from fedmq.config.site import read_site
+from fedmq.wire.keys import init_keys
+from silos.program import SiloArguments, run_silo
 
 HOSPITALS = ("berlin", "lyon", "oslo")
 COMMON: dict[str, Any] = {
@@ -80,9 +86,7 @@ class Sites:
         self.root.mkdir(parents=True, exist_ok=True)
         own = {"name": "own", **COMMON, "partition": {"kind": "own"}, **more}
         self.scenario.write_text(yaml.safe_dump(own))
-        subprocess.run(
-            [*FEDMQ, "keys", "init", str(self.root / "all"), "--silos", "3"], check=True, capture_output=True
-        )
+        init_keys(self.root / "all", ("coordinator", "evaluator", *(f"silo-{index:02d}" for index in range(3))))
         found = arrays() if found is None else found
         for index, hospital in enumerate(HOSPITALS):
             folder = self.root / hospital
@@ -130,6 +134,15 @@ class Sites:
         folder = HOSPITALS[index]
         return self.start("silo", str(self.scenario), "--site", "silo.yaml", folder=folder)
 
+    def silo_here(self, index: int) -> threading.Thread:
+        """Start a silo as a thread of this process, which saves its imports."""
+        folder, run = self.root / HOSPITALS[index], resolved_file(self.scenario, list(self.settings), manual=True)
+        place = (f"silo-{index:02d}", self.uri, folder / "keys", folder / "run")
+        arguments = SiloArguments(run, *place, site=read_site(folder / "silo.yaml"))
+        thread = threading.Thread(target=run_silo, args=(arguments,), daemon=True)
+        thread.start()
+        return thread
+
     def wait_for_statements(self, *silos: str) -> None:
         """Wait until the coordinator has received what silos state about their data."""
         log, until = self.run / "messages" / "coordinator.jsonl", time.monotonic() + PATIENCE
@@ -159,7 +172,3 @@ def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def fedmq(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FEDMQ, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -20,6 +21,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name
 from fedmq.wire.keys import accept_key, fingerprint, new_key
 from fedmq.wire.transports._connection_admission import UNHEARD
+from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
 from fedmq.wire.transports.base import Connection, Listener, Trouble
 from fedmq.wire.transports.curve_keys import (
     ConnectionKeys,
@@ -117,6 +119,27 @@ def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
     assert outcome.summary is not None
     assert outcome.summary.model_digest == undisturbed[0]
     assert relay.copies >= 5
+
+
+@pytest.mark.slow
+def test_silos_behind_a_relay_that_damages_their_connections_take_part_afterwards(
+    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
+) -> None:
+    port = free_port()
+    relay = Relay(port, damage_s=6.0)
+    try:
+        outcome = threaded_run.run(
+            resolved(tiny, "rounds=6"),
+            tmp_path,
+            uri=f"tcp://127.0.0.1:{port}",
+            connect_to=f"tcp://127.0.0.1:{relay.port}",
+            stop_wanted=within(120),
+        )
+    finally:
+        relay.close()
+    assert outcome.summary is not None
+    assert outcome.summary.model_digest == undisturbed[0]
+    assert relay.damaged
 
 
 # ------------------------------------------------------------------------------------------------------- admission
@@ -224,5 +247,63 @@ def test_the_connection_of_an_expelled_peer_is_cut() -> None:
     while connection.established() < 2 and time.monotonic() < until:
         connection.receive(0.05)
     assert connection.established() == 2
+    connection.close()
+    listener.close()
+
+
+def test_a_damaged_connection_can_be_replaced() -> None:
+    """After an error of its protocol libzmq never connects again by itself."""
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    listener = opened([peer], key)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        damage = threading.Event()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = relay.accept()
+                    server = socket.create_connection(("127.0.0.1", int(listener.uri.rsplit(":", 1)[1])))
+                    for way in ((client, server), (server, client)):
+                        threading.Thread(target=passed, args=way, daemon=True).start()
+
+        def passed(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := bytearray(source.recv(1 << 16)):
+                    if damage.is_set():
+                        data[-1] ^= 1
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=serve, daemon=True).start()
+        uri = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
+        connection = connect(uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+        connection.send((b"header", b"body"))
+        received = listener.receive(5.0)
+        assert received is not None
+        damage.set()
+        listener.send(received[0], (b"header", b"body"))
+        until = time.monotonic() + 5
+        while connection.send((b"header", b"body")) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not connection.send((b"header", b"body"), 0.3)
+        damage.clear()
+        connection.reconnect()
+        assert connection.send((b"header", b"again"), 5.0)
+        until, last = time.monotonic() + 5, b""
+        while last != b"again" and time.monotonic() < until:
+            received = listener.receive(0.1)
+            last = b"" if received is None else bytes(received[1][1])
+        assert last == b"again"
+        connection.close()
+    listener.close()
+
+
+def test_zeromq_sends_no_heartbeats_with_which_it_could_abort() -> None:
+    """libzmq 4.3.5 aborts the process when a connection with heartbeats breaks while its queue is full."""
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    listener = opened([peer], key)
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+    assert isinstance(connection, ZeroMQConnection) and isinstance(listener, ZeroMQListener)
+    assert connection._socket.getsockopt(zmq.HEARTBEAT_IVL) == listener._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
     connection.close()
     listener.close()

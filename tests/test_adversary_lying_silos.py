@@ -21,13 +21,13 @@ from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.federation.error_reports import reportable
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics
-from silos.error_reports import reportable
 from silos.program import Silo, SiloArguments, run_silo
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within

@@ -19,6 +19,8 @@ import fedmq
 from fedmq.api.launch import settings_of
 from fedmq.errors import InputError, RunError
 from fedmq.runs.run_records import MergeLine
+from tests import in_process_run
+from tests.threaded_run import resolved
 
 #: Each run starts a program, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -62,19 +64,18 @@ def test_callbacks_receive_every_merge_and_the_run_its_results(
         run.model().embed_texts(["a text"])
 
 
-def test_keywords_are_scenario_keys(tiny: Path, tmp_path: Path) -> None:
-    run = fedmq.run(tiny, tmp_path / "run", rounds=1, protocol="fedavg", partition={"alpha": 2}, **INLINE)
+def test_a_scenario_may_be_a_mapping_and_keywords_are_its_keys(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mapping = yaml.safe_load(tiny.read_text())
+    run = fedmq.run(mapping, rounds=1, protocol="fedavg", partition={"alpha": 2}, **INLINE)
+    assert run.folder.parent == Path("runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     scenario = yaml.safe_load((run.folder / "scenario.yaml").read_text())
     assert (run.summary.protocol, run.summary.versions) == ("fedavg", 1)
     assert scenario["partition"]["alpha"] == 2
     assert scenario["partition"]["clusters"] == 5
-
-
-def test_a_scenario_may_be_a_mapping(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = fedmq.run(yaml.safe_load(tiny.read_text()), rounds=1, **INLINE)
-    assert run.folder.parent == Path("runs")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_callback_stops_a_run_that_resume_finishes_with_the_same_model(
         stopped.model()
     assert "not finished" in repr(stopped)
     resumed = fedmq.resume(stopped.folder, progress=False)
-    whole = fedmq.run(tiny, tmp_path / "whole", rounds=60, **INLINE)
+    whole = in_process_run.run(resolved(tiny, "rounds=60"), tmp_path / "whole")
     assert resumed.summary.model_digest == whole.summary.model_digest
     with pytest.raises(InputError, match="finished run"):
         fedmq.resume(finished[0].folder)

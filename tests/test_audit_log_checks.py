@@ -158,7 +158,7 @@ def test_an_unfinished_line_is_reported_by_the_audit_and_removed_at_the_next_sta
     path = run / "messages" / "silo-00.jsonl"
     with path.open("a") as file:
         file.write('{"n":3,"proc')
-    assert any("no whole record" in f.what for f in audit_run(run).findings)
+    assert any("no complete record" in f.what for f in audit_run(run).findings)
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note(NoteKind.RESUMED)
     assert not audit_run(run).findings
@@ -279,7 +279,7 @@ def test_swapped_logs_are_found(run: Path) -> None:
 def test_a_sealed_message_does_not_pass_as_a_handshake(run: Path) -> None:
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: {key: record[key] for key in record if key != "counter"} | {"peer": "x"})
-    assert ("silo-00.jsonl:1", "no whole record of a message log") in found(run)
+    assert ("silo-00.jsonl:1", "no complete record of a message log") in found(run)
 
 
 @pytest.mark.parametrize("edit", ["doubled", "spaced", "carriage return"])
@@ -293,7 +293,7 @@ def test_a_record_serialised_in_another_way_is_found(run: Path, edit: str) -> No
         case _:
             content[2] += "\r"
     rewrite(run, "silo-00", content)
-    assert ("silo-00.jsonl:3", "no whole record of a message log") in found(run)
+    assert ("silo-00.jsonl:3", "no complete record of a message log") in found(run)
 
 
 def test_a_message_removed_from_both_logs_leaves_a_gap_in_its_sessions_counters(run: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_record_with_an_invalid_field_is_found(run: Path, process: str, change
 
     assert found(run) == []
     forge(run, process, misstate)
-    assert any("no whole record of a message log" in what for _, what in found(run))
+    assert any("no complete record of a message log" in what for _, what in found(run))
 
 
 def test_a_logged_digest_that_differs_from_the_sent_payload_is_found(run: Path) -> None:
@@ -419,7 +419,7 @@ def test_missing_digests_are_found(run: Path) -> None:
         found(run)
     )
     forge(run, "silo-00", lambda record: {key: record[key] for key in record if key != "digests"})
-    assert ("silo-00.jsonl:1", "no whole record of a message log") in found(run)
+    assert ("silo-00.jsonl:1", "no complete record of a message log") in found(run)
 
 
 @pytest.mark.parametrize(

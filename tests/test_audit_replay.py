@@ -24,6 +24,7 @@ from fedmq.wire import channel
 from fedmq.wire.log_records import EventKind, NoteKind
 from fedmq.wire.message_log import MessageLog
 from tests import in_process_run
+from tests.command_line import completed
 from tests.in_process_run import notes, run_restarted
 from tests.test_federation_faults import struck
 from tests.threaded_run import resolved, run
@@ -245,8 +246,15 @@ def _refused(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def fedmq(*arguments: object, code: int = 0) -> str:
-    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False)
+    done = completed(*arguments)
     assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def process_of(*arguments: object) -> str:
+    """Run a command as a process of its own; returns what it printed."""
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -260,7 +268,7 @@ def test_a_run_whose_processes_are_killed_frozen_and_removed_replays(tiny: Path,
         "{kind: coordinator_crash, after_round: 3}",
     )
     faults = f"faults=[{', '.join(struck_by)}]"
-    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0")
+    process_of("scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0")
     for kind, silo in (("crash", "silo-00"), ("freeze", "silo-01"), ("leave", "silo-02")):
         assert {name for name, _ in struck(out, kind)} == {silo}
     assert struck(out, "coordinator_crash") == [("coordinator", 3)]
@@ -271,7 +279,7 @@ def test_a_run_whose_processes_are_killed_frozen_and_removed_replays(tiny: Path,
     assert not audit_run(out).findings
     called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
     assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary.model_digest
-    assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
+    assert json.loads(process_of("replay", out, "--quiet", "--json"))["same"]
 
 
 @pytest.mark.slow
@@ -317,7 +325,7 @@ def test_a_run_whose_noise_is_drawn_from_keys_cannot_be_replayed(tiny: Path, tmp
 
 
 def _error(*arguments: object) -> str:
-    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
+    done = completed(*arguments)
     assert done.returncode == 2
     return done.stderr
 

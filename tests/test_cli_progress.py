@@ -60,6 +60,20 @@ def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) 
     )
 
 
+def test_an_evaluator_that_is_not_connected_is_named_during_the_rounds(tiny: Path) -> None:
+    screen, alone = io.StringIO(), Console(file=io.StringIO(), width=200)
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        for number, missing in enumerate((("silo-02", "evaluator"), ("silo-02",))):
+            status = Status("collecting", 1, 4, 3, missing, ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0 * number)
+            show(status)
+            alone.print(terminal.status_table(status, "-", "tiny"))
+    shown = screen.getvalue().splitlines()[1:]
+    assert [line.partition("  not connected: ")[2] for line in shown] == ["the evaluator", ""]
+    assert [line.split() for line in alone.file.getvalue().splitlines() if "not connected" in line] == [  # type: ignore[attr-defined]
+        ["not", "connected", "the", "evaluator"]
+    ]
+
+
 def test_the_last_refusal_is_shown_with_its_age_and_only_for_a_minute(tiny: Path) -> None:
     screen, wrong = io.StringIO(), ({"unknown_sender": 8}, "silo-09: no such key")
     with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:

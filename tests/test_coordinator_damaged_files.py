@@ -86,13 +86,16 @@ def test_a_changed_value_of_a_personal_state_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"now": -1.0}, {"elapsed": float("nan")}, {"loss": float("inf")}, {"round": 6}, {"metrics_round": 6}],
+    [
+        *({"now": -1.0}, {"elapsed": float("nan")}, {"loss": float("inf")}, {"round": 6}, {"metrics_round": 6}),
+        {"metrics": {"mean_r1": -1.0}},
+    ],
 )
-def test_a_status_with_impossible_numbers_is_refused(change: dict[str, float], tmp_path: Path) -> None:
+def test_a_status_with_impossible_numbers_is_refused(change: dict[str, object], tmp_path: Path) -> None:
     facts = {
         "run": "a", "written": "2026-11-26T12:00:02+00:00", "phase": "collecting", "round": 2, "rounds": 5,
-        "loss": None, "metrics": {}, "up": 0, "down": 0, "now": 1.5, "elapsed": 1.5, "refused": {},
-        "last_refused": "", "silos": {},
+        "loss": None, "metrics": {"mean_r1": 0.5, "users_own": -3.0}, "up": 0, "down": 0, "now": 1.5,
+        "elapsed": 1.5, "refused": {}, "last_refused": "", "silos": {},
     }  # fmt: skip
     path = tmp_path / "status.json"
     path.write_text(json.dumps(facts))

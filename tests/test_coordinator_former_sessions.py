@@ -76,7 +76,9 @@ class Ends:
 
 
 @pytest.mark.parametrize("restarted", [True, False])
-def test_queued_messages_of_a_session_with_the_earlier_process_are_no_refusals(tmp_path: Path, restarted: bool) -> None:
+def test_queued_messages_of_a_session_with_the_earlier_process_do_not_count_as_refused(
+    tmp_path: Path, restarted: bool
+) -> None:
     (tmp_path / "before").mkdir()
     before = Ends(tmp_path / "before", restarted=False)
     old, ready = before.join()

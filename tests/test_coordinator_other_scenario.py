@@ -119,14 +119,14 @@ def test_an_accepted_key_that_is_no_silos_learns_nothing_of_the_scenario(tiny: P
     assert differing_keys(asked, plain(resolved(tiny, "seed=9"))) == ()
 
 
-def test_a_silo_with_a_policy_compares_but_tells_nothing(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
+def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
     line = refused(resolved(tiny, "seed=5"), keys, tmp_path, "silo-02", forbidden=lambda *_: None)[0]
     assert "with other values of seed;" in line
     log = run / "messages" / "coordinator.jsonl"
     assert "silo-02" not in {note["peer"] for note in notes(log, NoteKind.OTHER_SCENARIO)}
 
 
-def test_a_coordinator_that_does_not_tell_is_reported_without_keys(
+def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
     tiny: Path, run: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scenario_query, "differing_keys", lambda *_: ())
@@ -144,7 +144,7 @@ def test_a_coordinator_that_does_not_tell_is_reported_without_keys(
         (Error("training_failed", "seed"), "unexpected"),
     ],
 )
-def test_a_report_that_is_no_list_of_keys_is_refused(report: Error, reason: str, run: Path, keys: Path) -> None:
+def test_a_report_other_than_a_list_of_keys_is_refused(report: Error, reason: str, run: Path, keys: Path) -> None:
     log = run / "messages" / "coordinator.jsonl"
     before = len(notes(log, NoteKind.OTHER_SCENARIO))
     ask_status(URI, load_identity(keys, "silo-03"), load_accepted(keys), report=lambda _: report)

@@ -165,7 +165,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_silo_that_beats_but_never_replies_does_not_stall_the_run(
+def test_a_silo_that_sends_heartbeats_but_never_replies_does_not_stall_the_run(
     tiny: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     scenario = resolved(tiny, "participation=1", "aggregation.task_limit=3", *settings)

@@ -118,7 +118,7 @@ def test_a_manifest_may_have_the_column_that_the_partition_names(tmp_path: Path,
         read_manifest(Data(name="manifest", path=path))
 
 
-def test_the_check_before_photos_are_encoded_deals_a_manifest_by_its_column(tmp_path: Path) -> None:
+def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column(tmp_path: Path) -> None:
     lines = ["image,caption,hospital,split"]
     for place, hospital in enumerate(HOSPITALS[:12]):
         Image.new("RGB", (8, 8), (20 * place, 0, 0)).save(tmp_path / f"{place}.png")

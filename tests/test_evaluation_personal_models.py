@@ -19,6 +19,7 @@ from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind, NoteRecord
 from tests import in_process_run, threaded_run
+from tests.command_line import completed
 from tests.log_causes import records
 from tests.threaded_run import resolved
 
@@ -301,9 +302,6 @@ def test_the_audit_finds_a_merge_of_a_silo_that_only_sent_a_measurement(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("faulty", [False, True], ids=["in peace", "with faults"])
 def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: bool) -> None:
-    import subprocess
-    import sys
-
     path, faults = (
         tmp_path / "scenario.yaml",
         [
@@ -315,8 +313,8 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
     scenario = scenario_of(tiny, EVERY, *(["participation=1.0", f"faults=[{', '.join(faults)}]"] if faulty else []))
     in_process_run.run_restarted(scenario, tmp_path / "calls")
     path.write_text(scenario.dump())
-    command = [sys.executable, "-m", "fedmq", "scenario", str(path), "--out", str(tmp_path / "run"), "--quiet"]
-    subprocess.run(command, check=True)
+    done = completed("scenario", path, "--out", tmp_path / "run", "--quiet")
+    assert done.returncode == 0, done.stderr
     lines = in_process_run.lines(tmp_path / "run", "personal")
     assert lines == in_process_run.lines(tmp_path / "calls", "personal")
     assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]

@@ -16,8 +16,10 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from silos.program import SiloArguments, run_silo
+from tests.command_line import completed
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, HOSPITALS, Sites, arrays, fedmq, of_hospital, outputs
+from tests.own_data_sites import COMMON, HOSPITALS, PATIENCE, Sites, arrays, of_hospital, outputs
+from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +42,34 @@ def simulated(root: Path, protocol: object = "rcsr") -> dict[str, Any]:
     return outcome.summary.plain()
 
 
-@pytest.mark.parametrize("protocol", ["rcsr", "fedavg", {"name": "fedbridge"}], ids=str)
-def test_three_sites_compute_what_a_simulation_by_column_computes(tmp_path: Path, protocol: object) -> None:
-    sites = Sites(tmp_path / "sites", f"ipc://{tmp_path}/wire")
-    sites.write(protocol=protocol)
-    printed = outputs([sites.coordinator(), *map(sites.silo, range(3))])
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sites, list[str]]:
+    """Three sites after a run of RCSR with real processes, and what the coordinator and the silos printed."""
+    root = tmp_path_factory.mktemp("sites")
+    sites = Sites(root, f"ipc://{root}/wire")
+    sites.write()
+    return sites, outputs([sites.coordinator(), *map(sites.silo, range(3))])
+
+
+def test_processes_of_three_sites_compute_what_a_simulation_by_column_computes(
+    tmp_path: Path, finished: tuple[Sites, list[str]]
+) -> None:
+    sites, printed = finished
     assert "stopped by the coordinator" in printed[1], printed
-    own, together = sites.summary(), simulated(tmp_path / "together", protocol)
+    compare_with_simulation(sites.summary(), tmp_path, "rcsr")
+
+
+@pytest.mark.parametrize("protocol", ["fedavg", {"name": "fedbridge"}], ids=str)
+def test_three_sites_compute_what_a_simulation_by_column_computes(tmp_path: Path, protocol: object) -> None:
+    run = OwnRun(tmp_path, {"protocol": protocol})
+    summary = run.coordinate(listening=lambda: run.start(*run.scenario.silo_names)).summary
+    assert set(run.ended.values()) == {""}, run.ended
+    assert summary is not None
+    compare_with_simulation(summary.plain(), tmp_path, protocol)
+
+
+def compare_with_simulation(own: dict[str, Any], root: Path, protocol: object) -> None:
+    together = simulated(root / "together", protocol)
     assert own["model_digest"] == together["model_digest"]
     for name, silo in own["per_silo"].items():
         for key in ("samples", "modalities", "participations"):
@@ -60,7 +83,7 @@ def test_three_sites_compute_what_a_simulation_by_column_computes(tmp_path: Path
 def check_replay(sites: Sites) -> None:
     """Replay a run whose logs have not been collected, with the data of all sites and of some."""
     files = [sites.root / hospital / "silo.yaml" for hospital in HOSPITALS]
-    replay = fedmq("replay", str(sites.run), *(word for file in files for word in ("--site", str(file))), "--quiet")
+    replay = completed("replay", sites.run, *(word for file in files for word in ("--site", file)), "--quiet")
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert sites.summary()["model_digest"][:16] in replay.stdout
     folder, run = RunFolder(sites.run), resolved_file(sites.run / "scenario.yaml", manual=True)
@@ -73,13 +96,13 @@ def check_replay(sites: Sites) -> None:
         sites_of(run, folder, [other])
 
 
-def test_the_audit_of_the_collected_logs_is_clean_and_the_summary_has_counts_and_own_figures(tmp_path: Path) -> None:
-    sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
-    sites.write()
-    outputs([sites.coordinator(), *map(sites.silo, range(3))])
+def test_the_audit_of_the_collected_logs_is_clean_and_the_summary_has_counts_and_own_figures(
+    finished: tuple[Sites, list[str]],
+) -> None:
+    sites, _ = finished
     check_replay(sites)
     sites.collect_logs()
-    audit = fedmq("audit", str(sites.run))
+    audit = completed("audit", sites.run)
     assert audit.returncode == 0, audit.stdout
     summary, found = sites.summary(), arrays()
     assert summary["metrics"] == {}
@@ -112,13 +135,16 @@ def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sid
     np.savez(tmp_path / "oslo" / "site2.npz", **(narrow | {"image": narrow["image"][:, :7]}))
     coordinator = sites.coordinator()
     try:
-        others = [sites.silo(0), sites.silo(1)]
+        others = [sites.silo_here(0), sites.silo_here(1)]
         sites.wait_for_statements("silo-00", "silo-01")  # the first to state its data is not the one refused
         refused = outputs([sites.silo(2)])[0]
         assert "silo-02: the coordinator refused this site's data: " in refused
         assert "image features of width" in refused and "7" in refused and "12" in refused
         np.savez(tmp_path / "oslo" / "site2.npz", **narrow)
-        printed = outputs([coordinator, sites.silo(2), *others])[0]
+        printed = outputs([coordinator, sites.silo(2)])[0]
+        for each in others:
+            each.join(PATIENCE)
+            assert not each.is_alive()
     finally:
         coordinator.kill()
     assert "refused: 1 data" in printed

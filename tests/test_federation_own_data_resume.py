@@ -20,8 +20,9 @@ from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from tests.command_line import completed
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays, fedmq, of_hospital
+from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays, of_hospital
 from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
@@ -101,10 +102,10 @@ def _check_replay(run: OwnRun) -> None:
         files.append(run.root / f"{name}.yaml")
         files[-1].write_text(yaml.safe_dump(plain | ({} if site.modalities is None else {"modalities": ["image"]})))
     named = [word for file in files for word in ("--site", str(file))]
-    same = fedmq("replay", str(run.folder.root), *named, "--json", "--quiet")
+    same = completed("replay", run.folder.root, *named, "--json", "--quiet")
     assert same.returncode == 0, same.stdout + same.stderr
     assert json.loads(same.stdout)["events"] == 3 * ROUNDS
-    without = fedmq("replay", str(run.folder.root), *named[:-2], "--quiet")
+    without = completed("replay", run.folder.root, *named[:-2], "--quiet")
     assert (without.returncode, without.stdout) == (2, "")
     assert "--site: found 'no data of evaluator'" in without.stderr
 

@@ -16,6 +16,7 @@ from fedmq.config import loader
 from fedmq.errors import InputError
 from fedmq.launch.hosting import Limits, plan_hosting
 from fedmq.launch.private_folder import private_folder
+from tests.command_line import completed
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
 ENOUGH = Limits(memory=1 << 50, descriptors=1 << 20)
@@ -80,17 +81,27 @@ def test_a_temporary_folder_with_a_long_path_is_not_used_for_sockets(
         assert len(f"{private}/wire") < 107
 
 
-def finished(tiny: Path, out: Path, *options: str, files: int | None = None, env: dict[str, str] | None = None) -> Any:
-    """Run a scenario with hosts; returns its summary and what it printed on standard error."""
+def finished(tiny: Path, out: Path, *options: str, files: int | None = None) -> Any:
+    """Run a scenario with hosts; returns its summary and what it printed on standard error.
+
+    Args:
+        tiny: the scenario.
+        out: the run folder.
+        options: options of the command.
+        files: run it as a process of its own, with at most this number of open files in each of its processes.
+    """
 
     def limited() -> None:
-        if files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+        assert files is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
-    command = [FEDMQ, "scenario", str(tiny), "--out", str(out), "--json", "--quiet", *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, preexec_fn=limited, env=env
-    )
+    words = ["scenario", str(tiny), "--out", str(out), "--json", "--quiet", *options]
+    if files is None:
+        done = completed(*words)
+    else:
+        done = subprocess.run(
+            [FEDMQ, *words], capture_output=True, text=True, timeout=200, check=False, preexec_fn=limited
+        )
     assert done.returncode == 0, done.stderr
     assert not audit_run(out).findings
     return json.loads(done.stdout), done.stderr

@@ -19,6 +19,7 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.launch.supervisor import private_folder
+from tests.command_line import completed
 from tests.threaded_run import resolved, run
 
 pytestmark = pytest.mark.slow
@@ -90,13 +91,7 @@ def test_a_run_killed_at_any_point_and_resumed_gives_the_same_model(
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not (out / "summary.json").exists()
-    done = subprocess.run(
-        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", *options],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = completed("scenario", tiny, "--resume", out, "--json", "--quiet", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
 
@@ -323,20 +318,15 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(
     (line,) = [line for line in error.splitlines() if line.startswith("stopped; ")]
     command = line.removeprefix("stopped; continue with fedmq ").split()
     assert command[-2:] == ["--resume", str(out)]
-    done = subprocess.run(
-        [FEDMQ, *command, "--json", "--quiet"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
+    done = completed(*command, "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
     assert not audit_run(out).findings
 
 
 def test_manually_launched_programs_give_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
     keys, out = tmp_path / "keys", tmp_path / "run"
-    subprocess.run([FEDMQ, "keys", "init", str(keys), "--silos", "4"], check=True, capture_output=True)
+    assert completed("keys", "init", keys, "--silos", "4").returncode == 0
     common = [str(tiny), "--keys", str(keys), "--out", str(out), "--set", "rounds=12"]
     coordinator = subprocess.Popen(
         [FEDMQ, "coordinator", *common, "--bind", "tcp://127.0.0.1:*"],

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
-from tests.command_line import fedmq
+from tests.command_line import completed, fedmq
 from tests.threaded_run import resolved, run
 
 faiss = pytest.importorskip("faiss")
@@ -489,13 +490,18 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
     run(scenario, root)
     (root / "scenario.yaml").write_text(scenario.dump())
 
-    def results(*arguments: object) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "fedmq", "search", str(root), *map(str, arguments), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    def in_a_fresh_process(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fedmq", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def results(
+        *arguments: object, command: Callable[..., subprocess.CompletedProcess[str]] = completed
+    ) -> list[dict[str, Any]]:
+        done = command("search", str(root), *map(str, arguments), "--json")
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout)["results"])
 
-    first = results("playing the violin", "--top", 3)[0]
+    first = results("playing the violin", "--top", 3, command=in_a_fresh_process)[0]
     assert (first["rank"], first["item"], first["caption"]) == (1, "1F3BB", "violin")
     assert "1F697" in [hit["item"] for hit in results("--image", pictures / "1F697.png", "--top", 3)]
     assert results("a car", "--gallery", pictures, "--top", 1)[0]["item"] == "1F697.png"

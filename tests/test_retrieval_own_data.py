@@ -13,11 +13,19 @@ import torch
 import yaml
 
 import fedmq as interface
+import protocols
+from coordinator.final_request import final_evaluation_request
 from fedmq.config.scenario import Data
+from fedmq.config.site import read_site
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
+from fedmq.evaluation.heldout import HeldOut
+from fedmq.federation.site_data import SiteData
+from fedmq.retrieval import select_model
 from fedmq.retrieval.released_model import open_release
+from fedmq.runs.results import read_summary
+from silos.personal_model import personal_model_of
 from tests.command_line import fedmq
 from tests.data_set_folders import matconvnet, mirflickr, photo, write
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
@@ -199,3 +207,55 @@ def test_a_run_on_features_is_searched_in_a_features_file(tmp_path: Path, comman
     )
     assert "--item KEY" in command.refused("search", run, "a red circle", "--gallery", path)
     assert "allowed: a features file (.npz" in command.refused("export", run, "--gallery", tmp_path)
+
+
+PERSONAL = {
+    "fedper": {"name": "fedper"},
+    "rcsr": {"name": "rcsr", "personal": "router", "personal_onset": 0, "personal_rate": 1.0, "warmup": 1},
+}
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_personal_model_is_searched_and_exported_at_its_site(method: str, tmp_path: Path, command: Command) -> None:
+    own = OwnRun(tmp_path, {"rounds": 2, "protocol": PERSONAL[method]})
+    own.start(*own.scenario.silo_names)
+    own.coordinate()
+    assert set(own.ended.values()) == {""}, own.ended
+    run = own.folder.root
+    # The coordinator's folder without any silo's state, and a site with its own.
+    shutil.move(run / "checkpoints" / "silos", tmp_path / "kept")
+    data = own.site("silo-00").data
+    assert data is not None
+    site = {"name": "silo-00", "data": {"name": "features", "path": str(data.path)}, "out": "here"}
+    write(tmp_path / "silo.yaml", yaml.safe_dump(site))
+    refused = command.refused("search", run, "--item", "item-0", "--site", tmp_path / "silo.yaml")
+    assert "here/checkpoints/silos/silo-00" in refused and "no such file" in refused
+    shutil.copytree(tmp_path / "kept" / "silo-00", tmp_path / "here" / "checkpoints" / "silos" / "silo-00")
+
+    keys = [key for key, city in zip(arrays()["keys"], arrays()["hospital"], strict=True) if city == HOSPITALS[0]]
+    words = ("search", run, "--item", keys[0], "--site", tmp_path / "silo.yaml")
+    found = command.found(*words)["results"]
+    assert {hit["item"] for hit in found} <= set(keys)
+    meta = command.found("export", run, "--site", tmp_path / "silo.yaml")
+    assert meta["silo"] == "silo-00" and meta["items"] == len(keys)
+    if method == "rcsr":  # which also has a useful shared model
+        shared = command.found(*words[:-2], "--gallery", tmp_path / "silo.yaml")["results"]
+        assert [hit["score"] for hit in shared] != [hit["score"] for hit in found]
+
+    programs = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
+    release = select_model.opened(run, None, None, programs, site=tmp_path / "silo.yaml")
+    assert release.own is not None
+    model, here = release.own.retriever, read_site(tmp_path / "silo.yaml")
+    population = SiteData.load(release.scenario, here, own.run.id).alone("silo-00")
+    measured = HeldOut.load(release.scenario, population).measured(model.encoders, binary=False, names=("silo-00",))
+    reported = read_summary(release.run).personal_per_silo["silo-00"]
+    assert dict(measured.per_silo["silo-00"]) == pytest.approx(dict(reported))
+
+    # Another site's data, another silo's name, and the commands that need the data of all sites.
+    lyon = own.site("silo-01").data
+    assert lyon is not None
+    write(tmp_path / "other.yaml", yaml.safe_dump(site | {"data": {"name": "features", "path": str(lyon.path)}}))
+    assert "the data as they were in the run: silo-00 stated" in command.refused(*words[:-1], tmp_path / "other.yaml")
+    assert "the name of the site's silo" in command.refused(*words, "--silo", "silo-02")
+    assert "--site FILE with search or export" in command.refused("curves", run, "--silo", "silo-00")
+    assert "no --site" in command.refused("search", run / "model", "--item", "x", "--site", tmp_path / "silo.yaml")

@@ -60,7 +60,7 @@ def by_name(checks: Iterator[Check]) -> dict[str, Check]:
 
 
 @pytest.mark.usefixtures("running")
-def test_all_is_well(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
+def test_all_checks_pass_for_a_silo_that_can_join(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
     found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))
     wanted = ["versions", "keys", "coordinator", "coordinator's versions", "data", "disk", "training step", "memory"]
     assert list(found) == wanted

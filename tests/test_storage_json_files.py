@@ -249,7 +249,7 @@ def test_the_audit_finds_any_one_changed_value_in_a_log(
 def test_a_line_that_is_not_a_record_is_a_finding(finished: Path, tmp_path: Path, line: bytes) -> None:
     log = (finished / "messages/silo-01.jsonl").read_bytes()
     root = damaged(finished, tmp_path, "messages/silo-01.jsonl", log + line + b"\n")
-    assert [finding.what for finding in audit_run(root).findings] == ["no whole record of a message log"]
+    assert [finding.what for finding in audit_run(root).findings] == ["no complete record of a message log"]
     logs(root)
 
 

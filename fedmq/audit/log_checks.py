@@ -312,7 +312,7 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
         if record is None:
-            result.findings.append(Finding(place, "no whole record of a message log"))
+            result.findings.append(Finding(place, "no complete record of a message log"))
             continue
         if record.previous != head or record.n != count:
             result.findings.append(

@@ -178,10 +178,10 @@ class SignatureChecks:
                 what = "is not signed, though other logs of this run are: written by an earlier fedmq, or stripped"
                 yield f"{process}.jsonl", what
             if log.invalid:
-                more = f"; {len(log.invalid) - 1} later signatures neither" if len(log.invalid) > 1 else ""
+                more = f"; {len(log.invalid) - 1} later signatures do not match either" if len(log.invalid) > 1 else ""
                 yield log.invalid[0], f"the log up to here is not what {process} signed{more}"
             if log.headless:
-                count = f", as {len(log.headless) - 1} others" if len(log.headless) > 1 else ""
+                count = f", and {len(log.headless) - 1} more such messages" if len(log.headless) > 1 else ""
                 yield log.headless[0], f"a message without the head of its sender's log{count}"
         coordinator = self.logs.get(COORDINATOR)
         if finished and coordinator is not None and coordinator.starts and coordinator.unsigned:

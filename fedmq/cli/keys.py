@@ -115,7 +115,7 @@ def keys_remove(
 
 @keys_app.command("revoke", hidden=True)
 def keys_revoke(directory: _Directory, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Earlier name of ``fedmq keys remove``."""
+    """Earlier name of fedmq keys remove."""
     keys_remove(name, directory)
 
 

@@ -138,7 +138,13 @@ def _traits_of(scenario: Scenario) -> Traits:
     return protocols.traits_of(scenario)
 
 
-def _open_model(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
+def _open_model(
+    run: Path,
+    device: str | None,
+    silo: str | None,
+    progress: Callable[[str, int, int], None],
+    site: Path | None = None,
+) -> Any:
     import protocols  # noqa: PLC0415 - imports torch
     from coordinator.final_request import final_evaluation_request  # noqa: PLC0415
     from fedmq.retrieval import select_model  # noqa: PLC0415
@@ -150,6 +156,7 @@ def _open_model(run: Path, device: str | None, silo: str | None, progress: Calla
         silo,
         select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of),
         progress,
+        site,
     )
 
 

@@ -179,6 +179,7 @@ def _ago(at: str | None, now: datetime) -> str:
 def _show(status: StatusFile, now: datetime) -> None:
     from fedmq.evaluation.metrics import BRIEF, metric_of  # noqa: PLC0415 - imports numpy; --help does without
     from fedmq.runs.status import SiloPhase  # noqa: PLC0415
+    from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
     age = (now - datetime.fromisoformat(status.written)).total_seconds()
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
@@ -197,13 +198,14 @@ def _show(status: StatusFile, now: datetime) -> None:
     out.print(total, highlight=False, markup=False, soft_wrap=True)
     up, down = (Column(f"MB {way}", justify="right", no_wrap=True) for way in ("up", "down"))
     table = Table(Column("silo", overflow="fold"), "phase", "last message", "task", up, down)
-    for name, silo in sorted(status.silos.items()):
+    peers = {**status.silos, **({} if status.evaluator is None else {EVALUATOR: status.evaluator})}
+    for name, silo in sorted(peers.items()):
         bad = silo.phase in (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
         style = "red" if bad else None
         traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
         table.add_row(escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, style=style)
     out.print(table)
-    for name, silo in sorted(status.silos.items()):
+    for name, silo in sorted(peers.items()):
         if silo.error:
             out.print(f"{name}, last error: {printable(silo.error)}", highlight=False, markup=False, soft_wrap=True)
 

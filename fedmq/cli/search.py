@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 from rich.markup import escape
@@ -25,8 +26,18 @@ if TYPE_CHECKING:
     from fedmq.retrieval.search import Hit
     from fedmq.runs.find_runs import Runs
 
-#: Opens a released model by run folder, device, silo of a personal model, and progress function.
-Opened = Callable[[Path, str | None, str | None, Callable[[str, int, int], None]], "Release"]
+#: Shows progress: what, done, total.
+Show = Callable[[str, int, int], None]
+
+
+class Opened(Protocol):
+    """Opens a released model."""
+
+    def __call__(
+        self, run: Path, device: str | None, silo: str | None, progress: Show, site: Path | None = None, /
+    ) -> Release:
+        """Open the model of a run; ``silo`` and ``site`` select a personal model."""
+
 
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
@@ -55,8 +66,20 @@ OwnModel = Annotated[
 ]
 
 
+AtSite = Annotated[
+    Path | None,
+    typer.Option(
+        "--site",
+        metavar="FILE",
+        help="Use the personal model of this site's silo, for a run on sites' own data; the default gallery is the "
+        "site's data.",
+        show_default=False,
+    ),
+]
+
+
 def _released(
-    folder: Path, device: str | None, silo: str | None, opened: Opened, show: Callable[[str, int, int], None]
+    folder: Path, device: str | None, silo: str | None, site: Path | None, opened: Opened, show: Show
 ) -> Release | ModelFolder:
     """A run, or the folder of a model without its run.
 
@@ -64,12 +87,16 @@ def _released(
         InputError: it is neither, or a model without its run has no personal models.
     """
     import protocols  # noqa: F401, PLC0415 - registers the objectives
+    from fedmq.config.site import read_site  # noqa: PLC0415
     from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
 
+    if site is not None and (cache := read_site(site).cache) is not None:
+        os.environ["FEDMQ_CACHE"] = str(cache)
     if not is_model(folder):
-        return opened(folder, device, silo, show)
-    if silo is not None:
-        raise InputError("--silo", silo, "no silo: personal models need the run folder, RUN")
+        return opened(folder, device, silo, show, site)
+    for option, given in (("--silo", silo), ("--site", site)):
+        if given is not None:
+            raise InputError(option, str(given), f"no {option}: personal models need the run folder, RUN")
     return open_model(folder, device)
 
 
@@ -108,6 +135,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
         chosen: Chosen = None,
         silo: OwnModel = None,
+        site: AtSite = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -121,6 +149,8 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
 
         Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
+
+        Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
         """
         _check_query(run, text, image, item)
         from fedmq.data.raw_set import whole  # noqa: PLC0415
@@ -130,13 +160,9 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             whole(given or "", f"search: {name}")
         query = search.Query(text, image, item, None if side is None else side.value)
         show = bar()
+        model = _released(run, device, silo, site, opened, show)
         found = search.find(
-            _released(run, device, silo, opened, show),
-            query,
-            chosen=chosen,
-            among=None if among is None else among.value,
-            top=top,
-            progress=show,
+            model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
         )
         if as_json:
             measure = "distance" if found.gallery.binary else "cosine"
@@ -187,6 +213,7 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
         ] = None,
         silo: OwnModel = None,
+        site: AtSite = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -202,15 +229,16 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Example: [bold]fedmq export runs/smoke-20260101-120000 --hub smoke --onnx smoke/onnx[/bold]
         """
         if onnx is not None or hub is not None:
-            for option, given in (("--gallery", chosen), ("--silo", silo), ("--device", device)):
+            for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
                 if given is not None:
                     raise InputError(option, str(given), "no such option with --onnx or --hub")
-            _export_model(_released(run, "cpu", None, opened, bar()), onnx, hub, as_json=as_json)
+            _export_model(_released(run, "cpu", None, None, opened, bar()), onnx, hub, as_json=as_json)
             return
         show = bar()
         from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
-        gallery = galleries.export(_released(run, device, silo, opened, show), chosen, show)
+        released = _released(run, device, silo, site, opened, show)
+        gallery = galleries.export(released, chosen or site, show)
         _print_gallery(gallery, as_json=as_json)
 
 

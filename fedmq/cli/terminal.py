@@ -87,6 +87,12 @@ def waited_for(status: Status) -> str:
     return "; ".join(filter(None, [*slow, overdue]))
 
 
+def _absent(status: Status) -> str:
+    """The evaluator if it is not connected: the rounds continue without it, but the run cannot end."""
+    gone = EVALUATOR in status.missing and status.phase not in ("gathering", "stopped")
+    return name_some([EVALUATOR]) if gone else ""
+
+
 def _limit(limit: float | None) -> str:
     return "" if limit is None else f" (limit {limit:.0f} s)"
 
@@ -102,6 +108,7 @@ def _line(status: Status, left: str) -> str:
     if status.phase == "gathering" and waiting:
         return f"waiting for {waiting}{refused}"
     refused = f"  waiting for {waiting}{refused}" if waiting else refused
+    refused = f"  not connected: {absent}{refused}" if (absent := _absent(status)) else refused
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.3f}" for name in BRIEF if name in status.metrics
@@ -139,6 +146,8 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
     table.add_row("metrics", _metrics(measured, _of_round(status)), size_text(status.bytes))
     if waiting_for := waited_for(status):
         table.add_row("waiting for", escape(waiting_for))
+    if absent := _absent(status):
+        table.add_row("not connected", absent)
     if refused := _refused(status):
         table.add_row("refused", escape(refused))
     return table

@@ -15,11 +15,13 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import InputError
+from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.heldout import HeldOut, load_inference
+from fedmq.federation.error_reports import FATAL_ERRORS, end_reported, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
 from fedmq.federation.site_data import SiteData, confirm, raise_refused
+from fedmq.storage.error_files import ErrorFile
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
@@ -69,10 +71,13 @@ class Evaluator:
         scenario: the resolved scenario.
         population: the data and its partition.
         device: ``cpu`` or ``cuda:N``.
+
+    Attributes:
+        shares_data: it evaluates on the run's data set, not on a held-out set of its own.
     """
 
     def __init__(self, scenario: Scenario, population: Population, device: str) -> None:
-        self.model = population.build_model(scenario, device, ("image", "text"))
+        self.model, self.shares_data = population.build_model(scenario, device, ("image", "text")), bool(scenario.data)
         self.heldout = HeldOut.load(scenario, population)
         # The evaluator's own held-out set has no parts that belong to silos.
         counts = {name: len(items) for name, items in self.heldout.items.items()}
@@ -169,6 +174,8 @@ def run_evaluator(
     last_sent = {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
     log, link = _log_and_channel(arguments, identity, accepted, lambda: last_sent["at"], logger)
+    console = arguments.logs is not None and arguments.logs.console
+    errors = ErrorFile(RunFolder(arguments.out).errors(EVALUATOR), line=not console)
     try:
         start = EvaluatorStart.of(arguments)
         evaluator = start.evaluator
@@ -179,25 +186,17 @@ def run_evaluator(
         while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
             if message.header.kind is Kind.ERROR:
                 raise_refused(message, EVALUATOR)
-            if message.header.kind is Kind.AGREEMENT:
-                evaluator = evaluator or start.agreed(message)
-                confirm(link, message)
-            if evaluator is None:
-                continue
-            if message.header.kind is Kind.LAYOUT:
-                agree(message.layout, evaluator.model.layout)
-            if message.header.kind is not Kind.EVALUATE:
-                continue
-            last_sent["at"] = message.header.sent_at
-            header = message.header
-            result = _evaluated(evaluator, message)
-            kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
-            link.send(
-                kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version
-            )
-            failed = {"error": result.text} if isinstance(result, Error) else {}
-            (logger.error if failed else logger.info)("evaluated", version=header.base_version, **failed)
-            measured()
+            with end_reported(link, EVALUATOR):
+                if message.header.kind is Kind.AGREEMENT:
+                    evaluator = evaluator or start.agreed(message)
+                    confirm(link, message)
+                if evaluator is not None and message.header.kind is Kind.LAYOUT:
+                    agree(message.layout, evaluator.model.layout)
+            if evaluator is not None and message.header.kind is Kind.EVALUATE:
+                last_sent["at"] = message.header.sent_at
+                with end_reported(link, EVALUATOR):
+                    _answer(link, evaluator, message, logger, errors)
+                measured()
     finally:
         link.close()
     logger.info("head of the message log", records=log.records, head=log.head)
@@ -224,11 +223,28 @@ def _log_and_channel(
     )
 
 
-def _evaluated(evaluator: Evaluator, message: Message) -> Metrics | Error:
-    """The result of an evaluation; any failure of it is reported to the coordinator."""
+def _answer(link: Channel, evaluator: Evaluator, message: Message, logger: Logger, errors: ErrorFile) -> None:
+    """Evaluate a model and send the result; any failure is reported to the coordinator, which ends the run.
+
+    Raises:
+        Exception: an error after which the process cannot continue.
+    """
+    header, version = message.header, message.header.base_version
+    numbers = {"sequence": header.sequence, "reply_to": header.sequence, "base_version": version}
     try:
-        return evaluator.evaluate(message.payloads)
+        result = evaluator.evaluate(message.payloads)
+    except FATAL_ERRORS:
+        raise
     except Exception as error:
-        return Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        known = isinstance(error, FedmqError)
+        place = "" if known else errors.add(error, EVALUATOR, f"evaluation of version {version}")
+        logger.warning("evaluation failed", version=version, error=text, **({"traceback": place} if place else {}))
+        # With its own held-out set, the text of an unexpected error may contain anything.
+        told = reportable(error, whole=evaluator.shares_data)
+        link.send(Kind.ERROR, (Error.saying("evaluation_failed", told),), **numbers)
+    else:
+        link.send(Kind.REPLY, (result,), **numbers)
+        logger.info("evaluated", version=version)
     finally:
         release_unused_memory()

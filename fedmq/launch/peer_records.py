@@ -247,15 +247,15 @@ def write_private(folder: Path, files: Iterable[PeerFile]) -> None:
 
 
 def _own(names: Sequence[str]) -> re.Pattern[str]:
-    """Paths in a run folder that these silos, or the evaluator, write: their logs and their personal states."""
+    """Paths in a run folder that these silos, or the evaluator, write: logs, tracebacks and personal states."""
     name = "|".join(map(re.escape, names))
-    return re.compile(rf"messages/({name})\.jsonl|checkpoints/silos/({name})/{_PART}")
+    return re.compile(rf"messages/({name})\.jsonl|errors/({name})\.log|checkpoints/silos/({name})/{_PART}")
 
 
 def written_files(out: Path, names: Sequence[str]) -> tuple[PeerFile, ...]:
     """What these silos, or the evaluator, wrote into a run folder."""
     folder = RunFolder(out)
-    paths = [folder.messages(name) for name in names]
+    paths = [path for name in names for path in (folder.messages(name), folder.errors(name))]
     paths += [path for name in names for path in sorted(folder.silo_state(name).glob("*"))]
     found = [(str(path.relative_to(out)), path) for path in paths if path.is_file()]
     allowed = _own(names)

@@ -394,21 +394,23 @@ def _export_own(release: Release, chosen: Path | None, progress: Progress | None
     """A gallery for a run whose data only the sites have."""
     path = chosen_for_sites(release, chosen)
     if path.is_dir():
-        return _filled_alone(release.files, of_folder(release, path), progress)
+        return _filled_alone(release, of_folder(release, path), progress)
     found = site_gallery(release, path, progress)
     name = _named(release, path.stem, key_of(release.used, found.prepared.digest))
     source = of_data(found.data, release.scenario.backbone, found.prepared, name, found.captions)
-    return _filled_alone(release.files, source, progress)
+    return _filled_alone(release, source, progress)
 
 
-def _filled_alone(model: ModelFolder, source: Source, progress: Progress | None) -> Gallery:
+def _filled_alone(found: Release | ModelFolder, source: Source, progress: Progress | None) -> Gallery:
     """The gallery of a source, made without the data of the model's run."""
+    model = found.files if isinstance(found, Release) else found
     root = model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
         root = model.cache / "galleries"  # as on a read-only disk
         if progress is not None:
             progress(f"{model.folder} cannot be written: the gallery is kept in {root}", 1, 1)
-    return _filled(root, source, model.used, model.alone, {}, progress)
+    silo = found.own.silo if isinstance(found, Release) and found.own is not None else None
+    return _filled(root, source, found.used, found.alone, {} if silo is None else {"silo": silo}, progress)
 
 
 def _filled(

@@ -280,6 +280,10 @@ class Release:
         model = self.model(prepared, modalities)
         return Retriever(encoders_of(model), model.binary, model.dim)
 
+    def alone(self, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
+        """The model without the run's data; arguments and errors as in :meth:`ModelFolder.alone`."""
+        return self.files.alone(modalities) if self.own is None else self.own.retriever
+
     def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
         """The shared model with its released parameters.
 

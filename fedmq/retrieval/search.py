@@ -119,10 +119,8 @@ def find(
         vector = _item_vector(gallery, str(query.item), query.modality)
     else:
         modalities = (query.modality,)
-        if isinstance(release, ModelFolder):
+        if isinstance(release, ModelFolder) or release.scenario.data is None:
             model = release.alone(modalities)
-        elif release.scenario.data is None:
-            model = release.files.alone(modalities)
         else:
             model = release.retriever(gallery.prepared, modalities)
         vector = embed(model, query.modality, [encoded], lambda _: None)

@@ -6,15 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError
+from fedmq.config.site import read_site
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.fault_schedule import FaultSchedule
-from fedmq.federation.population import Population, build_population
+from fedmq.federation.population import Population, build_population, run_name
 from fedmq.federation.protocol import Traits
+from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import PersonalModel, Release, open_release
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_summary
+from fedmq.storage.json_files import read_json
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Message
+from fedmq.wire.payloads import SiloModalities
+
+_DIGITS = 12  # of a digest in an error
 
 
 @dataclass(frozen=True)
@@ -24,16 +35,21 @@ class Programs:
     Args:
         traits_of: traits of a scenario's method.
         asked: the coordinator's last evaluation request to a silo.
-        own: a silo's personal model, built from that request.
+        own: a silo's personal model, built from that request and the silo's state in a folder.
     """
 
     traits_of: Callable[[Scenario], Traits]
     asked: Callable[[Release, Population, str], Message]
-    own: Callable[[Release, Population, Message], PersonalModel]
+    own: Callable[[Release, Population, Message, RunFolder], PersonalModel]
 
 
 def opened(
-    root: Path, device: str | None, silo: str | None, programs: Programs, progress: Progress | None = None
+    root: Path,
+    device: str | None,
+    silo: str | None,
+    programs: Programs,
+    progress: Progress | None = None,
+    site: Path | None = None,
 ) -> Release:
     """Open a finished run for retrieval.
 
@@ -43,6 +59,7 @@ def opened(
         silo: the silo whose personal model to use; None uses the shared model.
         programs: rebuild personal models.
         progress: called while data are prepared.
+        site: the silo's site file, for a personal model of a run on sites' own data.
 
     Raises:
         InputError: the run is not finished, has no trained shared model, or no such silo, or the silo has no trained
@@ -51,6 +68,8 @@ def opened(
     release = open_release(root, device)
     scenario = release.scenario
     names, personal_only = scenario.silo_names, programs.traits_of(scenario).personal_only
+    if site is not None:
+        return _at_site(release, silo, site, programs, progress)
     if scenario.data is None and (personal_only or silo is not None):
         _refuse_personal(release, silo, personal_only=personal_only)
     if silo is None:
@@ -65,16 +84,46 @@ def opened(
     message = programs.asked(release, population, silo)
     if personal_only:
         _check_trained(release, population, silo)
-    return replace(release, own=programs.own(release, population, message))
+    return replace(release, own=programs.own(release, population, message, release.run))
+
+
+def _at_site(release: Release, silo: str | None, file: Path, programs: Programs, progress: Progress | None) -> Release:
+    """Open a run on sites' own data with the personal model of a silo, whose data and state are here."""
+    scenario, site = release.scenario, read_site(file)
+    if scenario.data is not None:
+        raise InputError("--site", str(file), "no --site, as the run is on one data set: --silo NAME selects a silo")
+    name = silo or site.name
+    if name is None or name not in scenario.silo_names or site.name not in (None, name):
+        place = site.place("name") if silo is None else "--silo"
+        raise InputError(place, name, "the name of the site's silo: " + ", ".join(scenario.silo_names))
+    run_id = run_name(scenario)
+    data = SiteData.load(scenario.model_copy(update={"device": release.device}), site, run_id, progress)
+    record = read_json(release.run.agreement, AgreementRecord, "what the sites of a run agreed on")
+    stated = record.stated.get(name)
+    if stated is None or record.agreed is None or stated.data_digest != data.content:
+        found = f"data with digest {data.content[:_DIGITS]}"
+        stated_then = "nothing" if stated is None else stated.data_digest[:_DIGITS]
+        raise InputError(site.place("data"), found, f"the data as they were in the run: {name} stated {stated_then}")
+    masks = {each: record.stated[each].payload().mask for each in scenario.silo_names if each in record.stated}
+    modalities = SiloModalities(tuple(masks), np.array(list(masks.values()), np.int64))
+    try:
+        population = data.population(name, (record.agreed.payload(), modalities))
+    except (FieldError, RemoteWireError) as error:
+        raise InputError(str(release.run.agreement), str(error), "the agreement of this run's sites") from None
+    message = programs.asked(release, population, name)
+    if programs.traits_of(scenario).personal_only:
+        _check_trained(release, population, name)
+    folder = release.run if site.out is None else RunFolder(site.out)
+    return replace(release, own=programs.own(release, population, message, folder))
 
 
 def _refuse_personal(release: Release, silo: str | None, *, personal_only: bool) -> None:
     """Refuse to rebuild a personal model of a run whose data only the sites have."""
-    why = "personal models are rebuilt from the run's data, which with partition.kind own only the sites have"
+    allowed = "--site FILE with search or export: a personal model is rebuilt at the site, which has its data and state"
     if personal_only:
         found = f"{release.scenario.protocol.label}, whose models are personal, on sites' own data"
-        raise InputError(str(release.run.root), found, f"a run on one data set: {why}")
-    raise InputError("--silo", str(silo), f"no --silo, which uses the shared model: {why}")
+        raise InputError(str(release.run.root), found, allowed)
+    raise InputError("--silo", str(silo), f"no --silo, which uses the shared model, or {allowed}")
 
 
 def _check_trained(release: Release, population: Population, silo: str) -> None:

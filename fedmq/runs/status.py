@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
+from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.json_files import Stored, read_json
@@ -100,6 +101,7 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
+        diverged: whether the run ended as training diverged in all silos.
         metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
@@ -111,6 +113,8 @@ class StatusFile(Stored):
         last_refused: one line about the last refused message.
         last_refused_at: its date and time, UTC; None without one, and in files of older releases.
         silos: status of each silo.
+        evaluator: its status, with the age of its pending request as ``task_seconds``; None in a run without one,
+            before the rounds, and in files of older releases.
         coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
     """
 
@@ -120,6 +124,7 @@ class StatusFile(Stored):
     round: _Count
     rounds: _Count
     loss: _Number | None
+    diverged: bool = False
     metrics: dict[str, _Number]
     metrics_round: _Count | None = None
     evaluated: EvaluatedItems | None = None
@@ -131,12 +136,20 @@ class StatusFile(Stored):
     last_refused: str
     last_refused_at: _Time | None = None
     silos: dict[str, SiloStatus]
+    evaluator: SiloStatus | None = None
     coordinator: CoordinatorFacts | None = None
 
     @model_validator(mode="after")
     def _within_rounds(self) -> StatusFile:
         if max(self.round, self.metrics_round or 0) > self.rounds:
             raise ValueError(f"a round beyond {self.rounds}, the last")
+        return self
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> StatusFile:
+        # The entries of user-defined metrics are in the scenario; only the bounds of built-in ones are known here.
+        if wrong := objection({name: value for name, value in self.metrics.items() if is_known(name)}):
+            raise ValueError(wrong)
         return self
 
 

@@ -86,6 +86,10 @@ class RunFolder:
         """The message log of a process."""
         return self.root / "messages" / f"{process}.jsonl"
 
+    def errors(self, process: str) -> Path:
+        """The tracebacks of a process."""
+        return self.root / "errors" / f"{process}.log"
+
     def silo_state(self, silo: str) -> Path:
         """Folder of a silo's personal state, which no other process reads."""
         return self.checkpoints / "silos" / silo

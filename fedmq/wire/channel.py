@@ -18,7 +18,7 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, complete, initiate
+from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity, words
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
@@ -123,7 +123,7 @@ class Channel:
         self._refusals = RefusalLog(log, clock)
         self._received_at = self._beat_at = self._hello_at = 0.0
         self._hello_seconds, self._unanswered_since = _HELLO_SECONDS, math.inf
-        self._connections = 1
+        self._connections, self._mute = 1, False
 
     # ------------------------------------------------------------------------------------- for the training thread
     def start(self) -> None:
@@ -243,9 +243,9 @@ class Channel:
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
             self._on_trouble(connection.trouble())
-            again = connection.established() > self._connections or now - self._hello_at > self._hello_seconds
-            if self._initiated is None or again:
-                self._say_hello(connection, now)
+            renewed = connection.established() > self._connections
+            if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
+                self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
                 why = (
                     f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
@@ -294,18 +294,26 @@ class Channel:
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
 
-    def _say_hello(self, connection: Connection, now: float) -> None:
-        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals."""
+    def _say_hello(self, connection: Connection, now: float, *, renewed: bool) -> None:
+        """Start a handshake; until the coordinator answers, it is repeated at increasing intervals.
+
+        A connection without answers is replaced: it may be open although nobody, or only a relay, is at its other end.
+        """
         if self._initiated is not None:
             self._earlier.append(self._initiated)
             self._hello_seconds = min(2 * self._hello_seconds, _LONGEST_HELLO_SECONDS)
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
+        mute = self._mute or now - self._unanswered_since > _LONGEST_HELLO_SECONDS
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
-        connection.send(frames)
+        if (mute and not renewed) or not connection.send(frames):
+            self._connections = connection.established() + 1  # the new one
+            connection.reconnect()
+            connection.send(frames)
+        self._mute = False
 
     def _report_once(self, line: str) -> None:
         """Pass a line to ``progress``, once until there is a session."""
@@ -361,6 +369,7 @@ class Channel:
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
+        self._mute = why is NoteKind.COORDINATOR_SILENT
         self._session = self._initiated = self._rekeying = None
 
     def _receive_all(self, connection: Connection, wait_s: float = 0.0) -> None:
@@ -433,7 +442,7 @@ class Channel:
             self._on_refusal(refusal)
             return
         except RemoteWireError as error:
-            if any(_answers(each, self._accepted, frames) for each in self._earlier):
+            if any(answers(each, self._accepted, frames) for each in self._earlier):
                 return  # the coordinator answered an earlier hello late
             if error.reason in (Reason.BAD_SIGNATURE, Reason.UNKNOWN_SENDER):
                 self._report_foreign()
@@ -486,14 +495,3 @@ def _words(accepted: Accepted) -> str:
     """Fingerprint of the accepted key of the coordinator, in words."""
     key = accepted.get(COORDINATOR)
     return "which has none" if key is None else words(key)
-
-
-def _answers(earlier: Initiated, accepted: Accepted, frames: list[memoryview]) -> bool:
-    """Whether frames are a genuine answer to an earlier hello."""
-    try:
-        complete(earlier, accepted, frames, 0.0)
-    except HelloRefusedError:
-        return True
-    except RemoteWireError:
-        return False
-    return True

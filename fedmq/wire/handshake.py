@@ -433,3 +433,14 @@ def checked_fields(raw: bytes, lengths: Mapping[str, int], *, versions: bool = F
         ):
             raise RemoteWireError(Reason.MALFORMED, f"versions is not a list of 1 to {MAX_VERSIONS} numbers")
     return plain
+
+
+def answers(earlier: Initiated, accepted: Accepted, frames: Sequence[BytesLike]) -> bool:
+    """Whether frames are a genuine answer to an earlier hello."""
+    try:
+        complete(earlier, accepted, frames, 0.0)
+    except HelloRefusedError:
+        return True
+    except RemoteWireError:
+        return False
+    return True

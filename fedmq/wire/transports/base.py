@@ -140,6 +140,9 @@ class Connection(ABC):
         has to start with a hello.
         """
 
+    def reconnect(self) -> None:  # noqa: B027 - a transport without connections has nothing to do
+        """Drop the connection, if there is one, and make a new one; what is queued may be lost."""
+
     def trouble(self) -> Trouble | None:
         """Why the connection was not admitted since the last call; None if it was, or is not decided yet."""
         return None

@@ -69,6 +69,7 @@ class SharedConnection:
     def __init__(self, inner: Connection) -> None:
         self._inner = inner
         self._branches: dict[bytes, Branch] = {}
+        self._unanswered: set[bytes] = set()
 
     def branch(self, number: int) -> Branch:
         """Open a branch.
@@ -84,10 +85,18 @@ class SharedConnection:
         """Receive the messages that have arrived, for all branches; wait for the first one, see ``receive``."""
         while (frames := self._inner.receive(timeout_s)) is not None:
             timeout_s = 0.0
+            self._unanswered.clear()
             first, body = frames
             branch = self._branches.get(bytes(first[:_NUMBER_BYTES]))
             if branch is not None:  # otherwise a branch that is closed
                 branch.arrived.append([first[_NUMBER_BYTES:], body])
+
+    def reconnect(self, mark: bytes) -> None:
+        """A branch gets no answer; if that is true of most and nothing else arrived, make a new connection."""
+        self._unanswered.add(mark)
+        if 2 * len(self._unanswered) > len(self._branches):
+            self._unanswered.clear()
+            self._inner.reconnect()
 
     def close(self) -> None:
         """Close all branches and the connection."""
@@ -124,6 +133,10 @@ class Branch(Connection):
     def established(self) -> int:
         """See the interface."""
         return self._inner.established()
+
+    def reconnect(self) -> None:
+        """See the interface. Other branches need the connection: it is kept until most of them get no answer."""
+        self._shared.reconnect(self._mark)
 
     def close(self) -> None:
         """Close the shared connection."""

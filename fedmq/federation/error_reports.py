@@ -1,4 +1,4 @@
-"""What a silo tells the coordinator about its errors."""
+"""What a silo or the evaluator tells the coordinator about its errors."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from fedmq.config import user_files
-from fedmq.errors import FedmqError, InputError
+from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.wire.channel import Channel
 from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import Error
 
+#: Errors that end the process instead of failing the task or evaluation, which is repeated after a restart; a silo
+#: starts from the state before the task. After a GPU error, e.g. an illegal address or a failed memory cell, the
+#: process can no longer use the GPU.
+FATAL_ERRORS: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: From a possible start of a path to the last slash, since folder names may contain any character.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
 
 @contextmanager
-def end_reported(link: Channel) -> Iterator[None]:
-    """Report an error that ends the silo to the coordinator, which otherwise would only miss its heartbeats."""
+def end_reported(link: Channel, who: str = "silo") -> Iterator[None]:
+    """Report an error that ends this process to the coordinator, which otherwise would only miss its heartbeats.
+
+    Args:
+        link: the channel to the coordinator.
+        who: the process: ``silo`` or ``evaluator``.
+    """
     try:
         yield
     except Exception as error:
-        failed = Error.saying("silo_failed", f"the silo has ended: {reportable(error)}")
+        failed = Error.saying(f"{who}_failed", f"the {who} has ended: {reportable(error)}")
         link.send(Kind.ERROR, (failed,), sequence=0, reply_to=None, base_version=0)
         raise
 

@@ -1,0 +1,92 @@
+"""An unexpected error of a task is one line on the terminal; its traceback is in a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedmq.storage import error_files
+from fedmq.storage.error_files import ErrorFile
+from tests.command_line import completed
+
+METHOD = """
+from dataclasses import dataclass
+
+from protocols._variant import variant
+from protocols.fedavg import FedAvgOptions
+
+
+@dataclass(frozen=True)
+class Options(FedAvgOptions):
+    pass
+
+
+def extra_loss(options, context, local, task):
+    if local.silo.name == "silo-01":
+        raise ZeroDivisionError("no items\\x1b[31m")
+    return lambda step, image, text: None
+
+
+PROTOCOL = variant(Options, extra_loss=extra_loss)
+"""
+
+
+def failed(error: str, out: Path) -> None:
+    """The terminal shows the error once, and the file of the silo each traceback."""
+    assert "Traceback" not in error
+    place = out / "errors" / "silo-01.log"
+    (line,) = [line for line in error.splitlines() if "failed: ZeroDivisionError" in line]
+    assert line == f"silo-01: task 1 failed: ZeroDivisionError: no items\\x1b[31m; traceback in {place}"
+    text = place.read_text()
+    assert text.count("Traceback (most recent call last)") == text.count(" silo-01: task ") > 1
+    assert 'raise ZeroDivisionError("no items' in text
+    assert [each.name for each in place.parent.iterdir()] == ["silo-01.log"]
+
+
+def words(tiny: Path, folder: Path, *more: str) -> list[str]:
+    (folder / "mine.py").write_text(METHOD)
+    settings = (f"protocol={folder}/mine.py", "missing_modality.silos={}", "participation=1.0", *more)
+    return ["scenario", str(tiny), "--out", str(folder / "run"), "--json", *(f"--set={each}" for each in settings)]
+
+
+@pytest.mark.slow
+def test_a_task_that_fails_unexpectedly_is_one_line_on_the_terminal(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedmq", *words(tiny, tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    failed(done.stderr, tmp_path / "run")
+    assert json.loads(done.stdout)["per_silo"]["silo-01"]["participations"] == 0
+
+
+@pytest.mark.slow
+def test_so_it_is_if_the_silos_run_inside_the_coordinator(tiny: Path, tmp_path: Path) -> None:
+    done = completed(*words(tiny, tmp_path, "launcher=inline"), "--quiet")
+    assert done.returncode == 0, done.stderr
+    failed(done.stderr, tmp_path / "run")
+
+
+def test_tracebacks_are_printed_on_wish_or_if_the_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        raise ZeroDivisionError("no items")
+    except ZeroDivisionError as caught:
+        error = caught
+    shown = ErrorFile(tmp_path / "shown.log", line=False, shown=True)
+    assert shown.add(error, "silo-01", "task 1") == str(tmp_path / "shown.log")
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "failed" not in printed
+    (tmp_path / "file").write_text("")
+    assert not ErrorFile(tmp_path / "file" / "silo-01.log").add(error, "silo-01", "task 1")
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and printed.endswith("task 1 failed: ZeroDivisionError: no items\n")
+    monkeypatch.setattr(error_files, "_MOST_BYTES", 400)
+    full = ErrorFile(tmp_path / "full.log")
+    for task in range(50):
+        assert full.add(error, "silo-01", f"task {task}")
+    assert (tmp_path / "full.log").stat().st_size < 1000
+    assert capsys.readouterr().err.count("\n") == 1

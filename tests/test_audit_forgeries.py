@@ -483,7 +483,11 @@ def test_the_records_that_fewer_keys_could_change_are_said_to_be_not_proven(run:
     assert "the keys of all 6 processes, except for the last records" in found["holds"]
     results = next(n for n, line in enumerate(content) if '"digests of the results"' in line)
     assert ends["coordinator"] == len(content) - results - 1  # its last messages anchor all before them
-    forge(run, "coordinator", lambda record: record | {"wall": later(record["wall"], 60.0 * (record["n"] >= len(content) - 2))})
+    forge(
+        run,
+        "coordinator",
+        lambda record: record | {"wall": later(record["wall"], 60.0 * (record["n"] >= len(content) - 2))},
+    )
     rebuild(run, keys_of(run, "coordinator"))
     assert audited(run)[0] == 0  # the time of its last note, within these records
 

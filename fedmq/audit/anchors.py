@@ -25,9 +25,7 @@ def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageReco
     """
     if COORDINATOR not in logs:
         return {name: log.records for name, log in sorted(logs.items())}
-    known = dict.fromkeys(
-        logs.keys() - {COORDINATOR}, 0
-    )  # records of the coordinator before a head
+    known = dict.fromkeys(logs.keys() - {COORDINATOR}, 0)  # records of the coordinator before a head
     heads: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
     for record in received:
         sender, receiver = record.header.sender, record.header.receiver

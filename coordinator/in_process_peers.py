@@ -77,7 +77,7 @@ class InProcessPeers:
             if not isinstance(error, FedmqError):  # the text of a known error suffices
                 self._errors[header.receiver].add(error, header.receiver, f"{header.kind} {header.sequence}")
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
-            payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
+            payloads, kind = (Error.of_task(error, text),), Kind.ERROR
         return Message(
             Header(
                 run=self._run,

@@ -42,7 +42,7 @@ from coordinator.reply_validation import validate_reply
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, text_of
+from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_diverged, text_of
 from coordinator.timeline import EntryKind, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
@@ -143,11 +143,11 @@ class Loop:
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
             if not self.counters.participations.total():
-                raise RunError(nothing_merged(self._errors, self.counters, self.rounds.version))
+                raise nothing_merged(self._errors, self.counters, self.rounds.version)
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
-        if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
+        if self.rounds.phase is not Phase.DONE and self.stop_silos and not self.makes_room:
             self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
@@ -273,7 +273,7 @@ class Loop:
         if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
             self._on_refused(Failed(header.sender, header.reply_to, unusable.reason, cause=record), unusable.detail)
 
-    def _on_refused(self, failed: Failed, detail: str) -> None:
+    def _on_refused(self, failed: Failed, detail: RemoteWireError | str) -> None:
         """Fail the task of a refused reply."""
         if self._outcomes.is_open(self.rounds.pending, failed.silo, failed.sequence):
             self._errors.refused(failed.silo, detail, scripted=self.fault_injector.attacked(failed.silo))
@@ -334,7 +334,7 @@ class Loop:
                 self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message, cause=record)
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
-                self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), str(error))
+                self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
         elif header.kind is Kind.ERROR:
             self._on_error(message, record)
         else:
@@ -347,7 +347,7 @@ class Loop:
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
-                self._errors.reported(silo, text)
+                self._errors.reported(silo, text, diverged=says_diverged(message))
             self._fail(Failed(silo, number, reason_of(message), cause=record))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
@@ -455,7 +455,7 @@ class Loop:
         messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
         replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
-            raise RunError(f"no silo could train by round {round_}; the first error was {error}")
+            raise self._errors.failure(f"no silo could train by round {round_}; the first error was {error}")
         merged = MergeResult(self.states[self.rounds.version], {})
         if replies:
             merged, left_out = merged_state(self.run_context, merged.state, replies, round_)

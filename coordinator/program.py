@@ -33,7 +33,7 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DivergedError, InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
@@ -368,10 +368,19 @@ class _Process:
             run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
             loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
             loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
-            phase = loop.run(continues=earlier is not None)
+            try:
+                phase = loop.run(continues=earlier is not None)
+            except DivergedError:
+                loop.status.diverged(loop.rounds)
+                raise
             loop.saving.update_counters()
             if phase is Phase.DONE:
-                summary = finish(loop, data, self.clock, theta, self.admission)
+                try:
+                    summary = finish(loop, data, self.clock, theta, self.admission)
+                finally:
+                    # Only now: the message carries the log's head, which anchors the results in the peers' logs.
+                    self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
+                html_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
@@ -441,7 +450,7 @@ def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
 
 
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
-    """Write the released model, the summary and the report.
+    """Write the released model and the summary.
 
     Args:
         loop: the finished loop.
@@ -475,5 +484,4 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
-    html_report.write(folder)
     return summary

@@ -39,6 +39,10 @@ LARGEST_LOSS = 1e6
 _CAUSE = "; if training diverged, lower training.learning_rate"
 
 
+class ImplausibleError(RemoteWireError):
+    """A reply has values so large that training has diverged, unless the silo lies."""
+
+
 def validate_reply(
     message: Message,
     run_context: RunContext,
@@ -146,7 +150,7 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, expected float32")
     low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
     if max(-float(low), float(high)) > LARGEST:
-        raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
+        raise ImplausibleError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
 
 
 def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Tensor | None) -> None:
@@ -160,7 +164,7 @@ def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Ten
         return
     most = LONGEST * max(1.0, float(torch.linalg.vector_norm(theta)))
     if length > most:
-        raise RemoteWireError(
+        raise ImplausibleError(
             "malformed", f"a {payload.KIND} of length {length:.4g}, allowed: at most {most:.4g}{_CAUSE}"
         )
 
@@ -170,7 +174,7 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
     match payload:
         case Loss(value=value):
             if abs(value) > (most := LARGEST_LOSS * samples):
-                raise RemoteWireError("malformed", f"a loss of {value:.4g}, allowed: at most {most:.4g}{_CAUSE}")
+                raise ImplausibleError("malformed", f"a loss of {value:.4g}, allowed: at most {most:.4g}{_CAUSE}")
         case ClassPrototypes(counts=counts) | Memory(support=counts):
             if (found := int(counts.max(initial=0))) > (most := counted * samples):
                 raise RemoteWireError(

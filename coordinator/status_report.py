@@ -69,6 +69,7 @@ class StatusReport:
         self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
         self._loss: float | None = None
+        self._diverged = False
         self.latest: StatusFile | None = None
         self._metrics = evaluation.metrics
         known = run_context.evaluated
@@ -93,6 +94,11 @@ class StatusReport:
     def failed(self, silo: str, why: str) -> None:
         """A silo reported an error, or its task failed."""
         self._roster.failures[silo] = printable(why)[:ERROR_CHARACTERS]
+
+    def diverged(self, rounds: Rounds) -> None:
+        """The run ends as training diverged in all silos."""
+        self._diverged = True
+        self.update(rounds, set(), force=True)
 
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
@@ -165,6 +171,7 @@ class StatusReport:
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
+            diverged=self._diverged,
             metrics=self._meaningful(),
             metrics_round=self._evaluation.metrics_version,
             evaluated=self._run_context.evaluated,

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coordinator.counters import Counters
+from coordinator.reply_validation import ImplausibleError
+from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.text import printable
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Error, Refusal
+from fedmq.wire.payloads import DIVERGED, Error, Refusal
 
 
 def text_of(message: Message) -> str:
@@ -21,6 +23,12 @@ def text_of(message: Message) -> str:
     if isinstance(payload, Refusal):
         return f"its policy forbids {payload.withheld} ({payload.rule})"
     return printable(payload.text) if isinstance(payload, Error) else ""
+
+
+def says_diverged(message: Message) -> bool:
+    """Whether a silo reports that its training diverged."""
+    payload = message.payloads[0]
+    return isinstance(payload, Error) and payload.code == DIVERGED
 
 
 def reason_of(message: Message) -> FailureReason:
@@ -38,26 +46,28 @@ class TaskErrors:
     """
 
     def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
-        self._pending: dict[str, tuple[str, str]] = {}
+        self._pending: dict[str, tuple[str, str, bool]] = {}
         self._errors, self._unusable = errors, unusable
 
-    def reported(self, silo: str, text: str) -> None:
+    def reported(self, silo: str, text: str, *, diverged: bool = False) -> None:
         """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
-        self._pending[silo] = "errors", text
+        self._pending[silo] = "errors", text, diverged
 
-    def refused(self, silo: str, text: str, *, scripted: bool) -> None:
+    def refused(self, silo: str, why: RemoteWireError | str, *, scripted: bool) -> None:
         """The reply to a silo's pending task was refused; recorded like an error unless the scenario scripts it."""
-        self._pending[silo] = "scripted" if scripted else "refused", f"its reply was refused: {printable(text)}"
+        text, diverged = f"its reply was refused: {printable(str(why))}", isinstance(why, ImplausibleError)
+        self._pending[silo] = ("scripted", text, False) if scripted else ("refused", text, diverged)
 
     def task_failed(self, silo: str) -> None:
         """The failure of a silo's task is due: record its error or refusal, if that is why it failed."""
         if silo not in self._pending:
             return
-        kind, text = self._pending.pop(silo)
+        kind, text, diverged = self._pending.pop(silo)
         if kind != "scripted":
             self._errors[silo] = text
-        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, last="")
-        self._unusable[silo] = before.model_copy(update={kind: getattr(before, kind) + 1, "last": text[:300]})
+        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, diverged=0, last="")
+        changes = {kind: getattr(before, kind) + 1, "diverged": before.diverged + diverged, "last": text[:300]}
+        self._unusable[silo] = before.model_copy(update=changes)
 
     def silo_failed(self, silo: str, text: str) -> None:
         """A silo reported that it cannot continue."""
@@ -76,9 +86,15 @@ class TaskErrors:
         """The first error, if every one of these silos had one."""
         return self.first if set(silos) <= set(self._errors) else None
 
+    def failure(self, why: str) -> RunError:
+        """The error that ends the run: a DivergedError if training diverged in all tasks of the silos with errors."""
+        found = [self._unusable.get(silo, UnusableReplies(errors=1)) for silo in self._errors]
+        diverged = found and all(each.diverged == each.refused + each.errors for each in found)
+        return DivergedError(why) if diverged else RunError(why)
 
-def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> str:
-    """Why a run without a merged reply is an error.
+
+def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> RunError:
+    """The error of a run without a merged reply.
 
     Args:
         errors: errors of the run.
@@ -86,7 +102,7 @@ def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> str:
         rounds: number of its rounds.
     """
     if (error := errors.first) is not None:
-        return f"no silo could train in any round; the first error was {error}"
+        return errors.failure(f"no silo could train in any round; the first error was {error}")
     lost = {**counters.failures, **counters.discarded}
     why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
-    return f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})"
+    return RunError(f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})")

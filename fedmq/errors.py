@@ -3,6 +3,7 @@
 FedmqError
 ├── InputError          a file, option or value given by the user is not allowed  (exit code 2)
 ├── RunError            the run cannot continue                                   (exit code 1)
+│   ├── DivergedError   training diverged: its numbers are not finite, or implausibly large
 │   └── DiskError       a file could not be written
 └── WireError
     ├── LocalWireError  this process violated the wire format, which is a bug
@@ -34,6 +35,10 @@ class InputError(FedmqError):
 
 class RunError(FedmqError):
     """The run failed for a reason other than the user's input."""
+
+
+class DivergedError(RunError):
+    """Training diverged by its own settings: losses or parameters are not finite, or implausibly large."""
 
 
 class DiskError(RunError):

@@ -18,7 +18,7 @@ from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DivergedError, InputError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import Tower
 from fedmq.models.optimiser import FusedOptimiser, optimiser
@@ -349,7 +349,7 @@ def train_epochs(
     # Minimum and maximum are finite if and only if all values are (NaN propagates): one pass, no mask.
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
-        raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
+        raise DivergedError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
     return TrainingResult(delta, mean, last)
 
 

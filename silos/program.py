@@ -472,7 +472,7 @@ def reply_to(
         reported = report.made(error, header, what)
         link.send(
             Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
-            (Error.saying("training_failed", f"task {header.sequence}: {reported}"),),
+            (Error.of_task(error, f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
             base_version=header.base_version,

@@ -145,6 +145,64 @@ def test_a_comparison_with_a_failed_run_writes_the_other_results_and_exits_with_
     assert started[4:] == ["training.learning_rate=0.1, seed 1", "training.learning_rate=0.2, seed 1"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "diverging", "failing", "code"),
+    [
+        (["--select", "training.learning_rate=0.1,0.2,0.3"], {0.3, 0.2}, set(), 0),
+        (["--vary", "training.learning_rate=0.1,0.2"], {0.2}, set(), 0),
+        (["--vary", "training.learning_rate=0.1,0.2,0.3"], {0.2}, {0.3}, 1),
+        (["--select", "training.learning_rate=0.1,0.2"], {0.1, 0.2}, set(), 1),
+        (["--vary", "training.learning_rate=0.1,0.2"], {0.1, 0.2}, set(), 1),
+    ],
+)
+def test_diverged_runs_are_told_and_a_comparison_fails_only_by_other_errors_or_without_any_result(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    diverging: set[float],
+    failing: set[float],
+    code: int,
+) -> None:
+    started: list[str] = []
+
+    def simulate(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+        errors = {}
+        for each in todo:
+            started.append(each.name)
+            folder, rate = RunFolder(each.metrics.parent), scenarios.load(Path(each.command[4])).training.learning_rate
+            if rate not in diverging | failing:
+                finish(folder, rate)
+                continue
+            errors[each.name] = "no silo could train"
+            if rate in diverging:
+                folder.root.mkdir(parents=True)
+                now = {"round": 3, "rounds": 4, "phase": "collecting", "written": "2026-01-02T03:04:05+00:00"}
+                counts = {"up": 0, "down": 0, "now": 0.0, "elapsed": 0.0, "refused": {}, "last_refused": ""}
+                facts = {"run": "r", "loss": None, "metrics": {}, "silos": {}, "diverged": True, **now, **counts}
+                folder.status.write_text(json.dumps(facts))
+        return process_pool.Ended(errors, stopped=False)
+
+    monkeypatch.setattr(process_pool, "run_all", simulate)
+    app = typer.Typer()
+    cli_compare.add_compare(app, ROOTS)
+    cli_compare.add_sweep(app, ROOTS)
+    command = ["compare", str(tiny), *arguments, "--metric", "mean_r1", "--seeds", "0", "--quiet"]
+    done = CliRunner().invoke(app, [*command, "--json", "--out", str(tmp_path)])
+    assert done.exit_code == code, done.output
+    result, trials = json.loads(done.stdout), len(started)
+    assert len(result["diverged"]) == len(diverging) and set(result["diverged"].values()) == {"diverged after round 3"}
+    assert len(result["errors"]) == len(failing)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"{len(diverging)} of {trials} runs diverged, neither chosen nor averaged")
+    assert "diverged, neither chosen nor averaged: " in (tmp_path / "table.md").read_text()
+    averaged = [row["mean_r1.mean"] for row in result["rows"] if row["mean_r1.n"]]
+    assert averaged == ([0.1] if diverging != {0.1, 0.2} else [])
+    del started[:]
+    again = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
+    assert again.exit_code == code and len(started) == len(failing)  # a run that diverged would diverge again
+
+
 def test_an_unknown_column_gives_a_warning_and_the_table_is_written(
     simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
 ) -> None:

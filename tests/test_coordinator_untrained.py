@@ -14,6 +14,7 @@ from fedmq.cli.terminal import print_summary
 from fedmq.errors import RunError
 from fedmq.experiments import tables
 from fedmq.runs.run_records import UnusableReplies
+from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Loss, Payload
@@ -68,11 +69,13 @@ def test_a_run_whose_updates_are_all_refused_ends_with_the_refusal_and_its_cause
     )
     assert error.startswith("no silo could train")
     assert "lower training.learning_rate" in error
+    assert read_status(RunFolder(tmp_path).status).diverged
 
 
 def test_a_run_that_loses_every_reply_ends_with_the_counts_by_reason(tiny: Path, tmp_path: Path) -> None:
     error = refused(tiny, tmp_path, "faults=[{kind: drop, probability: 1}]")
     assert error == "no silo trained: no reply was merged in any of the 2 rounds (dropped 8)"
+    assert not read_status(RunFolder(tmp_path).status).diverged
 
 
 def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
@@ -146,7 +149,7 @@ def test_a_table_names_rows_whose_model_no_update_changed() -> None:
     def row(name: str, **facts: bool) -> Any:
         outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([summary(), summary(**facts)])}
         entry = SimpleNamespace(method=name, name=name, candidates=(None,))
-        return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=())
+        return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=(), diverged=())
 
     plan: Any = SimpleNamespace(seeds=(0, 1), across=None)
     notes = tables.notes_of([row("fedavg"), row("idle", unchanged=True)], plan, False, False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -147,3 +150,48 @@ def test_ipv6_is_used_for_a_name_exactly_if_it_has_no_ipv4_address(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", known)
         assert tcp._needs_ipv6(f"tcp://{name}:5555") == (socket.AF_INET not in families)
+
+
+#: Run where ``dual`` is the name of 127.0.0.1 and ::1: is a listener at one of them reached, also if it starts later?
+DUAL = """
+import sys, time
+from fedmq.wire.transports.registry import connect, listen
+
+host, later = sys.argv[1], sys.argv[2] == "later"
+listener = listen(f"tcp://{host}:*")
+port = listener.uri.rpartition(":")[2]
+if later:
+    listener.close()
+connection = connect(f"tcp://dual:{port}")
+connection.send([b"head", b"x"])
+until, got = time.monotonic() + 20, None
+if later:
+    while connection._attempts < 4:
+        connection.trouble()
+    listener = listen(f"tcp://{host}:{port}")
+while got is None and time.monotonic() < until:
+    assert connection.trouble() is None
+    got = listener.receive(0.01)
+assert got is not None and bytes(got[1][1]) == b"x", host
+assert listener.send(got[0], [b"head", b"answer"])
+assert connection.receive(5.0) is not None
+assert connection.established() == 1 and connection.trouble() is None and not connection._unsent
+assert listener.receive(0.1) is None
+"""
+
+
+@needs_ipv6
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["now", "later"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "*"])
+def test_a_name_with_addresses_of_both_families_reaches_a_listener_at_either(
+    host: str, when: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 dual\n::1 dual\n")
+    own_hosts = f'mount --bind "{tmp_path}/hosts" /etc/hosts'
+    if subprocess.run(["unshare", "-m", "sh", "-c", own_hosts], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file of its own over /etc/hosts")
+    program = f'{own_hosts} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", program, "sh", sys.executable, "-c", DUAL, host, when]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

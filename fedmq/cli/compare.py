@@ -195,7 +195,8 @@ def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) 
         """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
         Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
-        holds table.csv, runs.csv, table.tex, table.md and plots.html.
+        holds table.csv, runs.csv, table.tex, table.md and plots.html. Returns 1 if a run failed or none has a result; a
+        run whose training diverged by its settings is named, and does not change the exit code otherwise.
 
         Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
 
@@ -383,7 +384,10 @@ def carry_out(options: Options, roots: Roots) -> None:
     _write_tables(comparison, plan, table, folder, command)
     if options.as_json:
         rows = tables.plain(comparison.rows)
-        print_json({"folder": str(folder), "rows": rows, "errors": comparison.errors}, indent=None)
+        print_json(
+            {"folder": str(folder), "rows": rows, "errors": comparison.errors, "diverged": comparison.diverged},
+            indent=None,
+        )
     else:
         files = [options.source] if options.source else options.files
         title = f"{options.kind}: {', '.join(map(str, files))}"
@@ -397,13 +401,23 @@ def carry_out(options: Options, roots: Roots) -> None:
             soft_wrap=True,
             markup=False,
         )
+    _report_problems(comparison, err)
+    if comparison.errors or not any(row.outcomes for row in comparison.rows):
+        sys.exit(FAILED)
+
+
+def _report_problems(comparison: Comparison, err: Console) -> None:
     for line in comparison.warnings:
         err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
     for name, line in comparison.errors.items():
         err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
+    for name, line in comparison.diverged.items():
+        err.print(f"[yellow]warning[/yellow] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:
         err.print("the other runs are done; repeat the command to retry the failed ones", highlight=False)
-        sys.exit(FAILED)
+    if comparison.diverged:
+        which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
+        err.print(f"{which}; lower training.learning_rate", highlight=False, soft_wrap=True)
 
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path, command: str) -> None:

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +23,7 @@ from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, named
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
+from fedmq.runs.status import read_status
 from fedmq.storage.cache import file_digest
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text, writing
@@ -58,12 +59,16 @@ class Comparison:
         rows: rows in order.
         errors: one line for each failed run, by its title.
         stopped: whether it was stopped before all runs were done; there are no rows then.
+        runs: number of different runs, those on the validation split included.
+        diverged: one line for each run whose training diverged in all silos, by its title; such a run is not repeated.
         warnings: one line for each trial that could not be chosen, and for each column without values.
     """
 
     rows: tuple[Row, ...]
     errors: Mapping[str, str]
     stopped: bool
+    runs: int = 0
+    diverged: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -87,6 +92,17 @@ class Run:
     def done(self) -> bool:
         """Whether the run is finished."""
         return self.folder.summary.exists()
+
+    @property
+    def diverged(self) -> int | None:
+        """Number of merges after which training diverged in all silos; None if it did not, or is not known to have."""
+        if self.done or not self.folder.status.exists():
+            return None
+        try:
+            status = read_status(self.folder.status)
+        except InputError:
+            return None
+        return status.round if status.diverged else None
 
     @property
     def unaccepted(self) -> str | None:
@@ -261,11 +277,6 @@ def carry_out(
         if first.stopped:
             return Comparison((), first.errors, True)
         chosen = {entry.name: choose(entry, trials, plan.metrics[0]) for entry in plan.entries}
-        not_chosen = {
-            (name, run.title): why
-            for (name, _), run in trials.items()
-            if run.done and (why := run.unaccepted) is not None
-        }
         runs = {
             (entry.name, seed): run_of(entry, choice, seed, place)
             for entry in plan.entries
@@ -273,20 +284,54 @@ def carry_out(
             for seed in plan.seeds
         }
         second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
-        # An error only where no candidate is left to choose.
-        none_left = {title: why for (name, title), why in not_chosen.items() if chosen[name] is None}
-        errors = {**first.errors, **none_left, **second.errors}
         if second.stopped:
-            return Comparison((), errors, True)
-        finished: dict[str, dict[int, FinishedRun]] = {entry.name: {} for entry in plan.entries}
-        for (name, seed), run in runs.items():
-            if run.done:
-                finished[name][seed] = results.read(run.folder)
-    made = rows(plan, chosen, finished)
-    left_out = tuple(
-        f"{title} cannot be chosen: {why}" for (_, title), why in not_chosen.items() if title not in errors
+            return Comparison((), {**first.errors, **second.errors}, True)
+        return _collected(plan, chosen, trials, runs, {**first.errors, **second.errors})
+
+
+def _collected(
+    plan: ComparisonPlan,
+    chosen: Mapping[str, Settings | None],
+    trials: Mapping[tuple[str, Settings], Run],
+    runs: Mapping[tuple[str, int], Run],
+    errors: Mapping[str, str],
+) -> Comparison:
+    """The result of runs that are over.
+
+    Args:
+        plan: plan of the comparison.
+        chosen: selected settings, by row.
+        trials: runs on the validation split, by row and candidate.
+        runs: runs of the rows, by row and seed.
+        errors: one line for each run that ended with an error, by its title.
+    """
+    everything = [(name, run) for (name, _), run in (*trials.items(), *runs.items())]
+    merges = {run.name: after for _, run in everything if (after := run.diverged) is not None}
+    diverged = {run.title: f"diverged after round {merges[run.name]}" for _, run in everything if run.name in merges}
+    refused = {
+        (name, run.title): why for (name, _), run in trials.items() if run.done and (why := run.unaccepted) is not None
+    }
+    # An error only where no candidate is left to choose.
+    none_left = {title: why for (name, title), why in refused.items() if chosen[name] is None}
+    failed = {**{title: why for title, why in errors.items() if title not in diverged}, **none_left}
+    finished: dict[str, dict[int, FinishedRun]] = {entry.name: {} for entry in plan.entries}
+    for (name, seed), run in runs.items():
+        if run.done:
+            finished[name][seed] = results.read(run.folder)
+    made = tuple(
+        replace(
+            row,
+            diverged=tuple(
+                f"{run.title.removeprefix(f'{name}, ')} after round {merges[run.name]}"
+                for name, run in everything
+                if name == row.entry.name and run.name in merges
+            ),
+        )
+        for row in rows(plan, chosen, finished)
     )
-    return Comparison(made, errors, False, (*left_out, *empty_columns(plan, made)))
+    left_out = [f"{title} cannot be chosen: {why}" for (_, title), why in refused.items() if title not in failed]
+    warnings = (*left_out, *empty_columns(plan, made))
+    return Comparison(made, failed, False, len({run.name for _, run in everything}), diverged, warnings)
 
 
 def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], Run]:
@@ -307,10 +352,10 @@ def _do(
     report: Callable[[jobs.JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> jobs.Ended:
-    """Execute the runs that are not finished, equal ones once."""
+    """Execute the runs that are neither finished nor have diverged, which they would again; equal ones once."""
     left: dict[str, Run] = {}
     for run in runs:
-        if not run.done:
+        if not run.done and run.diverged is None:
             left.setdefault(run.name, run)
     return jobs.run_all([job_of(run) for run in left.values()], at_once, report, stop_wanted)
 

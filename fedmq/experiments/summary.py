@@ -26,6 +26,7 @@ class Row:
         columns: statistics by column.
         best: columns in which no other row at the same point is better.
         against: name of the row's baseline; None if it has none.
+        diverged: its runs whose training diverged, candidates included; neither chosen nor in the statistics.
     """
 
     entry: Entry
@@ -34,6 +35,7 @@ class Row:
     columns: Mapping[str, Statistic]
     best: frozenset[str]
     against: str | None
+    diverged: tuple[str, ...] = ()
 
 
 def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:

@@ -172,6 +172,9 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     untrained = [row.entry.name for row in rows if any(own.unchanged for own in _summaries(row))]
     if untrained:
         notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
+    diverged = [f"{row.entry.name} ({'; '.join(row.diverged)})" for row in rows if row.diverged]
+    if diverged:
+        notes.append(f"diverged, neither chosen nor averaged: {', '.join(diverged)}")
     galleries = {own.silo_gallery for row in rows for own in _summaries(row)}
     if len(galleries) > 1:
         old = [row.entry.name for row in rows if any(own.silo_gallery for own in _summaries(row))]

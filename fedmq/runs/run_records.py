@@ -186,12 +186,14 @@ class UnusableReplies(Stored):
         refused: the coordinator refused the reply.
         scripted: it refused the reply of an attack that the scenario scripts.
         errors: the silo reported an error instead of a reply.
+        diverged: those among the refused replies and the errors that say that training diverged.
         last: why, of the last one.
     """
 
     refused: int = 0
     scripted: int = 0
     errors: int = 0
+    diverged: int = 0
     last: str = ""
 
     @property

@@ -101,6 +101,7 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
+        diverged: whether the run ended as training diverged in all silos.
         metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
@@ -123,6 +124,7 @@ class StatusFile(Stored):
     round: _Count
     rounds: _Count
     loss: _Number | None
+    diverged: bool = False
     metrics: dict[str, _Number]
     metrics_round: _Count | None = None
     evaluated: EvaluatedItems | None = None

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_t
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.errors import DivergedError
 from fedmq.wire.fields import (
     DIGEST,
     I63,
@@ -103,6 +104,8 @@ ENCODER = re.compile(r"[0-9a-f]{64}|none")
 _MOST_LABELS, _MOST_WORDS = 10_000, 50_000
 _SHAPE = Tensor(("int64",), ("r",), low=1, least=0)
 _SCALE = Tensor(("float32",), ("C",), least=0)
+#: Code of the error of a task whose training diverged.
+DIVERGED = "training_diverged"
 #: Maximum size of a run's status [bytes].
 MAX_STATUS = 1 << 20
 _RULE = re.compile(r"kinds|fields|bytes_per_payload|bytes_per_message|bytes_in_all")
@@ -413,6 +416,11 @@ class Error(Payload):
 
     code: Annotated[str, Word(NAME)]
     text: Annotated[str, Text(1024)]
+
+    @classmethod
+    def of_task(cls, error: Exception, text: str) -> Error:
+        """The error of a task: code ``training_diverged`` if its training diverged, otherwise ``training_failed``."""
+        return cls.saying(DIVERGED if isinstance(error, DivergedError) else "training_failed", text)
 
     @classmethod
     def saying(cls, code: str, text: str) -> Error:

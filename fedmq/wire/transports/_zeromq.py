@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -32,6 +32,8 @@ _RECONNECT_MS = (50, 5000)
 #: Time without a TCP acknowledgement after which a connection is given up and made again [ms]. TCP alone would retry
 #: for minutes after a long cut, or from an address that this machine no longer has.
 _UNACKNOWLEDGED_MS = 15_000
+#: Failed attempts to connect after which a name's other address family is tried: at first, and at most.
+_ATTEMPTS = (2, 5)
 #: Time for TCP to connect before the next attempt [ms].
 _CONNECT_MS = 5000
 #: Time for a connection's handshake before it is closed [ms].
@@ -110,38 +112,58 @@ class ZeroMQConnection(Connection):
     """A DEALER socket; made by :func:`dial`.
 
     Args:
-        socket: not yet connected.
-        context: closed with the socket; None if other sockets share it.
+        make: makes a socket, with or without IPv6.
+        context: closed with the connection; None if other sockets share it.
         uri: URI of the listener.
+        name: ZeroMQ's name of the listener.
+        ipv6: whether to begin with IPv6.
         watched: whether to count connections, for a transport whose connections can break.
         keys: the keys with which the connection is admitted; None for a listener without keys.
+        either: whether the listener's name may have IPv4 and IPv6 addresses; a socket tries those of one family only.
     """
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        make: Callable[[bool], zmq.Socket[bytes]],
         context: zmq.Context[zmq.Socket[bytes]] | None,
         uri: str,
+        name: str,
         *,
+        ipv6: bool,
         watched: bool,
         keys: ConnectionKeys | None = None,
+        either: bool = False,
     ) -> None:
-        self.uri = uri
+        self.uri, self._name, self._make, self._ipv6, self._watched = uri, name, make, ipv6, watched
         self._keys, self._redial = keys, False
+        self._either, self._failed, self._attempts = either, 0, _ATTEMPTS[0]
+        self._under_way, self._unsent = False, list[BytesLike]()
         self._trouble: Trouble | None = None
         self._claim: zmq.Socket[bytes] | None = None
-        self._socket, self._context = socket, context
+        self._context = context
         self._monitor: zmq.Socket[bytes] | None = None
         self._established = 0
-        if watched:
-            self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES)
         # ZeroMQ sockets are not thread-safe: other threads write to this pipe to wake the socket's thread.
         self._lock = threading.Lock()
         self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._open = True
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the socket, and connect it."""
+        self._socket = self._make(self._ipv6)
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
+        if self._watched:
+            retries = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES | (retries if self._either else 0)
+            self._monitor = self._socket.get_monitor_socket(events)
+        try:
+            self._socket.connect(self._name)
+        except zmq.ZMQError as error:
+            self.close()
+            raise InputError(self.uri, str(error), "an address that can be connected to") from error
 
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
         """See the interface."""
@@ -161,6 +183,8 @@ class ZeroMQConnection(Connection):
         sendable = check_sendable(frames)
         if self._redial:
             self.reconnect()
+        if self._either and not self._established:
+            self._unsent = list(sendable)
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
         return put(self._socket, sendable)
@@ -171,12 +195,15 @@ class ZeroMQConnection(Connection):
         return self._established
 
     def reconnect(self) -> None:
-        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself."""
-        self._redial = False
+        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself.
+
+        With a new socket: one that is told to disconnect while it connects continues to connect.
+        """
+        self._redial, self._failed, self._under_way = False, 0, False
         if self._monitor is not None:
-            with contextlib.suppress(zmq.ZMQError):  # the connection has ended
-                self._socket.disconnect(self.uri)
-            self._socket.connect(self.uri)
+            self._end_monitor()
+            self._socket.close(0)
+            self._begin()
 
     def trouble(self) -> Trouble | None:
         """See the interface."""
@@ -190,6 +217,10 @@ class ZeroMQConnection(Connection):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
                 self._trouble = None
+                self._failed, self._attempts, self._unsent = 0, _ATTEMPTS[0], []
+            elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
+                self._under_way = event == zmq.EVENT_CONNECTED
+                self._failed += not self._under_way
             elif self._keys is None:
                 continue
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -197,6 +228,16 @@ class ZeroMQConnection(Connection):
                 self._say_name(self._keys)
             else:
                 self._trouble = Trouble.FOREIGN
+        if self._failed >= self._attempts and not self._under_way:
+            self._try_other_family()
+
+    def _try_other_family(self) -> None:
+        """Connect to the name's addresses of the other family, and send again what was sent last and dropped."""
+        self._attempts = min(self._attempts + 1, _ATTEMPTS[1])
+        self._ipv6 = not self._ipv6
+        self.reconnect()
+        if self._unsent:
+            put(self._socket, self._unsent)
 
     def _say_name(self, keys: ConnectionKeys) -> None:
         """Present the claim key, so that the coordinator's log names the process whose key it refused."""
@@ -204,16 +245,19 @@ class ZeroMQConnection(Connection):
             self._claim.close(0)
         assert self._context is not None  # noqa: S101 - only memory:// shares contexts, and it takes no keys
         self._claim = self._context.socket(zmq.DEALER)
-        self._claim.setsockopt(zmq.IPV6, self._socket.getsockopt(zmq.IPV6))
+        self._claim.setsockopt(zmq.IPV6, int(self._ipv6))
         _present(self._claim, keys.claim, keys)
         self._claim.connect(self.uri)
 
-    def close(self) -> None:
-        """See the interface."""
+    def _end_monitor(self) -> None:
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
+
+    def close(self) -> None:
+        """See the interface."""
+        self._end_monitor()
         if self._claim is not None:
             self._claim.close(0)
             self._claim = None
@@ -247,7 +291,8 @@ def bind(
     Raises:
         InputError: the address cannot be bound.
     """
-    socket, context = _socket(zmq.ROUTER, max_frame, queue, endpoint, ipv6=ipv6)
+    used: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
+    socket, context = _socket(used, zmq.ROUTER, max_frame, queue, ipv6=ipv6), None if endpoint else used
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret(keys.key))
@@ -273,22 +318,23 @@ def dial(
     *,
     keys: ConnectionKeys | None = None,
     ipv6: bool = False,
+    either: bool = False,
 ) -> ZeroMQConnection:
-    """Open a connection; arguments as for :func:`bind`.
+    """Open a connection; arguments as for :func:`bind`, and whether to try both address families in turn.
 
     Raises:
         InputError: ZeroMQ refuses the address.
     """
-    socket, context = _socket(zmq.DEALER, max_frame, queue, endpoint, ipv6=ipv6)
-    if keys is not None:
-        _present(socket, curve_secret(keys.key), keys)
-    connection = ZeroMQConnection(socket, context, uri, watched=endpoint is None, keys=keys)
-    try:
-        socket.connect(endpoint.name if endpoint else uri)
-    except zmq.ZMQError as error:
-        connection.close()
-        raise InputError(uri, str(error), "an address that can be connected to") from error
-    return connection
+    context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
+
+    def made(ipv6: bool) -> zmq.Socket[bytes]:
+        socket = _socket(context, zmq.DEALER, max_frame, queue, ipv6=ipv6)
+        if keys is not None:
+            _present(socket, curve_secret(keys.key), keys)
+        return socket
+
+    name, own = (endpoint.name, None) if endpoint else (uri, context)
+    return ZeroMQConnection(made, own, uri, name, ipv6=ipv6, watched=endpoint is None, keys=keys, either=either)
 
 
 def _present(socket: zmq.Socket[bytes], secret: bytes, keys: ConnectionKeys) -> None:
@@ -312,10 +358,9 @@ def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
 
 
 def _socket(
-    kind: int, max_frame: int, queue: int, endpoint: Endpoint | None, *, ipv6: bool
-) -> tuple[zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]] | None]:
-    """A socket with its options set, and its context unless other sockets share it."""
-    context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, max_frame: int, queue: int, *, ipv6: bool
+) -> zmq.Socket[bytes]:
+    """A socket with its options set."""
     socket = context.socket(kind)
     options = {
         zmq.SNDHWM: queue,
@@ -337,7 +382,7 @@ def _socket(
     }
     for option, value in options.items():
         socket.setsockopt(option, value)
-    return socket, None if endpoint else context
+    return socket
 
 
 def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None) -> None:

@@ -48,23 +48,30 @@ def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = No
 
 
 def _connect(uri: str, max_frame: int, queue: int, keys: ConnectionKeys | None = None) -> Connection:
-    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
+    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri), either=_either_family(uri))
 
 
 def _needs_ipv6(uri: str) -> bool:
     """Whether a URI has an IPv6 address, all interfaces, or a name that has IPv6 addresses only.
 
-    With its option for IPv6, ZeroMQ would use IPv6 for every name that has an address of each kind, and never reach a
-    listener at ``127.0.0.1`` by the name ``localhost``.
+    With its option for IPv6, ZeroMQ uses only the IPv6 addresses of a name that has both kinds, without it only the
+    others.
     """
     host = uri.removeprefix("tcp://").rpartition(":")[0]
-    if host == "*" or host.startswith("["):
-        return True
+    return host == "*" or host.startswith("[") or _families(host) == {socket.AF_INET6}
+
+
+def _either_family(uri: str) -> bool:
+    """Whether a URI has a name with addresses of both families, or one that is unknown so far."""
+    host = uri.removeprefix("tcp://").rpartition(":")[0]
+    return not host.startswith("[") and len(_families(host)) != 1
+
+
+def _families(host: str) -> set[int]:
     try:
-        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return False
-    return families == {socket.AF_INET6}
+        return set()
 
 
 TRANSPORT = Transport(_FORM, _check, _listen, _connect, admits=True)

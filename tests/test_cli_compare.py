@@ -23,6 +23,7 @@ from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder
 from tests.command_line import completed, fedmq
 from tests.comparisons import ROOTS, comparison_file, finish
+from tests.in_process_jobs import run_jobs_here
 from tests.threaded_run import resolved, run
 
 ROOT = Path(__file__).parent.parent
@@ -334,6 +335,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
     assert process.returncode == 1
     assert "stopped; continue with fedmq sweep" in error
     assert not (out / "table.csv").exists()
+    run_jobs_here(monkeypatch)
     done = completed(*command, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

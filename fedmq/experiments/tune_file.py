@@ -241,8 +241,8 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
                     )
         rounds = spec.rounds or scenario.rounds
         if spec.pruning != "none" and (spec.evaluate_every or 1) >= rounds:
-            allowed = f"less than the {rounds} rounds of a trial, or nothing is pruned"
-            raise InputError(f"{path}: evaluate_every", spec.evaluate_every or 1, allowed)
+            most = f"less than the {rounds} rounds of a trial, or nothing is pruned"
+            raise InputError(f"{path}: evaluate_every", spec.evaluate_every or 1, most)
         pruned = spec.pruning != "none" and not personal_only(scenario)
         every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
         entry = Entry(name, name, (), file, settings, ((),))

@@ -198,6 +198,15 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
         ({"metric": "fairnes.worst_r1"}, "a value of the summary, e.g. fairness"),
         ({"pruning": "median", "metric": "fairness.worst_r1"}, "pruning median needs"),
         ({"seeds": [1, 1]}, "seeds lists a seed twice"),
+        ({"metric": "scenario.name"}, "scenario has no parts"),
+        ({"search": {"training.learning_rate": [1, 1.0]}}, "values that differ: its scenario is that of 1"),
+        (
+            {"search": {"training": [{"local_epochs": 1}, {"local_epochs": 2}], "training.local_epochs": [1, 2]}},
+            "search space of rcsr: training: .*values that differ",
+        ),
+        ({"search": {"training.batch_size": {"low": 8.0, "high": 16.0}}}, "training.batch_size"),
+        ({"pruning": "median", "evaluate_every": 2}, "less than the 2 rounds of a trial"),
+        ({"evaluate_every": 1}, "evaluate_every has no effect without pruning"),
         ({"trails": 3}, "trails"),
     ],
 )

@@ -1,7 +1,7 @@
 """Checks before a silo joins a run, on this machine and against the coordinator's status.
 
-They cover keys, policy, scenario, versions, data and whether these fit the other sites', disk, memory, and one training step,
-which is discarded.
+They cover keys, policy, scenario, versions, data and whether these fit the other sites', disk, memory, and one training
+step, which is discarded.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def run_silo(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, samples=start.samples)
-        receive = partial(first_message, link, logger)
+        receive: Callable[[], Message | None] = partial(first_message, link, logger)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at

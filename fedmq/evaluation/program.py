@@ -184,7 +184,7 @@ def run_evaluator(
         link.statement = start.statement
         link.start()
         logger.info("connecting", uri=arguments.connect, items=start.items)
-        receive = partial(first_message, link, logger)
+        receive: Callable[[], Message | None] = partial(first_message, link, logger)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             if message.header.kind is Kind.ERROR:

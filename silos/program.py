@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +29,7 @@ from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_la
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
-from fedmq.federation.site_data import SiteData, confirm, first_message, raise_refused
+from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.error_files import ErrorFile
@@ -312,9 +311,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        link.start()
-        logger.info("connecting", uri=arguments.connect, samples=start.samples)
-        receive: Callable[[], Message | None] = partial(first_message, link, logger)
+        receive = begin(link, logger, uri=arguments.connect, samples=start.samples)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at

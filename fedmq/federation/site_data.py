@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,14 +130,28 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
 
-def first_message(link: Channel, logger: Logger) -> Message | None:
-    """The coordinator's first message, which may take hours; meanwhile the log says when it has accepted the key."""
-    while (message := link.receive(_ACCEPTED_SECONDS)) is None and not link.has_session:
-        pass
-    if message is not None:
-        return message
-    logger.info("accepted by the coordinator; waiting for the other silos")
-    return link.receive()
+def begin(link: Channel, logger: Logger, **facts: object) -> Callable[[], Message | None]:
+    """Start to connect; returns the function that receives the first message.
+
+    That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
+
+    Args:
+        link: channel to the coordinator.
+        logger: the log for operators.
+        facts: what to log about the start.
+    """
+    link.start()
+    logger.info("connecting", **facts)
+
+    def first() -> Message | None:
+        while (message := link.receive(_ACCEPTED_SECONDS)) is None and not link.has_session:
+            pass
+        if message is not None:
+            return message
+        logger.info("accepted by the coordinator; waiting for the other silos")
+        return link.receive()
+
+    return first
 
 
 def confirm(link: Channel, agreement: Message) -> None:

@@ -7,6 +7,7 @@ import errno
 import getpass
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         _check_key_name(directory, name)
         for path in (directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"):
             if path.exists():
-                raise InputError(str(path), "an existing key", "a folder without that key")
+                allowed = "a folder without keys; `fedmq keys new NAME` adds a single one"
+                raise InputError(str(path), "an existing key", allowed)
     if len(set(requested)) != len(requested):
         raise InputError(str(directory), requested, "distinct names")
     written: list[Path] = []
@@ -106,6 +108,10 @@ def load_identity(directory: Path, name: str) -> Identity:
         with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             raw = file.read(_LARGEST_KEY)
+    except FileNotFoundError as error:
+        where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
+        allowed = f"a private key: `fedmq keys new {name}{where}` makes it"
+        raise InputError(str(path), "no such file", allowed) from error
     except OSError as error:
         raise InputError(str(path), error.strerror, "a readable key file") from error
     if mode & 0o077:
@@ -307,6 +313,8 @@ def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, repl
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path, key = directory / f"{name}.key", Ed25519PrivateKey.generate()
+    if path.exists() and not replace:
+        raise InputError(str(path), "an existing key", "--replace, which makes a new one in its place, or another name")
     if replace:
         write_atomically(path, lambda temporary: _write(temporary, _private_pem(key, passphrase), 0o600))
     else:

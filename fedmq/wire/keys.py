@@ -104,14 +104,13 @@ def load_identity(directory: Path, name: str) -> Identity:
     """
     _check_key_name(directory, name)
     path = directory / f"{name}.key"
+    if not os.path.lexists(path):
+        where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
+        raise InputError(str(path), "no such file", f"a private key: `fedmq keys new {name}{where}` makes it")
     try:
         with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             raw = file.read(_LARGEST_KEY)
-    except FileNotFoundError as error:
-        where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
-        allowed = f"a private key: `fedmq keys new {name}{where}` makes it"
-        raise InputError(str(path), "no such file", allowed) from error
     except OSError as error:
         raise InputError(str(path), error.strerror, "a readable key file") from error
     if mode & 0o077:

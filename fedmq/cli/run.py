@@ -383,15 +383,21 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
-    with _tracked(run, folder):
+    with _tracked(run, folder), _on_full_disk(command):
         with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
-            try:
-                outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
-            except DiskError as error:
-                raise DiskError(f"{error}; free space, then: {command}") from error
+            outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
         if outcome.summary is None:
             exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     print_outcome(outcome.summary, folder, command)
+
+
+@contextlib.contextmanager
+def _on_full_disk(resume: str) -> Iterator[None]:
+    """Add the command that continues the run to the error of a disk that is full."""
+    try:
+        yield
+    except DiskError as error:
+        raise DiskError(f"{error}; free space, then: {resume}") from error
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -40,7 +40,10 @@ _ERROR = frozenset({NoteKind.ERROR_REPORTED, NoteKind.CHECKPOINT_REFUSED})
 
 
 #: Notes that a silo can cause in every round, with the facts that tell whether two of them say the same.
-_REPEATED = {NoteKind.ERROR_REPORTED: ("peer", "error"), NoteKind.TASK_FAILED: ("silo", "reason")}
+_REPEATED: Mapping[str, tuple[str, str]] = {
+    NoteKind.ERROR_REPORTED: ("peer", "error"),
+    NoteKind.TASK_FAILED: ("silo", "reason"),
+}
 #: Maximum number of different notes whose repetitions are counted; then counting begins again.
 _MOST = 4096
 

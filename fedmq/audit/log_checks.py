@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedmq.audit.anchors import ends_to_change
 from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, RunFiles, check_run_folder, read_run_files
 from fedmq.audit.signature_checks import SignatureChecks, SignedLog
@@ -84,6 +85,7 @@ class Audit:
         keyless: processes of which the auditor, who has public keys, has none.
         refused_starts: a sentence for each process that was refused before it joined; no difference.
         compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
+        ends: number of last records of each log that could be changed without the keys of all processes.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -100,6 +102,7 @@ class Audit:
     keyless: tuple[str, ...] = ()
     refused_starts: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def remarks(self) -> Iterator[str]:
@@ -130,6 +133,7 @@ class Audit:
             "remarks": list(self.remarks),
             "refused_starts": list(self.refused_starts),
             "without_key": list(self.keyless),
+            "not_anchored": dict(self.ends),
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
             "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
@@ -203,6 +207,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
         result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
         _compare_ends(found, {path.stem for path in logs}, result)
     _compare_with_folder(folder, files, found, accepted, result)
+    result.ends = ends_to_change(result.signatures, (record for _, record in found.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
     result.compared = found.results.compared(RunFolder(folder))
     known = {finding.place for finding in result.findings}

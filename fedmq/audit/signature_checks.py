@@ -52,7 +52,7 @@ class SignedLog:
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
         hashes: hashes of all records so far, as the log states them, with their positions.
-        aside: places of declared starts at which the process was refused before it joined: they say nothing about the run.
+        aside: places of declared starts that were refused before the process joined.
         broken: number of records before the first one that does not follow or was changed; None in an intact log.
     """
 

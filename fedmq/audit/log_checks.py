@@ -236,7 +236,7 @@ def _compare_with_folder(
     discrepancies += found.signed.compare(scenario, data, accepted, finished=ended)
     without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
     result.findings += [Finding(*each) for each in discrepancies if each[0] not in without]
-    refusals = result.refused.get(COORDINATOR, {}) if COORDINATOR in logs else None
+    refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in logs else None
     deviating = {place for place, _ in discrepancies}
     result.refused_starts = tuple(refused_starts(aside, deviating, refusals))
 

@@ -18,8 +18,10 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.federation.protocol import State
 from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs.results import read_metrics
 from fedmq.runs.status import StatusFile, read_status
 from fedmq.storage.json_files import read_json
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 
@@ -138,3 +140,30 @@ def test_a_log_that_is_no_regular_file_is_refused(what: str, tmp_path: Path) -> 
         (os.mkfifo if what == "a FIFO" else os.mkdir)(path)
     with pytest.raises(InputError, match=what):
         MessageLog(path, "silo-00", WallClock())
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ({"kind": "merge", "version": -1, "now": 1.0}, "version"),
+        ({"kind": "merge", "version": 1, "now": -1.0}, "now"),
+        ({"kind": "merge", "version": 1, "now": 1.0, "loss": float("inf")}, "loss"),
+        ({"kind": "evaluation", "version": 1, "metrics": {"mean_r10": -1.0}, "per_silo": {}}, "metrics"),
+        ({"kind": "evaluation", "version": 1, "metrics": {}, "per_silo": {"a": {"map": 2.0}}}, r"per_silo\.a"),
+        ({"kind": "own_heldout", "version": 1, "per_silo": {"a": {"items": 2, "mean_r1": 3.0}}}, r"per_silo\.a"),
+    ],
+)
+def test_a_line_of_metrics_with_impossible_values_is_refused(line: dict[str, object], key: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    whole = {"items": 2, "metrics": {}, "per_silo_mean": {}, "fairness": {}} if line["kind"] == "own_heldout" else {}
+    folder.metrics.write_text(json.dumps(whole | line) + "\n")
+    with pytest.raises(InputError, match=rf"metrics\.jsonl: line 1: \w+\.{key}"):
+        read_metrics(folder)
+
+
+def test_values_of_losses_and_of_user_defined_metrics_may_be_negative(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    merge = {"kind": "merge", "version": 1, "now": 0.0, "loss": -1.0, "losses": {"mean_r1": -1.0}}
+    evaluation = {"kind": "evaluation", "version": 1, "metrics": {"mean_r1": 0.5, "users_own": -3.0}, "per_silo": {}}
+    folder.metrics.write_text("".join(json.dumps(each) + "\n" for each in (merge, evaluation)))
+    assert len(read_metrics(folder)) == 2

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Field,
@@ -22,12 +23,14 @@ from pydantic import (
 )
 
 from fedmq.config.user_files import titled
-from fedmq.evaluation.metrics import HEADLINE, Metric
+from fedmq.evaluation.metrics import HEADLINE, Metric, checked
 from fedmq.runs.data_records import ItemCounts
 from fedmq.storage.json_files import Digest, Stored
 
-#: Metric name to value.
-Figures = dict[str, float]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Version = Annotated[int, Field(ge=0)]
+#: Metric name to value; within its bounds, if the metric is built in.
+Figures = Annotated[dict[str, _Finite], AfterValidator(checked)]
 BySilo = dict[str, Figures]
 
 _METRIC = TypeAdapter(Metric)
@@ -66,7 +69,7 @@ class SiloSummary(Stored):
             that has no other to be contrasted with.
     """
 
-    __pydantic_extra__: Figures = Field(init=False)
+    __pydantic_extra__: dict[str, _Finite] = Field(init=False)
 
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
@@ -83,6 +86,7 @@ class SiloSummary(Stored):
     def _has_headline(self) -> SiloSummary:
         if self.figures and HEADLINE not in self.figures:
             raise ValueError(f"{HEADLINE} is missing")
+        checked(self.figures)
         return self
 
     @property
@@ -98,9 +102,14 @@ class OwnSiloFigures(Stored):
         items: number of these items that have both modalities.
     """
 
-    __pydantic_extra__: Figures = Field(init=False)
+    __pydantic_extra__: dict[str, _Finite] = Field(init=False)
 
     items: int
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> OwnSiloFigures:
+        checked(self.figures)
+        return self
 
     @property
     def figures(self) -> Figures:
@@ -366,12 +375,12 @@ class MergeLine(Stored):
     """
 
     kind: Literal["merge"]
-    version: int
-    now: float
+    version: _Version
+    now: Annotated[_Finite, Field(ge=0)]
     replies: list[str] = Field(default_factory=list)
-    staleness: list[int] = Field(default_factory=list)
-    loss: float | None = None
-    losses: Figures = Field(default_factory=dict)
+    staleness: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    loss: _Finite | None = None
+    losses: dict[str, _Finite] = Field(default_factory=dict)
     wall: str | None = None
 
     @property
@@ -393,7 +402,7 @@ class EvaluationLine(Stored):
     """
 
     kind: Literal["evaluation"]
-    version: int
+    version: _Version
     metrics: Figures
     per_silo: BySilo
     wall: str | None = None
@@ -409,7 +418,7 @@ class OwnHeldOutLine(OwnHeldOut):
     """
 
     kind: Literal["own_heldout"]
-    version: int
+    version: _Version
     wall: str | None = None
 
 
@@ -428,7 +437,7 @@ class PersonalLine(Stored):
     """
 
     kind: Literal["personal"]
-    version: int
+    version: _Version
     personal: Figures
     personal_whole_split: BySilo
     personal_per_silo: BySilo

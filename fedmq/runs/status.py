@@ -13,9 +13,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
-from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.data_records import StatedFormat
-from fedmq.runs.run_records import EvaluatedItems
+from fedmq.runs.run_records import EvaluatedItems, Figures
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.text import printable
 
@@ -127,7 +126,7 @@ class StatusFile(Stored):
     rounds: _Count
     loss: _Number | None
     diverged: bool = False
-    metrics: dict[str, _Number]
+    metrics: Figures
     metrics_round: _Count | None = None
     evaluated: EvaluatedItems | None = None
     up: _Count
@@ -145,13 +144,6 @@ class StatusFile(Stored):
     def _within_rounds(self) -> StatusFile:
         if max(self.round, self.metrics_round or 0) > self.rounds:
             raise ValueError(f"a round beyond {self.rounds}, the last")
-        return self
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> StatusFile:
-        # The entries of user-defined metrics are in the scenario; only the bounds of built-in ones are known here.
-        if wrong := objection({name: value for name, value in self.metrics.items() if is_known(name)}):
-            raise ValueError(wrong)
         return self
 
 

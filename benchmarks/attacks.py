@@ -31,8 +31,9 @@ from fedmq.wire.transports.registry import connect
 #: Maximum size of what a peer sends per connection [bytes].
 _MULTIPART_BYTES = 20 << 20
 _IDLE = 1500
-#: Name of a hostile silo that is not part of the run, although its key is accepted.
-HOSTILE = "silo-99"
+#: Name of a hostile silo. The run has five silos and starts with four, so it can open sessions, but is not needed.
+HOSTILE = "silo-04"
+HOSTILE_SETTINGS = ("silos.count=5", "participation.minimum=4")
 #: Ports that Linux uses for outgoing connections.
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _HALF_SENT = 40

@@ -1,8 +1,9 @@
 """Attacks on the coordinator of an honest run: ``python -m benchmarks.hostile [--only A,B] [--limit-s 600]``.
 
-For each attack the processes of ``scenarios/smoke.yaml`` are started over TCP on this machine, and the coordinator is
-attacked until it ends. Printed are the model's digest, the peak memory of the coordinator and the size of its log; the
-exit code is 1 if a digest differs from that of the undisturbed run, or a run does not end.
+For each attack the processes of ``scenarios/smoke.yaml``, without the last of five silos, are started over TCP on this
+machine, and the coordinator is attacked until it ends. Printed are the model's digest, the peak memory of the
+coordinator and the size of its log; the exit code is 1 if a digest differs from that of the undisturbed run, or a run
+does not end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attacks import ATTACKS, HOSTILE, Relay, Target, free_port
+from benchmarks.attacks import ATTACKS, HOSTILE, HOSTILE_SETTINGS, Relay, Target, free_port
 from fedmq.config.resolve import read, resolve
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [_UNDISTURBED, *(options.only.split(",") if options.only else (*_RELAYS, *ATTACKS))]
     if unknown := [name for name in names[1:] if name not in (*_RELAYS, *ATTACKS)]:
         parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((*_RELAYS, *ATTACKS))}")
-    run = resolve(read(_SCENARIO, ()), protocols).id
+    run = resolve(read(_SCENARIO, HOSTILE_SETTINGS), protocols).id
     columns = ("attack", "digest", "seconds", "peak memory", "growth", "log", "growth")
     table = Table(*columns, title="coordinator of smoke under attack; growth over the undisturbed run")
     began, console, outcomes = time.monotonic(), Console(width=110), dict[str, Outcome]()
@@ -116,7 +117,8 @@ def _run(attack: str, run: str) -> Outcome:
 
 
 def _start(folder: Path, program: str, *options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "fedmq", program, str(_SCENARIO), *map(str, options)]
+    settings = [part for each in HOSTILE_SETTINGS for part in ("--set", each)]
+    command = [sys.executable, "-m", "fedmq", program, str(_SCENARIO), *settings, *map(str, options)]
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)
 

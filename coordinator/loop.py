@@ -147,7 +147,7 @@ class Loop:
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
-        if self.rounds.phase is Phase.DONE or (self.stop_silos and not self.makes_room):
+        if self.rounds.phase is not Phase.DONE and self.stop_silos and not self.makes_room:
             self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)

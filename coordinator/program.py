@@ -375,7 +375,12 @@ class _Process:
                 raise
             loop.saving.update_counters()
             if phase is Phase.DONE:
-                summary = finish(loop, data, self.clock, theta, self.admission)
+                try:
+                    summary = finish(loop, data, self.clock, theta, self.admission)
+                finally:
+                    # Only now: the message carries the log's head, which anchors the results in the peers' logs.
+                    self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
+                html_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
@@ -445,7 +450,7 @@ def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
 
 
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
-    """Write the released model, the summary and the report.
+    """Write the released model and the summary.
 
     Args:
         loop: the finished loop.
@@ -479,5 +484,4 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
     loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
-    html_report.write(folder)
     return summary

@@ -14,12 +14,12 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from benchmarks.attacks import ATTACKS, HOSTILE, Relay, Target, free_port
+from benchmarks.attacks import ATTACKS, HOSTILE_SETTINGS, Relay, Target, free_port
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name
-from fedmq.wire.keys import accept_key, fingerprint, new_key
+from fedmq.wire.keys import fingerprint
 from fedmq.wire.transports._connection_admission import UNHEARD
 from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
 from fedmq.wire.transports.base import Connection, Listener, Trouble
@@ -37,6 +37,8 @@ from tests.threaded_run import resolved
 
 #: Attacks that complete handshakes as a hostile silo with an accepted key.
 ACCEPTED = ("new sessions with a key", "messages with a key")
+SETTINGS = ("rounds=6", *HOSTILE_SETTINGS)
+HONEST = tuple(f"silo-0{number}" for number in range(4))
 #: Most that an attack may add to this process, which holds coordinator, silos and attacker [bytes].
 MEMORY = 400 << 20
 #: Most that an attack may add to the coordinator's log [bytes].
@@ -47,7 +49,7 @@ LOG = 150_000
 def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     """Digest of the model, and size of the coordinator's log [bytes]."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = threaded_run.run(resolved(tiny, "rounds=6"), folder, uri=f"tcp://127.0.0.1:{free_port()}")
+    outcome = threaded_run.run(resolved(tiny, *SETTINGS), folder, silos=HONEST, uri=f"tcp://127.0.0.1:{free_port()}")
     assert outcome.summary is not None
     assert outcome.summary.messages.refused == 0
     return outcome.summary.model_digest, (folder / "messages" / "coordinator.jsonl").stat().st_size
@@ -58,14 +60,12 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
 def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], name: str
 ) -> None:
-    scenario, port, over = resolved(tiny, "rounds=6"), free_port(), threading.Event()
+    scenario, port, over = resolved(tiny, *SETTINGS), free_port(), threading.Event()
     process, peak = psutil.Process(), [0]
     before = process.memory_info().rss
     attackers: list[threading.Thread] = []
 
     def attack(uri: str, keys: Path) -> None:
-        if name in ACCEPTED:
-            accept_key(keys, HOSTILE, new_key(keys, HOSTILE).key.public_key())
         target = Target(port, run_name(scenario), keys, over)
         attackers.append(threading.Thread(target=ATTACKS[name], args=(target,), daemon=True))
         attackers[0].start()
@@ -81,7 +81,9 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
         return late()
 
     try:
-        outcome = threaded_run.run(scenario, tmp_path, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack])
+        outcome = threaded_run.run(
+            scenario, tmp_path, silos=HONEST, uri=f"tcp://127.0.0.1:{port}", stop_wanted=stop, others=[attack]
+        )
     finally:
         over.set()  # an attack must not continue during the next tests
         for attacker in attackers:
@@ -95,7 +97,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
     findings = audit_run(tmp_path).findings
     if name in ACCEPTED:  # only the coordinator's log has the messages of the hostile silo
         assert outcome.summary.messages.refused > 0
-        assert not any(silo in f"{each.place} {each.what}" for each in findings for silo in scenario.silo_names)
+        assert not any(silo in f"{each.place} {each.what}" for each in findings for silo in HONEST)
     else:
         assert not findings
 
@@ -108,8 +110,9 @@ def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
     relay = Relay(port)
     try:
         outcome = threaded_run.run(
-            resolved(tiny, "rounds=6"),
+            resolved(tiny, *SETTINGS),
             tmp_path,
+            silos=HONEST,
             uri=f"tcp://127.0.0.1:{port}",
             connect_to=f"tcp://127.0.0.1:{relay.port}",
             stop_wanted=within(90),
@@ -129,8 +132,9 @@ def test_silos_behind_a_relay_that_damages_their_connections_take_part_afterward
     relay = Relay(port, damage_s=6.0)
     try:
         outcome = threaded_run.run(
-            resolved(tiny, "rounds=6"),
+            resolved(tiny, *SETTINGS),
             tmp_path,
+            silos=HONEST,
             uri=f"tcp://127.0.0.1:{port}",
             connect_to=f"tcp://127.0.0.1:{relay.port}",
             stop_wanted=within(120),

@@ -24,7 +24,8 @@ from fedmq.cli import main as cli
 from fedmq.config.run_id import digest_of, name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.storage.run_folder import write_json
+from fedmq.runs.result_digests import result_digests
+from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.key_requests import new_request
 from fedmq.wire.keys import accept_key, load_accepted, load_identity
 from fedmq.wire.log_records import signed_statement
@@ -224,6 +225,26 @@ def stripped_log(run: Path) -> None:
     forge(run, "silo-00", lambda record: None if record["action"] in ("start", "signed") else record)
 
 
+def other_losses(run: Path) -> None:
+    """Other losses in the metrics, with the digest of that file in the coordinator's note of the results."""
+    path = run / "metrics.jsonl"
+    content = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | ({"loss": 0.5} if "loss" in line else {})) + "\n" for line in content))
+    digests = result_digests(RunFolder(run))
+    forge(run, "coordinator", lambda record: record | (digests if "metrics.jsonl" in record else {}))
+
+
+def message_after_the_end(run: Path) -> None:
+    """A further message of silo-00, after the last one of every process, at both ends and in the summary."""
+    theirs = [json.loads(line) for line in lines(run, "silo-00")]
+    last = next(record for record in reversed(theirs) if record["action"] == "sent" and "counter" in record)
+    for name, more in (("silo-00", {}), ("coordinator", {"action": "received", "process": "coordinator"})):
+        content = [json.loads(line) for line in lines(run, name)]
+        end = [record["action"] for record in content].index("signed", len(content) - 1)
+        added = last | more | {"counter": last["counter"] + 1, "wall": content[end]["wall"]}
+        rewrite(run, name, reseal(map(json.dumps, [*content[:end], added, *content[end:]])))
+
+
 def strange_key(run: Path) -> None:
     """The log of silo-00 is changed and signed with a key that the forger made."""
     replies(other_content)(run)
@@ -322,6 +343,8 @@ WITH_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Path], None]]] = {
     "its own notes": (("coordinator",), notes(now=1.25)),
     "its own times": (("coordinator",), lambda run: shift(run, ["coordinator"])),
     "a reply emptied by both ends": (ENDS, EMPTIED),
+    "losses changed by the coordinator": (("coordinator",), other_losses),
+    "a message invented by both ends after the end": (ENDS, message_after_the_end),
     "a message invented by both ends": (ENDS, invented_message),
     "figures changed by coordinator and evaluator": (("coordinator", "evaluator"), other_figures),
     "noise claimed by all but one": (("coordinator", "evaluator", "silo-00", "silo-01", "silo-02"), claimed_noise),
@@ -336,6 +359,13 @@ INCONSISTENT = {
 
 def test_an_honest_run_has_no_findings(run: Path) -> None:
     assert [(finding.place, finding.what) for finding in audit_run(run).findings] == []
+
+
+@pytest.mark.parametrize("process", ["coordinator", "evaluator", "silo-00"])
+def test_signing_an_unchanged_log_again_changes_nothing(run: Path, process: str) -> None:
+    before = lines(run, process)
+    rebuild(run, keys_of(run, process))
+    assert lines(run, process) == before
 
 
 def assert_found(run: Path) -> None:
@@ -444,6 +474,22 @@ def test_a_run_truncated_at_an_earlier_signature_is_found_by_heads_noted_later(r
     code, found = audited(run)
     assert code == 0 and "that the run did not continue" in found["not_proven"]
     assert audited(run, "--expect", str(heads))[0] == 3
+
+
+def test_the_records_that_fewer_keys_could_change_are_said_to_be_not_proven(run: Path) -> None:
+    _, found = audited(run)
+    ends, content = found["not_anchored"], lines(run, "coordinator")
+    assert ends.keys() == set(processes(run)) and "last records of its log" in found["not_proven"]
+    assert "the keys of all 6 processes, except for the last records" in found["holds"]
+    results = next(n for n, line in enumerate(content) if '"digests of the results"' in line)
+    assert ends["coordinator"] == len(content) - results - 1  # its last messages anchor all before them
+    forge(
+        run,
+        "coordinator",
+        lambda record: record | {"wall": later(record["wall"], 60.0 * (record["n"] >= len(content) - 2))},
+    )
+    rebuild(run, keys_of(run, "coordinator"))
+    assert audited(run)[0] == 0  # the time of its last note, within these records
 
 
 def test_records_after_the_last_signature_are_said_to_be_not_proven(run: Path) -> None:

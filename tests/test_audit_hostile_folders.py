@@ -23,7 +23,7 @@ from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import MAX_LINE
-from fedmq.storage.run_folder import open_run
+from fedmq.storage.run_folder import load_aligned, open_run
 
 OLD = Path(__file__).parent / "fixtures" / "old_run"
 FILES = ["scenario.yaml", "summary.json", "metrics.jsonl", "messages/silo-00.jsonl", "model/config.json",
@@ -94,6 +94,17 @@ def test_an_endless_file_is_a_finding(run: Path, name: str) -> None:
     with (run / name).open("r+b") as file:
         file.truncate(1 << 40)
     assert any(name.rpartition("/")[2] in finding.place for finding in audit_run(run).findings)
+
+
+def test_a_file_of_far_more_tensors_than_a_model_has_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    listed = json.dumps({f"a{number}": empty for number in range(150_000)}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(listed).to_bytes(8, "little") + listed)
+    began = time.process_time()
+    with pytest.raises(OSError, match="a list of tensors of"):
+        load_aligned(path)
+    assert time.process_time() - began < 0.5
 
 
 def test_a_report_replaces_a_link_and_does_not_write_through_it(run: Path, tmp_path: Path) -> None:

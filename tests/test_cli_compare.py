@@ -23,6 +23,7 @@ from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder
 from tests.command_line import completed, fedmq
 from tests.comparisons import ROOTS, comparison_file, finish
+from tests.in_process_jobs import run_jobs_here
 from tests.threaded_run import resolved, run
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,13 @@ def test_the_help_shows_a_plain_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
         (["compare", "TINY", "--select", "evaluation.split=val,test"], "--select: found 'evaluation.split'"),
         (["compare", "TINY", "--select", "rounds=1,2", "--select-rounds", "1"], "--select rounds: found"),
+        (["compare", "TINY", "--select-rounds", "1"], "--select-rounds: found"),
+        (["compare", "TINY", "--select-seed", "1"], "--select-seed: found"),
+        (["compare", "TINY", "--select", "training.learning_rate=1,1.0"], "candidates that differ"),
+        (["compare", "TINY", "--metric", "bytes.sideways"], "--metric: found"),
+        (["compare", "TINY", "--metric", "fairness.wurst_r1"], "fairness with one of worst_r1"),
+        (["compare", "TINY", "--target", "mean_r1=50"], "a value from 0 to 1"),
+        (["compare", "TINY", "--target", "bytes.up=5"], "a metric of evaluations"),
         pytest.param(["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary", marks=pytest.mark.slow),
         pytest.param(
             ["compare", "TINY", "--vary", "partition.clusters=5,101", "--seeds", "0", "--quiet"],
@@ -203,14 +211,14 @@ def test_diverged_runs_are_told_and_a_comparison_fails_only_by_other_errors_or_w
     assert again.exit_code == code and len(started) == len(failing)  # a run that diverged would diverge again
 
 
-def test_an_unknown_column_gives_a_warning_and_the_table_is_written(
+def test_a_column_that_no_run_has_gives_a_warning_and_the_table_is_written(
     simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
 ) -> None:
-    arguments = ["compare", str(tiny), "--metric", "mean_r1,fairness.wurst_r1", "--seeds", "0", "--quiet"]
+    arguments = ["compare", str(tiny), "--metric", "mean_r1,personal.mean_r1", "--seeds", "0", "--quiet"]
     done = CliRunner().invoke(simulated_runs[0], [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     (line,) = done.stderr.splitlines()
-    assert re.match(r"warning column 'fairness\.wurst_r1' .*nearest: fairness\.worst_r1", line)
+    assert re.match(r"warning column 'personal\.mean_r1' .*nearest: mean_r1", line)
     assert "| tiny | 0.0030 | - |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "plots.html").stat().st_size > 0
 
@@ -327,6 +335,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
     assert process.returncode == 1
     assert "stopped; continue with fedmq sweep" in error
     assert not (out / "table.csv").exists()
+    run_jobs_here(monkeypatch)
     done = completed(*command, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

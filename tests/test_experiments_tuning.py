@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import optuna
 import pytest
@@ -23,6 +23,7 @@ from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tuning import TrialState, Tuned
+from tests.in_process_jobs import InThisProcess, run_jobs_here
 from tests.threaded_run import resolved
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
@@ -36,37 +37,22 @@ class Impatient(WallClock):
     def pause(self, seconds: float) -> None: ...
 
 
-class InThisProcess:
-    """A run in this process, which is over when it has started: real runs without the imports of a new process."""
-
-    started: ClassVar[list[str]] = []
+class WithRefusals(InThisProcess):
+    """A run in this process, in which a reply counts as refused at one learning rate."""
 
     def __init__(self, job: pool.Job) -> None:
-        self.started.append(job.name)
-        done = CliRunner().invoke(cli.app, list(job.command[3:]))
-        job.log.write_text(f"fedmq: {done.exception}\n" if done.exit_code else "")
-        self.returncode = done.exit_code
+        super().__init__(job)
         folder = Path(job.command[job.command.index("--quiet") - 1])
         if loader.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
             summary = json.loads((folder / "summary.json").read_text())
             refused = {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}
             (folder / "summary.json").write_text(json.dumps({**summary, "unusable_replies": refused}))
 
-    def poll(self) -> int:
-        return self.returncode
-
-    def terminate(self) -> None:
-        """It is over."""
-
-    kill = wait = terminate
-
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run jobs in this process; returns the names of the jobs that were started."""
-    monkeypatch.setattr(InThisProcess, "started", [])
-    monkeypatch.setattr(pool, "start", InThisProcess)
-    return InThisProcess.started
+    return run_jobs_here(monkeypatch, WithRefusals)
 
 
 def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
@@ -212,6 +198,15 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
         ({"metric": "fairnes.worst_r1"}, "a value of the summary, e.g. fairness"),
         ({"pruning": "median", "metric": "fairness.worst_r1"}, "pruning median needs"),
         ({"seeds": [1, 1]}, "seeds lists a seed twice"),
+        ({"metric": "scenario.name"}, "scenario has no parts"),
+        ({"search": {"training.learning_rate": [1, 1.0]}}, "values that differ: its scenario is that of 1"),
+        (
+            {"search": {"training": [{"local_epochs": 1}, {"local_epochs": 2}], "training.local_epochs": [1, 2]}},
+            "search space of rcsr: training: .*values that differ",
+        ),
+        ({"search": {"training.batch_size": {"low": 8.0, "high": 16.0}}}, "training.batch_size"),
+        ({"pruning": "median", "evaluate_every": 2}, "less than the 2 rounds of a trial"),
+        ({"evaluate_every": 1}, "evaluate_every has no effect without pruning"),
         ({"trails": 3}, "trails"),
     ],
 )

@@ -18,6 +18,7 @@ from fedmq.retrieval.released_model import open_release
 from fedmq.runs import find_runs
 from tests import threaded_run
 from tests.command_line import fedmq
+from tests.in_process_jobs import run_jobs_here
 
 HASHING = (
     "protocol=fedavg",
@@ -131,6 +132,7 @@ def test_the_command_reads_the_folder_of_a_comparison(
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
     settings = [word for setting in HASHING[1:] for word in ("--set", setting)]
     rows = "set={name: a row, protocol: fedavg},{name: alone, protocol: local}"
     said_by("compare", str(tiny), *settings, "--vary", rows, "--zero-shot", "--seeds", "0,1", "--out", "compared")

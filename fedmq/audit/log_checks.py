@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedmq.audit.anchors import ends_to_change
 from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
 from fedmq.audit.signature_checks import SignatureChecks, SignedLog
@@ -82,6 +83,7 @@ class Audit:
         signatures: signatures of each log, by process.
         keyless: processes of which the auditor, who has public keys, has none.
         compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
+        ends: number of last records of each log that could be changed without the keys of all processes.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Audit:
     signatures: dict[str, SignedLog] = field(default_factory=dict)
     keyless: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def remarks(self) -> Iterator[str]:
@@ -126,6 +129,7 @@ class Audit:
             "findings": [finding.to_plain() for finding in self.findings],
             "remarks": list(self.remarks),
             "without_key": list(self.keyless),
+            "not_anchored": dict(self.ends),
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
             "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
@@ -204,6 +208,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
     data = None if released is None else released[1].facts.get("data_digest")
     scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
     result.findings += [Finding(*each) for each in found.signed.compare(scenario, data, accepted, finished=ended)]
+    result.ends = ends_to_change(result.signatures, (record for _, record in found.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
     result.compared = found.results.compared(RunFolder(folder))
     known = {finding.place for finding in result.findings}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fedmq.audit.traffic_checks import BEGINNINGS
 from fedmq.errors import InputError
 from fedmq.runs.result_digests import FILES, SUMMARY, result_digest
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import Fact, LogRecord, NoteKind, NoteRecord
-from fedmq.wire.messages import COORDINATOR
-
-#: Notes after which files may change until the run has ended again.
-_GOES_ON = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
+from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteKind, NoteRecord
+from fedmq.wire.messages import COORDINATOR, Kind
 
 
 @dataclass
@@ -21,18 +19,23 @@ class ResultChecks:
 
     Args:
         noted: place of the note, and its digests by file; None without one, as in logs of earlier releases.
+        after: places of the coordinator's messages after the note that are not its last ones to its peers.
     """
 
     noted: tuple[str, Mapping[str, Fact]] | None = None
+    after: list[str] = field(default_factory=list)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
-        if process != COORDINATOR or not isinstance(record, NoteRecord):
+        if process != COORDINATOR:
             return
-        if record.text is NoteKind.RESULTS:
-            self.noted = place, record.facts
-        elif record.text in _GOES_ON:
-            self.noted = None
+        match record:
+            case NoteRecord(text=NoteKind.RESULTS):
+                self.noted = place, record.facts
+            case NoteRecord() if record.text in BEGINNINGS:  # files may change until the run has ended again
+                self.noted = None
+            case MessageRecord() if self.noted is not None and record.header.kind is not Kind.STOP:
+                self.after.append(place)
 
     def compared(self, folder: RunFolder) -> tuple[str, ...]:
         """The files that :meth:`differences` compares; none in a run that is not finished."""
@@ -41,12 +44,14 @@ class ResultChecks:
         return tuple(name for name in (*FILES, SUMMARY) if name in self.noted[1])
 
     def differences(self, folder: RunFolder, known: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Places and texts of the files that differ from their digests.
+        """Places and texts of the files that differ from their digests, and of messages after the end.
 
         Args:
             folder: the run folder.
             known: places at which something is found already.
         """
+        for place in self.after:
+            yield place, "a message after the run had ended"
         if self.noted is None:
             return
         place, digests = self.noted

@@ -43,6 +43,8 @@ _CONTRIBUTIONS = frozenset(
     )
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
+#: Notes after which a run goes on.
+BEGINNINGS = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8
 
@@ -64,18 +66,26 @@ class _Tally:
 class TrafficChecks:
     """Collects the messages of the coordinator's log, and compares them with metrics and summary.
 
-    A resumed run continues with the counts of its checkpoint, as they were when the coordinator signed that merge.
+    A resumed run continues with the counts of its checkpoint, as they were when the coordinator signed that merge. The
+    summary does not count what follows the digests of the results: the messages that tell the peers to stop.
     """
 
     def __init__(self) -> None:
         self._tally: _Tally | None = _Tally()  # None: unknown since a resume
         self._saved: dict[int, _Tally] = {}
+        self._ended = False
         self._last_task: Counter[str] = Counter()
         self._replies: dict[tuple[str, int], list[frozenset[str]]] = {}
         self._evaluations: set[tuple[str, int | None, int]] = set()  # requested of silos: name, number, version
 
     def take(self, record: LogRecord) -> None:
         """Add the next record of the coordinator's log."""
+        if isinstance(record, NoteRecord) and record.text in (*BEGINNINGS, NoteKind.RESULTS):
+            self._ended = record.text is NoteKind.RESULTS
+        if not self._ended:
+            self._take(record)
+
+    def _take(self, record: LogRecord) -> None:
         tally = self._tally
         match record:
             case NoteRecord(text=NoteKind.STARTED):

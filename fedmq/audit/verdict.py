@@ -59,9 +59,10 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
     since = " and that nothing was changed since the heads were noted" if evidence.heads else ""
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
+    but = ", except for the last records of a log" if audit.ends else ""
     holds = (
         f"{agree}. Each log is signed by its process and anchored in the logs of its peers, so that a change needed "
-        f"the keys of all {len(audit.records)} processes{since}{stamp}."
+        f"the keys of all {len(audit.records)} processes{but}{since}{stamp}."
     )
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
 
@@ -108,6 +109,9 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     """What signed logs without findings do not prove."""
     before = " before the heads were noted" if evidence.heads else ""
     yield f"that the holders of all keys did not collude to write false logs{before}"
+    if audit.ends:
+        named = _listed([f"{count} of {name}" for name, count in audit.ends.items()])
+        yield f"that no signer changed the last records of its log ({named}), for which fewer keys were enough"
     if evidence.keys is None:
         yield "whose keys these are (compare fingerprints, or give --keys DIR)"
     elif audit.keyless:

@@ -337,6 +337,9 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
         if options.select_rounds is not None and any(each.key == "rounds" for each in select):
             allowed = "one of them: both set the rounds of those runs"
             raise InputError("--select rounds", "together with --select-rounds", allowed)
+        for option, given in (("--select-rounds", options.select_rounds), ("--select-seed", options.select_seed)):
+            if given is not None and not select:
+                raise InputError(option, given, "it has an effect only with --select")
         summary.baselines(made)
         plan.check_across(made)
         plan.check_metrics(made, resolve)

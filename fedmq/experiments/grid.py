@@ -27,8 +27,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import BRIEF, known_names
+from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
 from fedmq.evaluation.user_metrics import measures_of
+from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
 from fedmq.runs.results import Target
 from fedmq.text import did_you_mean, nearest
 
@@ -226,10 +227,10 @@ def check_across(plan: ComparisonPlan) -> None:
 def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
     """Refuse columns and targets that no run of the plan can have, before hours of computation.
 
-    Names with a dot are paths in the summary and are not checked, because they depend on the method.
+    Names with a dot are paths in the summary; of those, parts that depend on the data or the method are not checked.
 
     Raises:
-        InputError: there is no such metric; the error suggests similar ones.
+        InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
     """
     requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
     evaluations = dict.fromkeys(each.evaluation for each in scenarios(plan, resolve))
@@ -240,6 +241,16 @@ def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
             listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
             hint = did_you_mean(name, known)
             raise InputError(option, name, f"{listed}; {hint}" if hint else listed)
+        if "." in name and (allowed := allowed_instead(name, known)):
+            raise InputError(option, name, allowed)
+    for target in plan.targets:
+        name, text = target.metric, f"{target.metric}={target.value:g}"
+        if "." in name and name.partition(".")[0] not in EVALUATED:
+            raise InputError(
+                "--target", text, f"a metric of evaluations, e.g. mean_r1, or below {', '.join(EVALUATED)}"
+            )
+        if is_known(name) and not (metric := metric_of(name)).low <= target.value <= metric.high:
+            raise InputError("--target", text, f"a value from {metric.low:g} to {metric.high:g}")
 
 
 def entries(
@@ -290,11 +301,8 @@ def entries(
             names = {resolve(draft.file, list(row_settings), None).protocol.label, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
-        runs: list[str] = []
-        for candidate in candidates:
-            with _naming_option("--select", candidate):
-                runs.append(resolve(draft.file, [*row_settings, *candidate], None).model_dump_json())
-        if (other := same.setdefault(tuple(runs), name)) != name:
+        runs = _different_runs(draft.file, row_settings, candidates, resolve)
+        if (other := same.setdefault(runs, name)) != name:
             raise InputError("--vary", name, f"rows that differ: its scenario is that of {other}")
         made.append(Entry(name, method, draft.point, draft.file, row_settings, candidates))
     _refuse_idle("--select", select, known)
@@ -302,6 +310,20 @@ def entries(
         allowed = "scenarios (and --vary set=) with different names, so that their rows can be distinguished"
         raise InputError("FILE or --vary", twice[0], allowed)
     return tuple(made)
+
+
+def _different_runs(
+    file: Path, settings: tuple[str, ...], candidates: Sequence[tuple[str, ...]], resolve: Resolve
+) -> tuple[str, ...]:
+    """The scenarios of a row's candidates as JSON; InputError if two are equal, which would count as two tried."""
+    runs: dict[str, str] = {}
+    for candidate in candidates:
+        with _naming_option("--select", candidate):
+            run = resolve(file, [*settings, *candidate], None).model_dump_json()
+        text = " ".join(candidate)
+        if (other := runs.setdefault(run, text)) != text:
+            raise InputError("--select", text, f"candidates that differ: its scenario is that of {other}")
+    return tuple(runs)
 
 
 @contextmanager

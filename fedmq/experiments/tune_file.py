@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +17,10 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import known_names
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.experiments.grid import Entry, Resolve
-from fedmq.runs.run_records import RunSummary
-from fedmq.storage.json_files import Stored
+from fedmq.experiments.summary_paths import allowed_instead
 from fedmq.storage.regular_files import is_file
 from fedmq.text import nearest
 
@@ -143,6 +141,8 @@ class TuneFile(BaseModel):
             raise ValueError("seeds lists a seed twice")
         if not self.search and not all(self.methods.values() or [{}]):
             raise ValueError("search is empty: give at least one key for each method")
+        if self.evaluate_every is not None and self.pruning == "none":
+            raise ValueError("evaluate_every has no effect without pruning: median")
         if self.pruning == "median" and "." in self.metric:
             raise ValueError(f"pruning median needs a metric of the shared model without a dot, not {self.metric}")
         return self
@@ -231,10 +231,18 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
         scenario = _resolved(path, f"methods.{name}", resolve, file, settings)
         first = {key: values[0] for key, values in _extremes(space)}
         for key, values in _extremes(space):
+            known_by = dict[str, Any]()
             for value in values:
-                tried = [*settings, *as_settings({**first, key: value})]
-                _resolved(path, f"search space of {name}: {key}", resolve, file, tried)
+                tried, place = [*settings, *as_settings({**first, key: value})], f"search space of {name}: {key}"
+                found = _resolved(path, place, resolve, file, tried).model_dump_json()
+                if (other := known_by.setdefault(found, value)) is not value:
+                    raise InputError(
+                        f"{path}: {place}", value, f"values that differ: its scenario is that of {other!r}"
+                    )
         rounds = spec.rounds or scenario.rounds
+        if spec.pruning != "none" and (spec.evaluate_every or 1) >= rounds:
+            most = f"less than the {rounds} rounds of a trial, or nothing is pruned"
+            raise InputError(f"{path}: evaluate_every", spec.evaluate_every or 1, most)
         pruned = spec.pruning != "none" and not personal_only(scenario)
         every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
         entry = Entry(name, name, (), file, settings, ((),))
@@ -242,32 +250,21 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
     known = known_names(own.evaluation, measures_of(own.evaluation))
     if "." not in spec.metric and spec.metric not in known:
         raise InputError(f"{path}: metric", spec.metric, f"a metric, e.g. {', '.join(nearest(spec.metric, known))}")
-    if "." in spec.metric and (allowed := _no_path(spec.metric, known)):
+    if "." in spec.metric and (allowed := allowed_instead(spec.metric, known)):
         raise InputError(f"{path}: metric", spec.metric, allowed)
     return TunePlan(path, spec, tuple(methods))
 
 
-def _no_path(metric: str, known: Collection[str]) -> str | None:
-    """What is allowed instead of a path that no summary has; None for a path that a summary may have."""
-    head, _, name = metric.partition(".")
-    if head not in RunSummary.model_fields:
-        return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"
-    if head in ("fairness", "personal_fairness"):
-        names: Collection[str] = fairness_of({})
-    elif head in ("metrics", "personal", "per_silo_mean", "personal_per_silo_mean"):
-        names = known
-    else:
-        kind = RunSummary.model_fields[head].annotation
-        if not (isinstance(kind, type) and issubclass(kind, Stored)):
-            return None
-        first, names = name.partition(".")[0], kind.model_fields
-        return None if first in names else f"{head} with one of {', '.join(names)}"
-    return None if name in names else f"{head} with one of {', '.join(nearest(name, names))}"
-
-
 def _extremes(space: Mapping[str, Range | tuple[Any, ...]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """By key its values, or the bounds of its range and, unless all are whole numbers, a value between them."""
     for key, values in space.items():
-        yield key, (values.low, values.high) if isinstance(values, Range) else values
+        if not isinstance(values, Range):
+            yield key, values
+        elif values.whole:
+            yield key, (values.low, values.high)
+        else:
+            inside = values.low + (values.step or 0.381966 * (values.high - values.low))
+            yield key, (values.low, inside, values.high)[: 3 if inside < values.high else 2]
 
 
 def as_settings(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ from fedmq.storage.regular_files import check_run_files
 if TYPE_CHECKING:
     import torch
 
+#: Maximum size of the list of tensors of a safetensors file, which is parsed as a whole [bytes]. 8192 tensors
+#: take about 2 MB.
+_MAX_TENSOR_LIST = 1 << 23
 #: Errors of a path that the user should replace by another one, unlike those of a full or broken disk.
 _BAD_PLACE = frozenset(
     {
@@ -209,9 +212,16 @@ def load_aligned(path: Path) -> dict[str, torch.Tensor]:
 
     Memory-mapped tensors have the alignment that they have in the file, and the summation order of a matrix product
     depends on the alignment: a resumed run would differ from an uninterrupted one in the last bit.
+
+    Raises:
+        OSError: the file cannot be read, or its list of tensors is longer than that of any model.
     """
     from safetensors.torch import load_file  # noqa: PLC0415 - imports torch, which the audit of message logs avoids
 
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_TENSOR_LIST:
+        raise OSError(f"a list of tensors of {size} bytes, allowed: at most {_MAX_TENSOR_LIST}")
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 

@@ -271,6 +271,20 @@ def _head(folder: RunFolder) -> str:
     return "" if head is None else f"log head     {head[1]}\n"
 
 
+def _audit(summary: RunSummary, folder: RunFolder) -> str:
+    """The command that audits the run, after copying the logs that lie on other machines; empty without logs."""
+    if not summary.messages.logged:
+        return ""
+    command = f"fedmq audit {shlex.quote(str(folder.root))}"
+    took_part = [name for name, silo in summary.per_silo.items() if silo.modalities]  # as a silo states them first
+    took_part += [EVALUATOR] * (summary.evaluated is not None)
+    away = [name for name in took_part if not folder.messages(name).exists()]
+    if not away or not folder.messages(COORDINATOR).exists():
+        return f"\naudit        {command}"
+    to = folder.messages(COORDINATOR).parent
+    return f"\naudit        first copy messages/*.jsonl of {name_some(away)} to {to}, then: {command}"
+
+
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
     own, models, heldout = tuple(summary.own_metrics.values()), _models(summary), summary.own_heldout
@@ -297,7 +311,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"model digest {summary.model_digest}\n"
         f"{_head(folder)}"
         f"report       {folder.report}"
-        + (f"\naudit        fedmq audit {shlex.quote(str(folder.root))}" if summary.messages.logged else ""),
+        f"{_audit(summary, folder)}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -18,7 +18,7 @@ from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
-from fedmq.text import print_line
+from fedmq.text import print_line, printable
 from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind
@@ -27,36 +27,43 @@ from fedmq.wire.messages import Kind
 SNAPSHOT_SECONDS = 10.0
 #: File of the snapshot.
 _EPOCHS = "epochs.safetensors"
-#: Name of the digest in a file's metadata.
-_DIGEST = "sha256"
+#: Names of the digest and the owner in a file's metadata.
+_DIGEST, _OWNER = "digest", "owner"
 #: Maximum size of a file [bytes].
 _MOST_BYTES = 1 << 40
 
 
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) of names, types, shapes and values."""
-    found = hashlib.sha256()
+def _digest(owner: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) of the owner and the tensors' names, types, shapes and values."""
+    found = hashlib.sha256(f"{owner}\n".encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    write_tensors(path, tensors, {_DIGEST: _digest(tensors)})
+def _owner(path: Path) -> str:
+    """Silo and name of a file, e.g. ``silo-00/task-000000001``; another silo's state is never used for this one's."""
+    return f"{path.parent.name}/{path.stem}"
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
+    write_tensors(path, tensors, {_DIGEST: _digest(owner, tensors), _OWNER: owner})
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors with the digest that was written with them; older files have none.
+    """Tensors with the owner and the digest that were written with them; older files have neither.
 
     Raises:
-        OSError: the file cannot be read, or has other content than was written.
+        OSError: the file cannot be read, belongs to another silo or task, or has other content than was written.
     """
     check_regular(path, _MOST_BYTES, "a personal state")
     with safe_open(path, "pt") as file:
-        stated = (file.metadata() or {}).get(_DIGEST)
-    tensors = load_aligned(path)
-    if stated not in (None, _digest(tensors)):
+        facts = file.metadata() or {}
+    tensors, owner = load_aligned(path), facts.get(_OWNER, _owner(path))
+    if owner != _owner(path):
+        raise OSError(f"it is {printable(owner[:80])}")
+    if facts.get(_DIGEST) not in (None, _digest(owner, tensors)):
         raise OSError("other content than was written")
     return tensors
 
@@ -132,7 +139,8 @@ class StateStore:
         if state or stored:
             contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
             try:
-                write_atomically(self._path(sequence), lambda path: _write(path, contiguous), durable=True)
+                kept = self._path(sequence)
+                write_atomically(kept, lambda path: _write(path, contiguous, _owner(kept)), durable=True)
             except InputError as error:
                 raise DiskError(str(error)) from error
             self._newest = sequence, contiguous
@@ -168,7 +176,7 @@ class TaskEpochs:
             return
         # A task does not depend on its snapshot: a full disk only means that an interrupted task starts over.
         with contextlib.suppress(FedmqError):
-            write_atomically(self._path, lambda path: _write(path, snapshot()))
+            write_atomically(self._path, lambda path: _write(path, snapshot(), _owner(self._path)))
         self._last = self._clock.stopwatch()
 
 

@@ -84,6 +84,18 @@ def test_a_changed_value_of_a_personal_state_is_refused(tmp_path: Path) -> None:
         StateStore(tmp_path).before(2)
 
 
+@pytest.mark.parametrize("other", ["silo-00/task-000000001", "silo-01/task-000000002"])
+def test_a_personal_state_of_another_silo_or_task_is_refused(other: str, tmp_path: Path) -> None:
+    for silo in ("silo-00", "silo-01"):
+        for task in (1, 2):
+            StateStore(tmp_path / silo).keep(task, {"w": torch.full((2,), 1.0 + task)}, 0)
+    assert StateStore(tmp_path / "silo-00").before(3)["w"].tolist() == [3.0, 3.0]
+    path = tmp_path / "silo-00" / "task-000000002.safetensors"
+    path.write_bytes((tmp_path / f"{other}.safetensors").read_bytes())
+    with pytest.raises(InputError, match=f"it is {other}"):
+        StateStore(tmp_path / "silo-00").before(3)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
+from fedmq.errors import InputError
 from fedmq.runs import results
 from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.json_files import read_json
@@ -67,6 +68,11 @@ def test_an_old_folder_can_be_compared_and_replayed(old: RunFolder) -> None:
     record = replay.read_record(old)
     assert record.digest == record.files["model"] == DIGEST
     assert replay.first_difference(record, record) is None
+
+
+def test_the_status_of_an_old_folder_is_said_to_be_in_its_report(old: RunFolder) -> None:
+    with pytest.raises(InputError, match=r"has ended, and an earlier fedmq kept no status.*`fedmq report .*` shows"):
+        CliRunner().invoke(cli.app, ["status", str(old.root)], catch_exceptions=False)
 
 
 def test_files_of_an_old_folder_are_the_same_to_the_byte_when_rewritten(old: RunFolder) -> None:

@@ -19,6 +19,8 @@ from fedmq.errors import InputError
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import writing
 
+#: One of Optuna's operations: JSON of its own form.
+Operation = dict[str, Any]
 _ALLOWED = "the journal of this search; delete it to begin the search again with the runs that are done"
 #: Maximum size of a journal [bytes].
 _MOST_BYTES = 1 << 30
@@ -38,7 +40,7 @@ class SearchJournal:
 
     def __init__(self, path: Path, search: object) -> None:
         self._path, self._together = path, False
-        self._operations, self._step = list[dict[str, Any]](), list[dict[str, Any]]()
+        self._operations, self._step = list[Operation](), list[Operation]()
         self._last = last = hashlib.sha256(json.dumps(search, sort_keys=True).encode()).hexdigest()
         raw = read_regular(path, _ALLOWED, _MOST_BYTES) if os.path.lexists(path) else b""
         read, end, whole = 0, 0, 0
@@ -52,7 +54,7 @@ class SearchJournal:
         if whole < len(raw):
             os.truncate(path, whole)
 
-    def _checked(self, line: bytes, number: int, before: str) -> tuple[dict[str, Any], str]:
+    def _checked(self, line: bytes, number: int, before: str) -> tuple[Operation, str]:
         try:
             operation = json.loads(line)
             operation.pop(_DIGEST)
@@ -74,7 +76,7 @@ class SearchJournal:
             self._together = False
             self._step = []
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Operation]) -> None:
         """Append operations."""
         self._step += logs
         self._operations += json.loads(json.dumps(logs))
@@ -82,7 +84,7 @@ class SearchJournal:
             self._write()
             self._step = []
 
-    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> list[Operation]:
         """The operations from a number on, those of an unfinished step included."""
         return self._operations[log_number_from:]
 
@@ -97,7 +99,7 @@ class SearchJournal:
             os.fsync(file.fileno())
 
 
-def _sealed(operation: dict[str, Any], before: str) -> tuple[str, str]:
+def _sealed(operation: Operation, before: str) -> tuple[str, str]:
     """The line of an operation, and its digest; given the digest of the line before."""
     text = json.dumps(operation, separators=(",", ":"))
     digest = hashlib.sha256(f"{before}{text}".encode()).hexdigest()

@@ -133,6 +133,10 @@ class InProcessPeers:
         """Always empty: functions send no heartbeats."""
         return {}
 
+    def joining(self) -> Mapping[str, float]:
+        """Always empty: functions need not wait."""
+        return {}
+
     def drop(self, name: str) -> bool:
         """Remove a peer; returns whether it had joined."""
         joined = name in self._joined

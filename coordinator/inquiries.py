@@ -18,6 +18,7 @@ from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
 from fedmq.version import __version__
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR
@@ -25,6 +26,8 @@ from fedmq.wire.payloads import MAX_STATUS, RunStatus
 
 #: Maximum length of each silo's error in a status that would otherwise be too large [characters].
 _SHORT_ERROR = 40
+#: Time without a message after which a silo that waits for the others is shown as lost [s].
+SILENT_SECONDS = 5 * BEAT_SECONDS
 
 
 class Inquiries:
@@ -101,7 +104,8 @@ class Inquiries:
         return CoordinatorFacts(versions=versions, format=agreed, settled=settled, scenario=scenario)
 
     def _before(self, peers: Peers) -> StatusFile:
-        silos = {name: _before_rounds(name, peers) for name in self._silos}
+        heard = {**peers.heard(), **peers.joining()}
+        silos = {name: self._before_rounds(name, peers, heard.get(name)) for name in self._silos}
         return StatusFile(
             run=self._run,
             written=self._clock.utc(),
@@ -120,8 +124,12 @@ class Inquiries:
             silos=silos,
         )
 
-
-def _before_rounds(name: str, peers: Peers) -> SiloStatus:
-    error = peers.failures.get(name, "")
-    absent = SiloPhase.LOST if error else SiloPhase.ABSENT
-    return SiloStatus(phase=SiloPhase.WAITING if peers.online(name) else absent, error=error)
+    def _before_rounds(self, name: str, peers: Peers, heard: float | None) -> SiloStatus:
+        """The status of a silo that was heard last at a stopwatch's time [s]; None if it has no session."""
+        error = peers.failures.get(name, "")
+        if heard is None:
+            away = SiloPhase.LOST if error else SiloPhase.ABSENT
+            return SiloStatus(phase=SiloPhase.WAITING if peers.online(name) else away, error=error)
+        silent = self._clock.stopwatch() - heard > SILENT_SECONDS
+        phase = SiloPhase.LOST if silent else SiloPhase.WAITING
+        return SiloStatus(phase=phase, heard=self._clock.utc(heard), error=error)

@@ -130,6 +130,9 @@ class Peers(Protocol):
     def heard(self) -> Mapping[str, float]:
         """Stopwatch time of the last message of each connected peer [s]; empty where there are no heartbeats."""
 
+    def joining(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each peer that has a session but has not joined [s]."""
+
     def drop(self, name: str) -> bool:
         """Remove a peer until it is ready again; returns whether it was online."""
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
+from coordinator.displaced_sessions import DisplacedSessions
 from coordinator.inquiries import Inquiries
 from coordinator.peer_sessions import Peer, PendingHandshake
 from coordinator.peers import HeaderMaker, Ready, Unusable
@@ -17,7 +18,7 @@ from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
-from fedmq.wire.channel import EXPELLED
+from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
 from fedmq.wire.handshake import confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
@@ -92,6 +93,7 @@ class Roster:
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._reports = ScenarioReports(log)
+        self._displaced = DisplacedSessions(clock, patience, log.logger)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -168,6 +170,12 @@ class Roster:
             if peer is None:
                 if (report := self._reports.take(address, frames)) is not None:
                     self._note_other_scenario(*report)
+                    return None
+                displaced, told = self._displaced.still_used(address, frames)
+                if told is not None:
+                    error = Error(DISPLACED, "another process has joined with this key")
+                    self._send(told, Message(self.header(told.name, Kind.ERROR), (error,)))
+                if displaced:
                     return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
             return self._message(peer, frames, size)
@@ -301,6 +309,7 @@ class Roster:
         # An older session of that name continues until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
+            self._displaced.add(earlier, address)
         # Only now: the earlier handshake may have been on the same connection.
         self._by_address[address] = self._joining[peer.name] = peer
         return None
@@ -323,7 +332,10 @@ class Roster:
         """Replace an older session of the peer's name with this one."""
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
-        returned = self._by_name.get(peer.name) is not peer and self.drop(peer.name)
+        earlier = self._by_name.get(peer.name)
+        returned = earlier is not peer and self.drop(peer.name)
+        if returned and earlier is not None:
+            self._displaced.add(earlier, peer.address)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned)
 
@@ -456,6 +468,10 @@ class Roster:
     def heard(self) -> Mapping[str, float]:
         """Stopwatch time of the last message of each connected peer [s]."""
         return {peer.name: peer.heard for peer in self._by_name.values()}
+
+    def joining(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each peer that has stated its data and waits for the others [s]."""
+        return {name: peer.heard for name, peer in self._joining.items()}
 
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""

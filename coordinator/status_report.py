@@ -162,7 +162,7 @@ class StatusReport:
 
     def _file(self, rounds: Rounds, seen: set[str], now: float) -> StatusFile:
         roster, counters = self._roster, self._counters
-        for name, at in roster.heard().items():
+        for name, at in {**roster.joining(), **roster.heard()}.items():
             self._heard[name] = self._clock.utc(at)
         return StatusFile(
             run=self._run,
@@ -218,6 +218,8 @@ class StatusReport:
             return SiloPhase.STOPPED
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
+        if name in self._roster.joining() and name not in seen:  # a late silo, until the next round
+            return SiloPhase.WAITING
         if name not in seen and name not in self._roster.failures:
             return SiloPhase.ABSENT
         return SiloPhase.GIVEN_UP if name in rounds.gone else SiloPhase.LOST

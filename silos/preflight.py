@@ -1,7 +1,7 @@
 """Checks before a silo joins a run, on this machine and against the coordinator's status.
 
-They cover keys, scenario, versions, data and whether these fit the other sites', disk, memory, and one training step,
-which is discarded.
+They cover keys, policy, scenario, versions, data and whether these fit the other sites', disk, memory, and one training
+step, which is discarded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import psutil
 import torch
 
 import protocols
+from fedmq.audit.policy_guard import PolicyGuard, guard_of, kinds_needed
 from fedmq.config.scenario import Scenario
 from fedmq.config.scenario_digests import named
+from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
@@ -27,14 +29,18 @@ from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
 from fedmq.runs.status import StatusFile, status_of
+from fedmq.storage.run_folder import RunFolder
 from fedmq.version import __version__
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
-from fedmq.wire.inquiry import NoAnswerError, ask_status
+from fedmq.wire.inquiry import NoAnswerError, UnknownHostError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
+from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
+from fedmq.wire.transports.tcp import unknown_host
+from protocols._missing_branch import shortened
 from silos.program import Silo, SiloArguments
 
 #: Advice if the scenarios differ.
@@ -48,6 +54,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"  # the silo can join, but the reader should know
+    WARNING = "warning"  # it can join with fewer items than the data have
     SKIPPED = "skipped"  # not possible, e.g. because the coordinator is not running yet
     FAILED = "failed"
 
@@ -88,7 +95,7 @@ _DEFAULTS = Limits()
 def preflight(
     arguments: SiloArguments, progress: Progress | None = None, limits: Limits = _DEFAULTS
 ) -> Iterator[Check]:
-    """Make all checks, one after the other; nothing is trained, sent or written.
+    """Make all checks, one after the other; nothing is trained or sent, and only the cache is written.
 
     Args:
         arguments: the arguments with which the silo will be started.
@@ -109,12 +116,20 @@ def preflight(
             raise RemoteWireError("unknown_sender", f"no public key of the coordinator in {arguments.keys}/accepted")
     except FedmqError as error:
         yield Check("keys", Verdict.FAILED, str(error))
+        yield _without_key(arguments)
     else:
         yield Check("keys", Verdict.OK, f"{arguments.name} has the key {fingerprint(identity)}: {words(identity)}")
         status, unanswered = _asked(arguments, identity, accepted, limits)
         yield unanswered or _handshake(arguments, identity, accepted, status, limits)
         if status is not None and status.coordinator is not None:
             yield _same_versions(status.coordinator.versions)
+    guard = None
+    if arguments.policy is not None:
+        path = RunFolder(arguments.out).messages(arguments.name)
+        try:
+            guard = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario))
+        except FedmqError as error:
+            yield Check("policy", Verdict.FAILED, str(error))
     try:
         device_of(_here(arguments).device)
     except InputError as error:
@@ -131,8 +146,26 @@ def preflight(
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
+    if lacking := _left_out(arguments, silo):
+        yield Check("left out", Verdict.WARNING, lacking)
     yield _disk(arguments, silo, limits)
-    yield from _step(silo, limits)
+    yield from _step(silo, limits, guard, site)
+
+
+def _without_key(arguments: SiloArguments) -> Check:
+    """What can be said about the coordinator without a usable key: whether its name is known here."""
+    if host := unknown_host(arguments.connect):
+        detail = f"{arguments.connect}: the name {host} is unknown on this machine"
+        return Check("coordinator", Verdict.FAILED, detail)
+    return Check("coordinator", Verdict.SKIPPED, f"{arguments.connect} is not asked without both keys")
+
+
+def _left_out(arguments: SiloArguments, silo: Silo) -> str:
+    """One line on the items that are left out, as they lack a picture or captions."""
+    own = None if arguments.site is None else arguments.site.data
+    data = own if arguments.scenario.data is None else arguments.scenario.data
+    extracted = silo.population.prepared.meta.source.get("weights") is not None
+    return left_out(data) if extracted and data is not None else ""
 
 
 def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | None:
@@ -163,6 +196,8 @@ def _asked(
     name = "coordinator"
     try:
         return status_of(ask_status(arguments.connect, identity, accepted, limits.answer_seconds)), None
+    except UnknownHostError as error:
+        return None, Check(name, Verdict.FAILED, str(error))
     except NoAnswerError as error:
         return None, Check(name, Verdict.SKIPPED, f"{error}; key, scenario and versions are not compared")
     except InputError as error:
@@ -250,8 +285,8 @@ def _disk(arguments: SiloArguments, silo: Silo, limits: Limits) -> Check:
     return Check("disk", Verdict.OK if free >= needed else Verdict.FAILED, detail)
 
 
-def _step(silo: Silo, limits: Limits) -> Iterator[Check]:
-    """One training step on the first batch, which is discarded: its time, and the memory that is left."""
+def _step(silo: Silo, limits: Limits, guard: PolicyGuard | None, site: SiteData | None) -> Iterator[Check]:
+    """One training step on the first batch, which is discarded: its time, its reply's size, the memory that is left."""
     training = silo.context.training
     context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
     protocol, size = protocols.create(silo.scenario.protocol, context), min(training.batch_size, len(silo.dataset))
@@ -265,15 +300,28 @@ def _step(silo: Silo, limits: Limits) -> Iterator[Check]:
         yield Check("training step", Verdict.FAILED, f"{type(error).__name__}: {error}")
         return
     seconds = time.monotonic() - began
+    if guard is not None:
+        sent = tuple(shortened(payload, silo.context.layout, silo.facts) for payload in trained.payloads)
+        yield _policy(guard, tuple(silo.transform(payload, task) for payload in sent), site)
     steps = training.local_epochs * -(-len(silo.dataset) // max(1, size))
+    task_seconds = "less than 0.1" if seconds * steps < 0.1 else f"at most about {seconds * steps:.1f}"
     detail = (
-        f"{size} items in {seconds:.2f} s on {silo.model.flat.device}: at most about {seconds * steps:.1f} s per task "
-        f"of {steps} steps ({_loss(silo, trained.loss)})"
+        f"{size} items in {seconds:.2f} s on {silo.model.flat.device}: {task_seconds} s per task "
+        f"of {steps} {'step' if steps == 1 else 'steps'} ({_loss(silo, trained.loss)})"
     )
     yield Check("training step", Verdict.OK, detail)
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss
     verdict = Verdict.OK if free >= limits.spare_memory else Verdict.FAILED
     yield Check("memory", verdict, f"{used / 1e6:,.0f} MB used by this silo, {free / 1e6:,.0f} MB still available")
+
+
+def _policy(guard: PolicyGuard, reply: tuple[Payload, ...], site: SiteData | None) -> Check:
+    """Whether the policy allows what this silo states about its data and the reply to a task."""
+    broken = [*guard.broken(() if site is None else site.statement), *guard.broken(reply)]
+    if broken:
+        return Check("policy", Verdict.FAILED, f"the silo would not send {'; nor '.join(broken)}")
+    sizes = ", ".join(f"{each.KIND} {tensor_bytes(each):,}" for each in reply)
+    return Check("policy", Verdict.OK, f"allows the silo to join and to reply to a task (bytes: {sizes})")
 
 
 def _loss(silo: Silo, loss: float) -> str:

@@ -29,7 +29,7 @@ from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_la
 from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
-from fedmq.federation.site_data import SiteData, confirm, raise_refused
+from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.error_files import ErrorFile
@@ -311,9 +311,9 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        link.start()
-        logger.info("connecting", uri=arguments.connect, samples=start.samples)
-        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
+        receive = begin(link, logger, uri=arguments.connect, samples=start.samples)
+        while (message := receive()) is not None and message.header.kind is not Kind.STOP:
+            receive = link.receive
             last_message["sent_at"] = message.header.sent_at
             if message.header.kind is Kind.ERROR:
                 raise_refused(message, arguments.name)
@@ -335,7 +335,7 @@ def run_silo(
                     case _:
                         logger.warning("message ignored", kind=message.header.kind.value)
             del message  # the next one may take minutes: release the memory of this one's model
-        logger.info("stopped by the coordinator")
+        logger.info("the coordinator has ended the run")
     finally:
         link.close()
         slots.close()
@@ -369,7 +369,7 @@ def _log_and_channel(
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
     forbidden = None
     if arguments.policy is not None:
-        forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario))
+        forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
     log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     uri, warn = arguments.connect, logger.warning

@@ -174,6 +174,11 @@ def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:
         def online(self, name: str) -> bool:
             return name != "silo-0000"
 
+        def heard(self) -> dict[str, float]:
+            return {}
+
+        joining = heard
+
     log = MessageLog(tmp_path / "log.jsonl", "coordinator", WallClock())
     names = [f"silo-{number:04d}" for number in range(1024)]
     inquiries = Inquiries("run-1", names, 9, WallClock(), log)

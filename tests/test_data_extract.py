@@ -19,7 +19,7 @@ from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.catalogue import SETS
-from fedmq.data.extract import pooled, store
+from fedmq.data.extract import left_out, pooled, store
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders import clip, clip_weights, images
@@ -315,6 +315,9 @@ def test_a_missing_photo_is_refused_by_name_or_skipped(tmp_path: Path) -> None:
     found = prepared(tmp_path, missing="skip")
     assert found.keys == ("0.jpg", "2.jpg", "3.jpg", "5.jpg")
     assert found.captions.tolist() == [1, 3, 1, 3]
+    data = Data(name="flickr8k", path=tmp_path / "set", missing="skip")
+    assert left_out(data) == "2 of 6 items left out: no picture"
+    assert left_out(data.model_copy(update={"missing": "refuse"})) == ""
 
 
 def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_processes_of_three_sites_compute_what_a_simulation_by_column_computes(
     tmp_path: Path, finished: tuple[Sites, list[str]]
 ) -> None:
     sites, printed = finished
-    assert "stopped by the coordinator" in printed[1], printed
+    assert "the coordinator has ended the run" in printed[1], printed
     compare_with_simulation(sites.summary(), tmp_path, "rcsr")
 
 

@@ -106,7 +106,11 @@ def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path
     soon = Limits(answer_seconds=0.2)
     found = by_name(preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), limits=soon))
     assert found["keys"].verdict is Verdict.FAILED
-    assert "coordinator" not in found
+    assert found["coordinator"].verdict is Verdict.SKIPPED, "nobody can ask without a key"
+    elsewhere = replace(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), connect="tcp://no..name:5555")
+    found = by_name(preflight(elsewhere, limits=soon))
+    assert found["coordinator"].verdict is Verdict.FAILED
+    assert "the name no..name is unknown on this machine" in found["coordinator"].detail
     gone = scenario.model_copy(update={"data": scenario.data.model_copy(update={"path": tmp_path / "gone.npz"})})
     found = by_name(preflight(arguments(gone, keys, tmp_path / "silo"), limits=soon))
     assert found["coordinator"].verdict is Verdict.SKIPPED, "it does not run"
@@ -115,6 +119,24 @@ def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path
     vast = replace(soon, log_bytes=1e18, spare_memory=1e18)
     found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo"), limits=vast))
     assert found["disk"].verdict is found["memory"].verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("up", "verdict", "detail"),
+    [
+        ({"kinds": ["delta"]}, Verdict.FAILED, "up.kinds: found 'a list without data_statement'"),
+        ({"bytes_per_payload": {"delta": 10}}, Verdict.FAILED, "up.bytes_per_payload.delta allows 10"),
+        ({"bytes_in_all": 10}, Verdict.FAILED, "up.bytes_in_all allows 10"),
+        ({"bytes_per_message": 10**9}, Verdict.OK, "(bytes: delta "),
+    ],
+)
+def test_the_policy_is_checked_against_what_the_silo_has_to_send(
+    up: object, verdict: Verdict, detail: str, scenario: Scenario, keys: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"up": up}))
+    strict = replace(arguments(scenario, keys, tmp_path / "silo"), policy=tmp_path / "policy.yaml")
+    found = by_name(preflight(strict, limits=Limits(answer_seconds=0.1)))
+    assert found["policy"].verdict is verdict and detail in found["policy"].detail, found["policy"]
 
 
 def test_the_command_exits_with_1_if_a_check_failed(

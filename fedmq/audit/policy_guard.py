@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedmq.audit.policy import Policy, broken_limits, counts_in_all, read_policy
@@ -31,12 +31,16 @@ class PolicyGuard:
         policy: the rules; those for what this silo sends apply.
         silo: its name.
         sent: bytes of messages that count in ``bytes_in_all`` and were sent before.
+        report: called with one line on what is withheld, with the numbers compared.
 
     Raises:
         InputError: the policy does not allow this silo or the coordinator to exchange messages at all.
     """
 
-    def __init__(self, policy: Policy, silo: str, sent: int = 0) -> None:
+    def __init__(
+        self, policy: Policy, silo: str, sent: int = 0, report: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._report = report
         for name in (silo, COORDINATOR):
             if policy.peers is not None and name not in policy.peers:
                 allowed = f"{silo} and {COORDINATOR}, or do not start this silo"
@@ -60,6 +64,22 @@ class PolicyGuard:
             allowed = f"a list with {', '.join(needed)}, which this silo has to send in this run"
             raise InputError(place, found, f"{allowed}; or do not start it")
 
+    def broken(self, payloads: Sequence[Payload]) -> list[str]:
+        """The limits that a message with these payloads would break, one line each; nothing is counted as sent."""
+        sizes = [(payload.KIND, tensor_bytes(payload)) for payload in payloads]
+        least = sum(size for _, size in sizes)  # the frames add some hundred bytes
+        lines = [
+            f"{payload or 'a message'} of {found:,} bytes: {text}"
+            for _, payload, found, text in broken_limits(sizes, least, self._rule, self._places)
+        ]
+        for each in payloads:
+            if not _only_allowed_fields(each, self._rule.fields or {}):
+                lines.append(f"{each.KIND}: {self._places['fields']}.{each.KIND} does not allow all its fields")
+        most = self._rule.bytes_in_all
+        if most is not None and self._sent + least > most:
+            lines.append(f"a message of {least:,} bytes: {self._places['bytes_in_all']} allows {most:,}")
+        return lines
+
     def __call__(self, message: Message, size: int) -> Refusal | None:
         """What forbids a message, which is counted as sent if nothing does.
 
@@ -73,13 +93,16 @@ class PolicyGuard:
         kind = message.header.kind.value
         if message.header.kind is Kind.AGREEMENT:
             kind = Kind.STATEMENT.value  # a refusal has no word for the confirmation, which completes the statement
-        for limit, payload, _, _ in broken_limits(payloads, size, self._rule, self._places):
+        for limit, payload, found, text in broken_limits(payloads, size, self._rule, self._places):
+            self._report(f"withholds a {payload or kind} of {found:,} bytes: {text}")
             return Refusal(limit.value, payload or kind)
         for each in message.payloads:
             if not _only_allowed_fields(each, self._rule.fields or {}):
                 return Refusal(WithheldBy.FIELDS.value, each.KIND)
         most = self._rule.bytes_in_all
         if most is not None and self._sent + size > most:
+            already = f"{size:,} bytes after {self._sent:,}"
+            self._report(f"withholds a {kind} of {already}: {self._places['bytes_in_all']} allows {most:,}")
             return Refusal(WithheldBy.BYTES_IN_ALL.value, kind)
         self._sent += size
         return None
@@ -107,7 +130,13 @@ def kinds_needed(scenario: Scenario) -> tuple[str, ...]:
     return tuple(kind.KIND for kind in kinds)
 
 
-def guard_of(file: Path, silo: str, log: Path, needed: Sequence[str] = (DataStatement.KIND,)) -> PolicyGuard:
+def guard_of(
+    file: Path,
+    silo: str,
+    log: Path,
+    needed: Sequence[str] = (DataStatement.KIND,),
+    report: Callable[[str], object] = lambda _: None,
+) -> PolicyGuard:
     """The guard of a silo, which continues with the bytes that its log has as sent.
 
     Args:
@@ -115,6 +144,7 @@ def guard_of(file: Path, silo: str, log: Path, needed: Sequence[str] = (DataStat
         silo: its name.
         log: its message log; need not exist.
         needed: payload kinds that it has to send, :func:`kinds_needed`.
+        report: called with one line on what is withheld, with the numbers compared.
 
     Raises:
         InputError: the policy is invalid or forbids the silo to take part.
@@ -124,6 +154,6 @@ def guard_of(file: Path, silo: str, log: Path, needed: Sequence[str] = (DataStat
         for _, record in read_log(log):
             if isinstance(record, MessageRecord) and record.action == "sent" and counts_in_all(record.payloads):
                 sent += record.bytes
-    guard = PolicyGuard(read_policy(file), silo, sent)
+    guard = PolicyGuard(read_policy(file), silo, sent, report)
     guard.require(needed, file)
     return guard

@@ -17,7 +17,7 @@ from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_json, printable
 
-_STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "failed": "red"}
+_STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "warning": "yellow", "failed": "red"}
 
 
 def add_preflight(app: typer.Typer) -> None:
@@ -34,6 +34,9 @@ def add_preflight(app: typer.Typer) -> None:
         out_dir: Annotated[
             Path | None, typer.Option("--out", metavar="DIR", help="As for [bold]fedmq silo[/bold].")
         ] = None,
+        policy: Annotated[
+            Path | None, typer.Option("--policy", metavar="FILE", help="As for [bold]fedmq silo[/bold].")
+        ] = None,
         settings: Settings = None,
         seed: Seed = None,
         as_json: AsJson = False,
@@ -41,9 +44,10 @@ def add_preflight(app: typer.Typer) -> None:
         """Check that a silo can join a run; takes the options with which the silo will be started.
 
         It checks that the keys exist and the coordinator accepts them, that the coordinator runs this scenario with
-        these versions, that the data can be read and fit those of the other sites, and that disk and memory are large
-        enough. It times a training step and discards the result. Nothing is written, and nothing about the data is
-        sent. The exit code is 1 if a check failed.
+        these versions, that the data can be read and fit those of the other sites, that the policy allows what the
+        silo has to send, and that disk and memory are large enough. It times a training step and discards the result.
+        Only the cache of features is written, and nothing about the data is sent. The exit code is 1 if a check
+        failed.
 
         Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
 
@@ -59,7 +63,9 @@ def add_preflight(app: typer.Typer) -> None:
         names = run.scenario.silo_names
         if here.name not in names:
             raise InputError("--name", here.name, f"{names[0]} to {names[-1]}")
-        arguments = SiloArguments(run, here.name, here.connect, here.keys, here.out, here.device, site=here.site)
+        rules = policy or (None if here.site is None else here.site.policy)
+        place = (here.name, here.connect, here.keys, here.out, here.device)
+        arguments = SiloArguments(run, *place, site=here.site, policy=rules)
         found = []
         for check in preflight(arguments, None if as_json else bar()):
             found.append(check)

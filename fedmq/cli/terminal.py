@@ -27,6 +27,8 @@ from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 _PLAIN_SECONDS = 10.0
+#: Maximum interval between two equal lines on what the run waits for before its rounds; it doubles up to this one [s].
+_LONGEST_SECONDS = 600.0
 #: Time until the display names the processes that a run waits for, and until it updates the names [s].
 _GATHERING_SECONDS = 2.0
 #: Maximum number of names listed individually.
@@ -186,7 +188,7 @@ def display(
     first: list[tuple[int, float]] = []
     if not is_live(console):
         show(title)
-        printed_at, ended = [0.0], list[bool]()
+        printed_at, ended, interval = [0.0], list[bool](), [_PLAIN_SECONDS]
         waited: list[tuple[str, ...]] = [()]  # the missing processes that were last printed
 
         def plain(status: Status) -> None:
@@ -194,8 +196,11 @@ def display(
                 first.append((status.round, status.elapsed))
                 printed_at[0] = -_PLAIN_SECONDS  # all have joined: print it immediately
             last = status.round == status.rounds and not ended
-            others = status.phase == "gathering" and status.missing != waited[0]
-            if status.elapsed - printed_at[0] >= (_GATHERING_SECONDS if others else _PLAIN_SECONDS) or last:
+            gathering = status.phase == "gathering"
+            others = gathering and status.missing != waited[0]
+            wait = _GATHERING_SECONDS if others else interval[0] if gathering else _PLAIN_SECONDS
+            if status.elapsed - printed_at[0] >= wait or last:
+                interval[0] = _PLAIN_SECONDS if others else min(2 * interval[0], _LONGEST_SECONDS)
                 printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)

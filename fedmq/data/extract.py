@@ -205,6 +205,22 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     return raw
 
 
+def left_out(data: Data) -> str:
+    """One line on the items that ``data.missing: skip`` leaves out; empty if there are none."""
+    if data.missing != "skip":
+        return ""
+    entry = catalogue.find(data.name)
+    raw, kind = entry.read(data), data.text or entry.text
+    reasons: dict[str, set[int]] = {
+        "no picture": {row for row in range(len(raw)) if raw.pictures.missing(row) or not raw.pictured[row]},
+        "no caption": {row for row in range(len(raw)) if not raw.captions[row]} if kind == "sentences" else set(),
+    }
+    rows = set().union(*reasons.values())
+    several = sum(map(bool, reasons.values())) > 1
+    why = ", ".join(f"{len(found):,} {reason}" if several else reason for reason, found in reasons.items() if found)
+    return f"{len(rows):,} of {len(raw):,} items left out: {why}" if rows else ""
+
+
 @dataclass(frozen=True, eq=False)
 class ExtractionPlan:
     """What to extract from a raw set, and under which cache keys.

@@ -20,7 +20,7 @@ from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.federation.error_reports import FATAL_ERRORS, end_reported, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.federation.site_data import SiteData, confirm, raise_refused
+from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
 from fedmq.storage.error_files import ErrorFile
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
@@ -181,9 +181,9 @@ def run_evaluator(
         evaluator = start.evaluator
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        link.start()
-        logger.info("connecting", uri=arguments.connect, items=start.items)
-        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
+        receive = begin(link, logger, uri=arguments.connect, items=start.items)
+        while (message := receive()) is not None and message.header.kind is not Kind.STOP:
+            receive = link.receive
             if message.header.kind is Kind.ERROR:
                 raise_refused(message, EVALUATOR)
             with end_reported(link, EVALUATOR):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +18,14 @@ from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of,
 from fedmq.federation.population import Population, device_here, own_population
 from fedmq.progress import Progress
 from fedmq.storage.cache import cache_folder
+from fedmq.storage.logs import Logger
 from fedmq.text import printable
-from fedmq.wire.channel import Channel
+from fedmq.wire.channel import DISPLACED, Channel
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
+
+#: Time after the handshake without a message after which a process logs that it waits for the others [s].
+_ACCEPTED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,17 +130,45 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
 
+def begin(link: Channel, logger: Logger, **facts: object) -> Callable[[], Message | None]:
+    """Start to connect; returns the function that receives the first message.
+
+    That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
+
+    Args:
+        link: channel to the coordinator.
+        logger: the log for operators.
+        facts: what to log about the start.
+    """
+    link.start()
+    logger.info("connecting", **facts)
+
+    def first() -> Message | None:
+        while (message := link.receive(_ACCEPTED_SECONDS)) is None and not link.has_session:
+            pass
+        if message is not None:
+            return message
+        logger.info("accepted by the coordinator; waiting for the other silos")
+        return link.receive()
+
+    return first
+
+
 def confirm(link: Channel, agreement: Message) -> None:
     """Confirm an agreement by sending it back."""
     link.send(Kind.AGREEMENT, agreement.payloads, sequence=0, reply_to=None, base_version=0)
 
 
 def raise_refused(message: Message, name: str) -> None:
-    """End this process if the coordinator refused its data; it handles other errors itself.
+    """End this process if the coordinator refused its data or another one replaced it; it handles other errors itself.
 
     Raises:
-        RunError: it did.
+        RunError: the coordinator refused its data.
+        InputError: another process has joined with its key.
     """
     for payload in message.payloads:
+        if isinstance(payload, Error) and payload.code == DISPLACED:
+            allowed = "one process of each name; this one ends, the other one takes part"
+            raise InputError(name, "another process that has joined with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
             raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

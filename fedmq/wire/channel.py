@@ -36,6 +36,8 @@ from fedmq.wire.transports.tcp import unknown_host
 BEAT_SECONDS = 2.0
 #: Code of the error with which a coordinator ends the session of a peer whose key was removed.
 EXPELLED = "expelled"
+#: Code of the error for a session that another process's session of the same name has replaced.
+DISPLACED = "displaced"
 #: Heartbeat intervals without a message after which a peer counts as lost.
 LOST_BEATS = 2
 #: The same for the coordinator, which answers only between merges; the connection reports the death of its process.

@@ -21,6 +21,10 @@ class NoAnswerError(RunError):
     """Nothing answered in time."""
 
 
+class UnknownHostError(NoAnswerError):
+    """The name in the coordinator's address is unknown on this machine."""
+
+
 #: Time to wait for the coordinator, which does not answer during a merge [s].
 ANSWER_SECONDS = 10.0
 #: Interval between two checks of the connection [s].
@@ -110,9 +114,9 @@ def _answer(connection: Connection, uri: str, identity: Identity, until: float) 
             case Trouble.FOREIGN:
                 allowed = "the coordinator whose key is in the folder accepted/ here"
                 raise InputError(uri, "another process, or a coordinator with another key", allowed)
-    host = unknown_host(uri)
-    why = f"the name {host} is unknown on this machine" if host else "no coordinator listens there, or it is busy"
-    raise NoAnswerError(f"no answer from {uri}: {why}")
+    if host := unknown_host(uri):
+        raise UnknownHostError(f"no answer from {uri}: the name {host} is unknown on this machine")
+    raise NoAnswerError(f"no answer from {uri}: no coordinator listens there, or it is busy")
 
 
 def _not_accepted(uri: str, identity: Identity) -> InputError:

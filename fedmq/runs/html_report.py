@@ -51,7 +51,7 @@ def write(folder: RunFolder) -> None:
         "report.html.jinja",
         title=f"{summary.scenario}: {summary.method}",
         headline=headline(summary, untrained),
-        facts=_facts(summary),
+        facts=_facts(summary, resumed=facts.resumed),
         remarks=_remarks(summary, untrained),
         about=_about(summary, scenario, facts),
         curves=report_figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
@@ -68,6 +68,7 @@ def write(folder: RunFolder) -> None:
         metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
+        resumed=facts.resumed,
         digests=_digests(summary),
         scenario_text=read_text(folder.scenario),
     )
@@ -116,7 +117,7 @@ def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
     return [*coarse, *items_left_out(summary), *training_warnings(summary, untrained)]
 
 
-def _facts(summary: RunSummary) -> list[tuple[str, str]]:
+def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:
     """Figures in large print: value and what it is."""
     single = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
     size, gallery = size_text(sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())), gallery_of(summary)
@@ -128,7 +129,7 @@ def _facts(summary: RunSummary) -> list[tuple[str, str]]:
         (str(len(summary.per_silo)), f"silos, {single} of them with one modality"),
         (str(summary.versions), "rounds"),
         (size, "exchanged in both directions"),
-        (f"{summary.seconds.total:.0f} s", "real time"),
+        (f"{summary.seconds.total:.0f} s", "real time" + ", incomplete as the run was resumed" * resumed),
     ]
     if summary.seconds.virtual is not None:
         found.append((f"{summary.seconds.virtual:.0f} s", "virtual time, simulated from the scenario's cost"))

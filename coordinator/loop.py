@@ -237,13 +237,16 @@ class Loop:
     def _receive(self, wait: float) -> None:
         """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
         for _ in range(MESSAGES_AT_ONCE):
+            began = self.clock.stopwatch()
             try:
                 received = self.roster.receive(wait)
             except RemoteWireError as error:
                 self.roster.refuse("unknown", error, 0)
                 continue
             if received is None:
-                self._caught_up = self.clock.stopwatch()
+                now = self.clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self._caught_up = now
                 return
             wait = 0.0
             arrived, lost = self.fault_injector.incoming(*received)

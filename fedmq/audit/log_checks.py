@@ -15,8 +15,9 @@ from pathlib import Path
 
 from fedmq.audit.anchors import ends_to_change
 from fedmq.audit.result_checks import ResultChecks
-from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
+from fedmq.audit.run_checks import LoggedRun, RunFiles, check_run_folder, read_run_files
 from fedmq.audit.signature_checks import SignatureChecks, SignedLog
+from fedmq.audit.starts import refused_starts
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.regular_files import check_run_files
@@ -84,6 +85,7 @@ class Audit:
             as discrepancies.
         signatures: signatures of each log, by process.
         keyless: processes of which the auditor, who has public keys, has none.
+        refused_starts: a sentence for each process that was refused before it joined; no difference.
         compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
         ends: number of last records of each log that could be changed without the keys of all processes.
     """
@@ -100,6 +102,7 @@ class Audit:
     written: tuple[str, ...] = ()
     signatures: dict[str, SignedLog] = field(default_factory=dict)
     keyless: tuple[str, ...] = ()
+    refused_starts: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
     ends: Mapping[str, int] = field(default_factory=dict)
 
@@ -140,6 +143,7 @@ class Audit:
             "written": list(self.written),
             "findings": [finding.to_plain() for finding in self.findings],
             "remarks": list(self.remarks),
+            "refused_starts": list(self.refused_starts),
             "without_key": list(self.keyless),
             "not_anchored": dict(self.ends),
             "records": dict(sorted(self.records.items())),
@@ -214,12 +218,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
     if not result.inline:
         result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
         _compare_ends(found, {path.stem for path in logs}, result)
-    discrepancies = check_run_folder(RunFolder(folder), files, found.course, found.named, inline=result.inline)
-    result.findings += [Finding(*each) for each in discrepancies]
-    result.signatures, released = found.signed.logs, found.course.released
-    data = None if released is None else released[1].facts.get("data_digest")
-    scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
-    result.findings += [Finding(*each) for each in found.signed.compare(scenario, data, accepted, finished=ended)]
+    _compare_with_folder(folder, files, found, accepted, result)
     result.ends = ends_to_change(result.signatures, (record for _, record in found.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
     result.compared = found.results.compared(RunFolder(folder))
@@ -228,6 +227,30 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
+
+
+def _compare_with_folder(
+    folder: Path, files: RunFiles, found: _Logs, accepted: Mapping[str, Set[str]] | None, result: Audit
+) -> None:
+    """Compare the logs with the run folder, and what processes declared with each other.
+
+    What differs at a start that was refused before the process joined is no finding, but is told.
+    """
+    result.signatures = logs = found.signed.logs
+    intact = {process for process, log in logs.items() if log.broken is None and not log.invalid}
+    aside = found.course.starts.set_aside(intact)
+    for process, log in logs.items():
+        log.aside = frozenset(start.declared_at for name, start in aside if name == process)
+    discrepancies = list(check_run_folder(RunFolder(folder), files, found.course, found.named, inline=result.inline))
+    released = found.course.released
+    data = None if released is None else released[1].facts.get("data_digest")
+    scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
+    discrepancies += found.signed.compare(scenario, data, accepted, finished=ended)
+    without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
+    result.findings += [Finding(*each) for each in discrepancies if each[0] not in without]
+    refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in logs else None
+    deviating = {place for place, _ in discrepancies}
+    result.refused_starts = tuple(refused_starts(aside, deviating, refusals))
 
 
 def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:

@@ -58,7 +58,7 @@ class Heads(Stored):
 
 def heads_of(audit: Audit) -> Heads:
     """The heads of the logs that were audited."""
-    runs = [start.run for log in audit.signatures.values() for _, start in log.starts]
+    runs = [start.run for log in audit.signatures.values() for _, start in log.joined]
     logs = audit.signatures.items()
     heads = {
         process: Head(records=log.records, head=log.head, keys=list(log.fingerprints)) for process, log in sorted(logs)

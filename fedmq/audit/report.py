@@ -56,6 +56,7 @@ td.name{white-space:nowrap}
 {% for place, what in findings %}<tr><td>{{ place }}</td><td>{{ what }}</td></tr>
 {% endfor %}</table>{% if more %}<p>and {{ more }} more</p>{% endif %}
 {% for remark in remarks %}<p>{{ remark }}</p>{% endfor %}{% endif %}
+{% for line in refused_starts %}<p>{{ line }}</p>{% endfor %}
 <h2>What each process sent</h2>
 <table><tr><th>process</th><th>modalities</th><th>sent to</th><th>payload</th><th>number</th>
 <th>bytes of tensors</th></tr>
@@ -114,7 +115,7 @@ def _facts(folder: Path, audit: Audit) -> tuple[RunSummary | None, Mapping[str, 
     path, summary = RunFolder(folder).summary, None
     with suppress(InputError):  # a finding of the audit
         summary = read_json(path, RunSummary, "a run's summary") if path.exists() else None
-    starts = [start for log in audit.signatures.values() for _, start in log.starts]
+    starts = [start for log in audit.signatures.values() for _, start in log.joined]
     runs = sorted({start.run for start in starts} | {record.header.run for _, record in audit.messages})
     methods = sorted({start.protocol for start in starts}) or ([] if summary is None else [summary.protocol])
     times = [(log.first, log.last) for log in audit.signatures.values() if log.first]
@@ -149,6 +150,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
             verdict=verdict,
             findings=findings,
             remarks=list(map(printable, audit.remarks)),
+            refused_starts=list(map(printable, audit.refused_starts)),
             more=max(0, len(audit.findings) - _FINDINGS),
             flows=list(flows_of(audit, summary)),
             logs=logs,

@@ -15,6 +15,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from fedmq.audit.data_checks import LoggedData, check_data, never_sent
+from fedmq.audit.starts import Starts
 from fedmq.audit.traffic_checks import TrafficChecks
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -38,13 +39,11 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import (
-    EventRecord,
     LogRecord,
     MessageRecord,
     NoteKind,
     NoteRecord,
     RefusedRecord,
-    StartRecord,
 )
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
@@ -62,7 +61,7 @@ class LoggedRun:
     """Facts about a run that its logs record.
 
     Args:
-        runs: first place of every run that a log's records name, by log and run name.
+        starts: the starts of each process, with the runs that its records name.
         released: the coordinator's last note of what it released, with its place.
         ended: place of the coordinator's last note that all rounds were done.
         replies: silo, base version and task of each reply that the coordinator accepted.
@@ -75,7 +74,7 @@ class LoggedRun:
         traffic: what the coordinator sent and received.
     """
 
-    runs: dict[tuple[str, str], str] = field(default_factory=dict)
+    starts: Starts = field(default_factory=Starts)
     released: tuple[str, NoteRecord] | None = None
     ended: str | None = None
     replies: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -88,13 +87,7 @@ class LoggedRun:
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
-        match record:
-            case MessageRecord():
-                self.runs.setdefault((process, record.header.run), place)
-            case StartRecord():
-                self.runs.setdefault((process, record.run), place)
-            case NoteRecord() | EventRecord() if isinstance(run := record.facts.get("run"), str):
-                self.runs.setdefault((process, run), place)
+        self.starts.take(process, place, record)
         if process != COORDINATOR:
             return
         self.traffic.take(record)
@@ -226,12 +219,16 @@ def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
     else:
         if folder.summary.exists():
             yield str(folder.scenario), f"no such file next to {folder.summary.name}"
-        if not course.runs:
+        named = [run for _, start in course.starts.all() for run in start.runs]
+        if not named:
             return
-        (_, expected), source = next(iter(course.runs)), "the first record"
-    for (_, run), place in course.runs.items():
-        if run != expected:
-            yield place, f"of the run {run}, but {source} is of {expected}"
+        expected, source = named[0], "the first record"
+    reported = set[tuple[str, str, bool]]()
+    for process, start in course.starts.all():
+        for run, place in start.runs.items():
+            if run != expected and (process, run, start.joined) not in reported:
+                reported.add((process, run, start.joined))
+                yield place, f"of the run {run}, but {source} is of {expected}"
 
 
 def _of_the_scenario(

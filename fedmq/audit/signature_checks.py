@@ -52,6 +52,7 @@ class SignedLog:
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
         hashes: hashes of all records so far, as the log states them, with their positions.
+        aside: places of declared starts that were refused before the process joined.
         broken: number of records before the first one that does not follow or was changed; None in an intact log.
     """
 
@@ -65,6 +66,7 @@ class SignedLog:
     invalid: list[str] = field(default_factory=list)
     headless: list[str] = field(default_factory=list)
     hashes: dict[str, int] = field(default_factory=dict)
+    aside: frozenset[str] = frozenset()
     broken: int | None = None
 
     def add(self, record: LogRecord) -> None:
@@ -83,6 +85,11 @@ class SignedLog:
         if place is None or (self.broken is not None and place >= self.broken):
             return False
         return records in (None, place + 1)
+
+    @property
+    def joined(self) -> list[tuple[str, StartRecord]]:
+        """The starts that were not refused."""
+        return [(place, start) for place, start in self.starts if place not in self.aside]
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -207,12 +214,12 @@ class SignatureChecks:
         """Compare the keys that processes declare with those that their peers accept."""
         holders: dict[str, str] = {}
         for process, log in self.logs.items():
-            for key in log.keys:
-                if holders.setdefault(key, process) != process:
-                    yield log.starts[0][0], f"{process} signs with the key of {holders[key]}"
+            for place, start in log.joined:
+                if holders.setdefault(start.key, process) != process:
+                    yield place, f"{process} signs with the key of {holders[start.key]}"
         known: dict[tuple[str, str], set[str]] = defaultdict(set)
         for process, log in self.logs.items():
-            for _, start in log.starts:
+            for _, start in log.joined:
                 for peer, key in start.peers.items():
                     known[process, peer].add(key)
         for process, log in self.logs.items():

@@ -23,6 +23,8 @@ def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
     for process, reasons in sorted(audit.refused.items()):
         refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
         console.print(printable(f"refused by {process}: {refused}"), highlight=False, markup=False)
+    for line in audit.refused_starts:
+        console.print(printable(line), highlight=False, markup=False)
     if audit.undelivered:
         console.print(
             f"{audit.undelivered} messages were sent but not accepted: refused, or in transit when a process ended",

@@ -466,7 +466,7 @@ def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_lo
 
 def test_the_help_groups_the_commands_and_shows_first_what_a_newcomer_needs() -> None:
     shown = CliRunner().invoke(cli.app, ["--help"]).stdout
-    order = ["Start here", "init ", "scenario ", "Operate", "coordinator ", "Audit and look", "Experiments", "compare "]
+    order = ["Start here", "│ init ", "│ scenario ", "Operate", "│ coordinator ", "Audit and look", "│ compare "]
     places = [shown.find(text, shown.find("Start here")) for text in order]
     assert -1 not in places and places == sorted(places)
     assert "Commands ─" not in shown  # every command is in a group

@@ -17,10 +17,13 @@ _GROUPS = {
 
 def group_commands(app: typer.Typer) -> None:
     """Show the commands of ``fedmq --help`` in groups; a command that is in none of them comes last."""
-    places = {name: (place, group) for place, (group, name) in enumerate(_pairs())}
-    for entry in (*app.registered_commands, *app.registered_groups):
-        if entry.name in places:
-            entry.rich_help_panel = places[entry.name][1]
+    places = {name: (place, title) for place, (title, name) in enumerate(_pairs())}
+    for command in app.registered_commands:
+        if command.name in places:
+            command.rich_help_panel = places[command.name][1]
+    for group in app.registered_groups:
+        if group.name in places:
+            group.rich_help_panel = places[group.name][1]
     app.registered_commands.sort(key=lambda entry: places.get(entry.name or "", (len(places), ""))[0])
 
 

@@ -252,8 +252,8 @@ class Channel:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
                 why = (
-                    f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
-                    f"({self._run}) or this key"
+                    "no coordinator listens there yet, or it is busy; a coordinator of an earlier release is also "
+                    f"silent if it does not accept this key or has another run than {self._run}"
                 )
                 if host := unknown_host(self._uri):
                     why = f"the name {host} is unknown on this machine"

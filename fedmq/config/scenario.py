@@ -439,9 +439,7 @@ class Scenario(Part):
             if self.data is None:
                 needed = "a data set; only with partition.kind own are the data in each silo's site file"
                 raise PydanticCustomError("section_missing", "{needed}", {"section": "data", "needed": needed})
-            raise ValueError(
-                "data with partition.kind own; each silo's data are in its site file, so remove the section"
-            )
+            raise ValueError("data with partition.kind own; remove the section, as each site file has its silo's data")
         if self.data is not None and self.data.column != self.partition.column:
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():

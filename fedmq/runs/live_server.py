@@ -31,7 +31,7 @@ from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful
 from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import LogFacts, add_records, timeline
-from fedmq.runs.results import read_summary
+from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
@@ -242,7 +242,7 @@ def _row(folder: RunFolder) -> RunRow:
     name, scenario = folder.root.name, load(folder.scenario)
     data = "own" if scenario.data is None else scenario.data.name
     if folder.summary.is_file():
-        summary = read_summary(folder)
+        summary = with_own_figures(read_summary(folder))
         written = folder.summary.stat().st_mtime
         gallery = gallery_of(summary)
         metrics, items = _brief(meaningful(summary.metrics, gallery)), _items(gallery)

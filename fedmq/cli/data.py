@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,8 @@ from rich.table import Table
 from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.sites import SiteFile, check_fit
+from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -84,18 +87,43 @@ def add_data(
     app.command("digest")(data_digest)
 
     @app.command("check")
-    def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
+    def data_check(
+        file: File,
+        site: SiteFile = None,
+        settings: Settings = None,
+        seed: Seed = None,
+        as_json: AsJson = False,
+    ) -> None:
         """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
+
+        With --site, the data of that site file, for a scenario whose sites have their own data.
 
         Exit code 2 if a run would refuse the data or the scenario.
 
         Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+
+        Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
         """
+        from fedmq.config.site import is_site_file, read_site  # noqa: PLC0415
+
+        if is_site_file(file):
+            command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
+            raise InputError(str(file), "a site file", command)
         starting()
-        scenario = _scenario(file, settings, seed)
         from fedmq.federation import data_check  # noqa: PLC0415
 
-        facts = data_check.check(scenario, fits, bar())
+        if site is not None:
+            run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
+            check_fit(run, here)
+            if here.cache is not None:
+                os.environ["FEDMQ_CACHE"] = str(here.cache)
+            facts = data_check.check_site(run.scenario, here, bar())
+        else:
+            scenario = _scenario(file, settings, seed)
+            if scenario.data is None:
+                command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
+                raise InputError(str(file), "partition.kind own, where each site has its own data", command)
+            facts = data_check.check(scenario, fits, bar())
         if as_json:
             print_json(facts.to_plain())
         else:

@@ -49,6 +49,8 @@ class CountersRecord(Stored):
     errors: dict[str, str] = Field(default_factory=dict)
     events: _Count = 0
     seconds: dict[str, _Seconds]
+    silo_up: dict[str, _Count] = Field(default_factory=dict)
+    silo_down: dict[str, _Count] = Field(default_factory=dict)
 
 
 class CheckpointRecord(Stored):

@@ -19,6 +19,8 @@ class Counters:
     Args:
         up: payload tensors [bytes] by kind in all replies that reached the coordinator, merged or not.
         down: payload tensors [bytes] by kind in all tasks sent, including resends.
+        silo_up: the same as ``up`` by silo instead of by kind.
+        silo_down: the same as ``down`` by silo.
         sent: messages that the coordinator sent.
         received: messages that it received.
         refused: messages that it refused, by reason.
@@ -35,6 +37,8 @@ class Counters:
 
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
+    silo_up: Counter[str] = field(default_factory=Counter)
+    silo_down: Counter[str] = field(default_factory=Counter)
     sent: int = 0
     received: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -51,12 +55,14 @@ class Counters:
         """Add real seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def add_traffic(self, direction: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
-        """Count the payload bytes of a message."""
-        counter = self.up if direction == "up" else self.down
+    def add_traffic(self, direction: Literal["up", "down"], silo: str, payloads: Iterable[Payload]) -> None:
+        """Count the payload bytes of a silo's message."""
+        kinds, silos = (self.up, self.silo_up) if direction == "up" else (self.down, self.silo_down)
         for payload in payloads:
             # Scalars are in the body's header; count each as the eight bytes of a number.
-            counter[payload.KIND] += tensor_bytes(payload) or 8
+            size = tensor_bytes(payload) or 8
+            kinds[payload.KIND] += size
+            silos[silo] += size
 
     def subtract(self, sent: int, received: int, refused: Counter[str]) -> None:
         """Take back messages that will be counted again.
@@ -80,6 +86,8 @@ class Counters:
         return cls(
             up=Counter(record.up),
             down=Counter(record.down),
+            silo_up=Counter(record.silo_up),
+            silo_down=Counter(record.silo_down),
             sent=record.sent,
             received=record.received,
             refused=Counter(record.refused),

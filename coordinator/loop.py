@@ -237,13 +237,16 @@ class Loop:
     def _receive(self, wait: float) -> None:
         """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
         for _ in range(MESSAGES_AT_ONCE):
+            began = self.clock.stopwatch()
             try:
                 received = self.roster.receive(wait)
             except RemoteWireError as error:
                 self.roster.refuse("unknown", error, 0)
                 continue
             if received is None:
-                self._caught_up = self.clock.stopwatch()
+                now = self.clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self._caught_up = now
                 return
             wait = 0.0
             arrived, lost = self.fault_injector.incoming(*received)
@@ -325,8 +328,8 @@ class Loop:
             if self.evaluation.owed < owed:
                 self._limits.evaluated(self.clock.stopwatch())
         elif header.kind is Kind.REPLY and header.reply_to is not None:
-            self.counters.add_traffic("up", message.payloads)
-            self.status.received(header.sender, message.payloads)
+            self.counters.add_traffic("up", header.sender, message.payloads)
+            self.status.received(header.sender)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
@@ -444,8 +447,7 @@ class Loop:
         # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
-            self.counters.add_traffic("down", payloads)
-            self.status.sent(silo.name, payloads)
+            self.counters.add_traffic("down", silo.name, payloads)
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 

@@ -459,6 +459,7 @@ class Roster:
         record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
+            self._former.end(peer.session.session)
             self.undelivered[peer.name] = record
 
     def silent(self, seconds: float, at: float) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import filterfalse
 
 from coordinator.counters import Counters
@@ -25,7 +24,6 @@ from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
 from fedmq.wire.messages import EVALUATOR
-from fedmq.wire.payloads import Payload, tensor_bytes
 
 #: Interval between two reports to the display [s].
 _SHOW_SECONDS = 0.2
@@ -66,7 +64,6 @@ class StatusReport:
         self._run = run_name(run_context.scenario)
         self._began = self._shown = clock.stopwatch()
         self._written = -math.inf  # the file exists as soon as the run does
-        self._up, self._down = Counter[str](), Counter[str]()
         self._heard: dict[str, str] = {}
         self._loss: float | None = None
         self._diverged = False
@@ -81,15 +78,10 @@ class StatusReport:
         values = {} if line.loss is None else {"loss": round(line.loss, 4)}
         self._logger.info("merged", round=line.version, replies=len(line.replies), **values)
 
-    def received(self, silo: str, payloads: Iterable[Payload]) -> None:
-        """Payloads of a silo's reply were received: its last error is out of date, unless its task is overdue."""
+    def received(self, silo: str) -> None:
+        """A silo's reply was received: its last error is out of date, unless its task is overdue."""
         if silo not in self.limits.overdue:
             self._roster.failures.pop(silo, None)
-        self._up[silo] += sum(map(tensor_bytes, payloads))
-
-    def sent(self, silo: str, payloads: Iterable[Payload]) -> None:
-        """Payloads of a task were sent to a silo."""
-        self._down[silo] += sum(map(tensor_bytes, payloads))
 
     def failed(self, silo: str, why: str) -> None:
         """A silo reported an error, or its task failed."""
@@ -190,7 +182,8 @@ class StatusReport:
         limit, online = self._evaluation.limit, self._roster.online(EVALUATOR)
         seconds = limit.seconds(now) if online else 0.0
         away = SiloPhase.LOST if EVALUATOR in self._heard else SiloPhase.ABSENT
-        here = SiloPhase.STOPPED if rounds.phase is Phase.STOPPED else SiloPhase.WAITING
+        ended = rounds.phase is Phase.STOPPED or (rounds.phase is Phase.DONE and not seconds)
+        here = SiloPhase(rounds.phase.value) if ended else SiloPhase.WAITING
         return SiloStatus(
             phase=SiloPhase.OVERDUE if limit.exceeded else here if online else away,
             heard=self._heard.get(EVALUATOR),
@@ -207,15 +200,15 @@ class StatusReport:
             task_seconds=None if seconds is None else round(seconds, 1),
             limit=None if seconds is None else self.limits.limit(name),
             error=self._roster.failures.get(name, ""),
-            up=self._up[name],
-            down=self._down[name],
+            up=self._counters.silo_up[name],
+            down=self._counters.silo_down[name],
         )
 
     def _phase(self, name: str, rounds: Rounds, seen: set[str], *, training: bool) -> SiloPhase:
         if name in self.limits.overdue:
             return SiloPhase.OVERDUE
-        if self._roster.online(name) and rounds.phase is Phase.STOPPED:
-            return SiloPhase.STOPPED
+        if self._roster.online(name) and rounds.phase in (Phase.STOPPED, Phase.DONE):
+            return SiloPhase(rounds.phase.value)
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
         if name in self._roster.joining() and name not in seen:  # a late silo, until the next round

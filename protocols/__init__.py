@@ -147,6 +147,7 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
         as_plain(options),
         pooled=traits.pooled,
         personal_only=traits.personal_only,
+        needs_public=traits.needs_public,
         without_effect=tuple(without_effect(options, around)),
         begins=tuple(beginnings(options, around)),
     )

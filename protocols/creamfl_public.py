@@ -124,10 +124,15 @@ class CreamFlPublic(FederatedProtocol):
             raise InputError("protocol.name", "creamfl_public", "creamfl, as the data set marks no public items")
         self.public = public
 
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """The method needs public items."""
+        return Traits(needs_public=True)
+
     def traits(self) -> Traits:
         """Size of the public set, and of the largest reply that :meth:`check` accepts: both modalities in float32."""
         largest = 2 * len(self.public) * self.context.dim * np.dtype(np.float32).itemsize
-        return Traits(public_items=len(self.public), reply_bytes=largest)
+        return Traits(needs_public=True, public_items=len(self.public), reply_bytes=largest)
 
     @cached_property
     def model(self) -> TwoTower:

@@ -19,6 +19,7 @@ from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name
+from fedmq.wire import channel
 from fedmq.wire.keys import fingerprint
 from fedmq.wire.transports._connection_admission import UNHEARD
 from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
@@ -126,8 +127,9 @@ def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
 
 @pytest.mark.slow
 def test_silos_behind_a_relay_that_damages_their_connections_take_part_afterwards(
-    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
+    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(channel, "_MUTE_SECONDS", 4.0)
     port = free_port()
     relay = Relay(port, damage_s=6.0)
     try:

@@ -128,6 +128,6 @@ def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> No
     finally:
         close()
     assert "fedmq_round 4.0" in text
-    assert 'fedmq_silos{phase="waiting"} 4.0' in text
+    assert 'fedmq_silos{phase="done"} 4.0' in text
     assert f'fedmq_payload_bytes_total{{direction="up"}} {float(status.up)}' in text
     assert 'fedmq_metric{metric="mean_r1"}' in text

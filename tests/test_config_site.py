@@ -8,9 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
+from fedmq.config.scenario import Scenario
 from fedmq.config.site import read_site
 from fedmq.errors import InputError
 from fedmq.wire.keys import init_keys
+from tests.own_data_sites import COMMON
+from tests.threaded_run import run_of
 
 
 def written(folder: Path, text: str) -> Path:
@@ -34,6 +37,9 @@ def test_paths_of_a_site_file_start_at_its_folder(tmp_path: Path) -> None:
         ("modalities: [sound]", r"silo\.yaml: line 1: modalities"),
         ("name: silo-00\ncolour: red", r"silo\.yaml: line 2: colour"),
         ("modalities: [image, image]", "each modality once"),
+        ("modalities: [images]", r"did you mean image\?"),
+        ("name: x\nmodalities: [image, text\npolicy: x\n", r"silo\.yaml: line 2: found .* in line 3"),
+        ("name: x\nkeys keys\nout: x\n", r"silo\.yaml: line 2: found .* in line 3"),
         ("file: other.yaml", "no such key"),
         ("- data", r"silo\.yaml"),
     ],
@@ -51,3 +57,9 @@ def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) ->
     assert isinstance(done.exception, InputError)
     assert str(tmp_path / "policy.yaml") in str(done.exception)
     assert "nothing" in str(done.exception)
+
+
+def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:
+    own = {"name": "own", **COMMON, "partition": {"kind": "own"}, "protocol": {"name": "creamfl_public"}}
+    with pytest.raises(InputError, match=r"creamfl_public.*with partition\.kind own the sites state none"):
+        run_of(Scenario.model_validate(own))

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from coordinator import loop
+from coordinator.loop import Loop
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.federation.population import run_name
@@ -78,6 +81,23 @@ def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_not
     assert len(joins) == 2 and joins[1].n > lost.n
     stated = [log[note.caused_by] for note in joins if note.caused_by is not None]
     assert [each.header.sender for each in stated if isinstance(each, MessageRecord)] == ["silo-00", "silo-00"]
+
+
+def test_a_coordinator_that_stood_still_reads_its_queue_before_it_judges_silence() -> None:
+    """Its peers' heartbeats may be unread; it used to take all of them for lost."""
+    clock, still = SimpleNamespace(at=0.0), SimpleNamespace(seconds=75.0)
+
+    def receive(_wait: float) -> None:
+        clock.at += still.seconds
+
+    loop = SimpleNamespace(
+        clock=SimpleNamespace(stopwatch=lambda: clock.at), roster=SimpleNamespace(receive=receive), _caught_up=0.0
+    )
+    Loop._receive(cast(Loop, loop), 0.2)
+    assert loop._caught_up == 0.0
+    still.seconds = 0.2
+    Loop._receive(cast(Loop, loop), 0.2)
+    assert loop._caught_up == clock.at
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])

@@ -113,7 +113,7 @@ def test_one_key_cannot_be_accepted_for_two_names(tmp_path: Path) -> None:
 def test_a_present_key_is_not_overwritten(tmp_path: Path) -> None:
     new_request(tmp_path, "silo-03")
     before = (tmp_path / "silo-03.key").read_bytes()
-    with pytest.raises(InputError, match="an existing key"):
+    with pytest.raises(InputError, match=r"an existing key.*--replace"):
         new_request(tmp_path, "silo-03")
     assert (tmp_path / "silo-03.key").read_bytes() == before
 

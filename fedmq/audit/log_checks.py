@@ -188,6 +188,8 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
     Raises:
         InputError: the folder holds no message logs, or a file in it is not a regular file.
     """
+    if not folder.exists():
+        raise InputError(str(folder), "no such folder", "a run folder")
     check_run_files(folder)
     logs = sorted((folder / "messages").glob("*.jsonl"))
     if not logs:

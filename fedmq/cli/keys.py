@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.cli.console import out
+from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_line
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ keys_app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+#: Names of the processes of a run.
+_USUAL = re.compile(r"silo-\d{2,4}|coordinator|evaluator")
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Folder of keys.")]
 _Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder of keys.")]
 
@@ -61,6 +65,12 @@ def keys_new(
     secret = None if passphrase_file is None else passphrase_in(passphrase_file)
     if secret is None and passphrase:
         secret = given_passphrase() or typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode()
+    if not _USUAL.fullmatch(name):
+        print_line(
+            f"{name} is not the name of a process of a run: these are silo-00, silo-01, ..., coordinator and evaluator;"
+            " with another name one can only ask for the status",
+            error=True,
+        )
     path, request = new_request(keys, name, secret, replace=replace)
     _print(f"private key {keys / name}.key: keep it on this machine, readable by you only")
     if secret is None and (variable := passphrase_variable()) is not None:
@@ -79,12 +89,14 @@ def keys_accept(
 ) -> None:
     """Accept the keys of requests. Compare the words with those that the other end reads out.
 
-    A running coordinator applies the change within a second. On a terminal, each key is accepted after a confirmation.
+    A running coordinator applies the change within a second. On a terminal, each key is accepted after a confirmation;
+    the exit code is 1 if one was not confirmed.
 
     Example: [bold]fedmq keys accept keys silo-03.request[/bold]
     """
     from fedmq.wire.key_requests import Acceptance, accept, acceptance_of, read_request  # noqa: PLC0415
 
+    refused = False
     for path, request in [(path, read_request(path)) for path in requests]:
         what = acceptance_of(directory, path, request)
         _print(f"{request.name}{', replaces its accepted key' if what is Acceptance.REPLACES else ''}")
@@ -96,6 +108,9 @@ def keys_accept(
             _print("  accepted")
         else:
             _print("  not accepted")
+            refused = True
+    if refused:
+        sys.exit(FAILED)
 
 
 @keys_app.command("remove")

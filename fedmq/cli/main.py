@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -111,9 +112,16 @@ def _fail_usage(error: Any) -> NoReturn:
     if given is not None and isinstance(error, typer.BadParameter):
         allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
         _fail(InputError(option, given, allowed[:1].lower() + allowed[1:]), BAD_INPUT)
+    if (near := getattr(error, "possibilities", None)) and option_name(error):
+        error.possibilities = get_close_matches(option_name(error), near, cutoff=0.75)
     if text := error.format_message().strip():  # empty if the help has been shown
         print_line(f"fedmq: {text.rstrip('.')}; see {path} --help", error=True)
     sys.exit(BAD_INPUT)
+
+
+def option_name(error: Any) -> str:
+    """The unknown option of a usage error; empty if it is another error."""
+    return str(getattr(error, "option_name", ""))
 
 
 def _given(option: str) -> str | None:

@@ -48,15 +48,15 @@ def add_replay(app: typer.Typer) -> None:
         """
         from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
         from fedmq.launch import forkserver  # noqa: PLC0415
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-        source = read(run / "scenario.yaml")
+        folder = open_run(run)
+        source = read(folder.scenario)
         if source.scenario.launcher != "inline":
             forkserver.warm_up(source.scenario.backbone.name)
         from fedmq.audit import replay  # noqa: PLC0415
         from fedmq.runs import results  # noqa: PLC0415
-        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-        folder = open_run(run)
         resolved_run = resolved(source, adopt=False)
         scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
         resolved_run = replace(resolved_run, scenario=scenario)

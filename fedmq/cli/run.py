@@ -42,7 +42,7 @@ from fedmq.cli.options import (
 from fedmq.cli.report import complete_report
 from fedmq.cli.scenarios import again, check_here, explain, quick_imports, read_here, resolved, resolved_file
 from fedmq.cli.sites import SiteFile, whereabouts
-from fedmq.errors import InputError
+from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.text import printable
@@ -383,12 +383,21 @@ def coordinator_command(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
     stop = until_stopped(command)
-    with _tracked(run, folder):
+    with _tracked(run, folder), _on_full_disk(command):
         with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
             outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
         if outcome.summary is None:
             exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
     print_outcome(outcome.summary, folder, command)
+
+
+@contextlib.contextmanager
+def _on_full_disk(resume: str) -> Iterator[None]:
+    """Add the command that continues the run to the error of a disk that is full."""
+    try:
+        yield
+    except DiskError as error:
+        raise DiskError(f"{error}; free space, then: {resume}") from error
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

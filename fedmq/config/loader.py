@@ -233,6 +233,9 @@ def input_error(
         found = "an inconsistent scenario"
     else:
         found = first["input"]
+    if first["type"] == "literal_error" and isinstance(found, str):
+        names = re.findall(r"'([^']+)'", first["ctx"]["expected"])
+        message = f"{did_you_mean(found, names)} {message}".strip()
     also = _more_unknown(errors, path, prefix, settings) if first["type"] in _UNKNOWN else ""
     return InputError(where, found, message[0].lower() + message[1:] + also)
 

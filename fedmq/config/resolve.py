@@ -28,6 +28,7 @@ class MethodFacts:
         options: all options including defaults, as plain data.
         pooled: it trains centrally on all silos' data, as an upper bound.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        needs_public: it needs a data set that marks public items.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
         begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
             round is the default.
@@ -36,6 +37,7 @@ class MethodFacts:
     options: Mapping[str, object]
     pooled: bool
     personal_only: bool
+    needs_public: bool
     without_effect: tuple[tuple[str, object, str], ...]
     begins: tuple[tuple[str, int, str, bool], ...] = ()
 
@@ -154,6 +156,9 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         method = known.method_facts(scenario.protocol, scenario.objective)
         if scenario.data is None and method.pooled:
             allowed = "a federated method: with partition.kind own no process holds the data of all silos"
+            raise InputError("protocol.name", scenario.protocol.label, allowed)
+        if scenario.data is None and method.needs_public:
+            allowed = "a method without public items: with partition.kind own the sites state none"
             raise InputError("protocol.name", scenario.protocol.label, allowed)
         objective = known.objective_facts(scenario.objective)
         _check_objective(scenario, objective)

@@ -185,8 +185,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = parse(text)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}: line {line}", error.problem or "not YAML", "valid YAML") from None
+        line, problem = error.problem_mark.line + 1 if error.problem_mark else 1, error.problem or "not YAML"
+        # A bracket or quotation mark that is not closed, or a missing colon, is noticed only in a later line.
+        begun = error.context_mark.line + 1 if error.context_mark else line
+        if begun < line and "block" not in (error.context or ""):
+            raise InputError(f"{path}: line {begun}", f"{problem} in line {line}", "valid YAML") from None
+        raise InputError(f"{path}: line {line}", problem, "valid YAML") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise InputError(str(path), str(error).splitlines()[0], "valid YAML") from None
     except RecursionError:

@@ -268,6 +268,7 @@ class Traits:
             whole model.
         first_round_selects_all: the first synchronous round selects all eligible silos, whatever the participation.
         counts_items_twice: a row of class prototypes or of a memory may count an item once per modality.
+        needs_public: the method needs a data set that marks public items, which sites with their own data do not state.
         public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
@@ -282,6 +283,7 @@ class Traits:
     shared_layers: tuple[str, ...] | None = None
     first_round_selects_all: bool = False
     counts_items_twice: bool = False
+    needs_public: bool = False
     public_items: int | None = None
     reply_bytes: int = 0
     our_reading: bool = False
@@ -341,7 +343,7 @@ class FederatedProtocol(ABC):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options alone: at least ``pooled``, ``personal_only`` and ``unpaired``.
+        """The traits known from the options: at least pooled, personal_only, needs_public and unpaired.
 
         Args:
             options: an instance of ``Options``.
@@ -349,7 +351,7 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """All traits in this run, with the same ``pooled``, ``personal_only`` and ``unpaired`` as :meth:`traits_of`."""
+        """All traits in this run, which include those of :meth:`traits_of`."""
         return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -421,6 +423,7 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
     for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),
         ("personal_only", traits.personal_only, before.personal_only),
+        ("needs_public", traits.needs_public, before.needs_public),
         ("unpaired", traits.unpaired, before.unpaired),
     ):
         if at_run != from_options:

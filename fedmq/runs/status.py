@@ -47,6 +47,7 @@ class SiloPhase(StrEnum):
     OVERDUE = "overdue"  # connected, but its last task exceeded its limit; not selected until it replies or rejoins
     LOST = "lost"  # disconnected; its task is sent again when it rejoins
     STOPPED = "stopped"  # was connected when the run stopped
+    DONE = "done"  # is connected, and all rounds are merged
     GIVEN_UP = "given up"  # stayed away; not selected until it rejoins
 
 
@@ -60,8 +61,9 @@ class SiloStatus(Stored):
         limit: real time after which that task has failed [s]; None without a limit.
         error: the last error that it reported, or the reason why its last task failed; empty if there was none since
             the coordinator started, or after it has replied to a later task.
-        up: bytes of payload tensors received from it since the coordinator started.
-        down: bytes of payload tensors sent to it since the coordinator started.
+        up: bytes of payload tensors received from it in the whole run; after a resume from a checkpoint of a release
+            before December 2026, since then.
+        down: bytes of payload tensors sent to it, likewise.
     """
 
     phase: SiloPhase = Field(strict=False)

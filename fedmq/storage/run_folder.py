@@ -105,6 +105,8 @@ def open_run(root: Path) -> RunFolder:
         InputError: ``root`` is not a run folder.
     """
     folder = RunFolder(root)
+    if not root.exists():
+        raise InputError(str(root), "no such folder", "a run folder")
     if not folder.scenario.is_file():
         raise InputError(str(root), "no scenario.yaml in it", "a run folder")
     check_run_files(root)

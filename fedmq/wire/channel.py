@@ -47,6 +47,8 @@ _HELLO_SECONDS = 2.0
 _LONGEST_HELLO_SECONDS = 30.0
 #: Time without an answer before ``progress`` reports it, once until there is a session [s].
 _QUIET_SECONDS = 10.0
+#: Time without an answer after which a hello is sent on a new connection [s]: the old one may be open, but dead.
+_MUTE_SECONDS = 60.0
 #: Earlier hellos whose late welcomes are recognised.
 _EARLIER_HELLOS = 16
 #: Maximum time that the thread waits before it checks the clock again [s].
@@ -125,7 +127,7 @@ class Channel:
         self._refusals = RefusalLog(log, clock)
         self._received_at = self._beat_at = self._hello_at = 0.0
         self._hello_seconds, self._unanswered_since = _HELLO_SECONDS, math.inf
-        self._connections, self._mute = 1, False
+        self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
     def start(self) -> None:
@@ -250,8 +252,8 @@ class Channel:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
                 why = (
-                    f"no coordinator listens there yet, it is busy, or is of an earlier release and refuses this run "
-                    f"({self._run}) or this key"
+                    "no coordinator listens there yet, or it is busy; a coordinator of an earlier release is also "
+                    f"silent if it does not accept this key or has another run than {self._run}"
                 )
                 if host := unknown_host(self._uri):
                     why = f"the name {host} is unknown on this machine"
@@ -307,7 +309,7 @@ class Channel:
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
-        mute = self._mute or now - self._unanswered_since > _LONGEST_HELLO_SECONDS
+        mute = now - self._unanswered_since > _MUTE_SECONDS
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
@@ -315,7 +317,6 @@ class Channel:
             self._connections = connection.established() + 1  # the new one
             connection.reconnect()
             connection.send(frames)
-        self._mute = False
 
     def _report_once(self, line: str) -> None:
         """Pass a line to ``progress``, once until there is a session."""
@@ -371,7 +372,6 @@ class Channel:
     def _end_session(self, why: NoteKind) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
-        self._mute = why is NoteKind.COORDINATOR_SILENT
         self._session = self._initiated = self._rekeying = None
 
     def _receive_all(self, connection: Connection, wait_s: float = 0.0) -> None:

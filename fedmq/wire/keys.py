@@ -7,6 +7,7 @@ import errno
 import getpass
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         _check_key_name(directory, name)
         for path in (directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"):
             if path.exists():
-                raise InputError(str(path), "an existing key", "a folder without that key")
+                allowed = "a folder without keys; `fedmq keys new NAME` adds a single one"
+                raise InputError(str(path), "an existing key", allowed)
     if len(set(requested)) != len(requested):
         raise InputError(str(directory), requested, "distinct names")
     written: list[Path] = []
@@ -102,6 +104,9 @@ def load_identity(directory: Path, name: str) -> Identity:
     """
     _check_key_name(directory, name)
     path = directory / f"{name}.key"
+    if not os.path.lexists(path):
+        where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
+        raise InputError(str(path), "no such file", f"a private key: `fedmq keys new {name}{where}` makes it")
     try:
         with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
@@ -307,6 +312,8 @@ def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, repl
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path, key = directory / f"{name}.key", Ed25519PrivateKey.generate()
+    if path.exists() and not replace:
+        raise InputError(str(path), "an existing key", "--replace, which makes a new one in its place, or another name")
     if replace:
         write_atomically(path, lambda temporary: _write(temporary, _private_pem(key, passphrase), 0o600))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from fedmq.storage.logs import Logger
@@ -36,6 +37,48 @@ _WARNING = frozenset(
     }
 )  # fmt: skip
 _ERROR = frozenset({NoteKind.ERROR_REPORTED, NoteKind.CHECKPOINT_REFUSED})
+
+
+#: Notes that a silo can cause in every round, with the facts that tell whether two of them say the same.
+_REPEATED: Mapping[str, tuple[str, str]] = {
+    NoteKind.ERROR_REPORTED: ("peer", "error"),
+    NoteKind.TASK_FAILED: ("silo", "reason"),
+}
+#: Maximum number of different notes whose repetitions are counted; then counting begins again.
+_MOST = 4096
+
+
+class Mirror:
+    """Logs the records of a message log for operators.
+
+    If a silo's tasks fail for the same reason again and again, the first failure is logged as it is, the 10th, 100th,
+    1000th, ... with the number of times, and the others as ``debug``.
+
+    Args:
+        logger: the log for operators.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._seen: Counter[tuple[object, ...]] = Counter()
+
+    def __call__(self, record: LogRecord) -> None:
+        """Log a record."""
+        if not isinstance(record, NoteRecord) or record.text not in _REPEATED:
+            mirror(self._logger, record)
+            return
+        facts = record.facts
+        key = (record.text, *(facts.get(name) for name in _REPEATED[record.text]))
+        if key not in self._seen and len(self._seen) >= _MOST:
+            self._seen.clear()
+        self._seen[key] += 1
+        times = self._seen[key]
+        if times == 1:
+            mirror(self._logger, record)
+        elif str(times).strip("0") == "1":
+            self._logger.warning(str(record.text), times=times, **facts)
+        else:
+            self._logger.debug(str(record.text), **facts)
 
 
 def mirror(logger: Logger, record: LogRecord) -> None:

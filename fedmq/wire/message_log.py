@@ -25,7 +25,7 @@ from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
 from fedmq.storage.run_folder import make_folder, writing
 from fedmq.wire.keys import Identity
-from fedmq.wire.log_mirror import mirror
+from fedmq.wire.log_mirror import Mirror
 from fedmq.wire.log_records import (
     GENESIS,
     EventKind,
@@ -97,7 +97,7 @@ class MessageLog:
     ) -> None:
         self.path = path
         self.process = process
-        self.logger = logger
+        self.logger, self._mirror = logger, Mirror(logger)
         self._clock = clock
         self._last_hash, self._count, self._size, self._last_wall = GENESIS, 0, 0, ""
         self._signer: tuple[Identity, str] | None = None
@@ -207,7 +207,7 @@ class MessageLog:
                     raise
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
             self._last_wall = wall
-        mirror(self.logger, record)
+        self._mirror(record)
         return record.n
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:

@@ -69,7 +69,8 @@ class RefusalLog:
 class FormerSessions:
     """Messages of sessions that peers had with an earlier process of this coordinator, which cannot open them.
 
-    A restart leaves such messages in the peers' queues. They are dropped like any message without a session.
+    A restart leaves such messages in the peers' queues. They are dropped like any message without a session. So are
+    those that arrived before their connection broke, but are read after this process could not send to their peer.
 
     Args:
         log: the message log of this process.
@@ -80,6 +81,7 @@ class FormerSessions:
     def __init__(self, log: MessageLog, clock: Clock, *, restarted: bool) -> None:
         self._log, self._clock, self._restarted = log, clock, restarted
         self._known: dict[bytes, None] = {}
+        self._broken: dict[bytes, None] = {}
         self._dropped, self._first = 0, math.inf
 
     def know(self, session: bytes) -> None:
@@ -88,8 +90,16 @@ class FormerSessions:
         while len(self._known) > _MAX_SESSIONS:
             del self._known[next(iter(self._known))]
 
+    def end(self, session: bytes) -> None:
+        """The connection of a session is broken; what arrived before that may still be queued."""
+        self._broken[session] = None
+        while len(self._broken) > _MAX_SESSIONS:
+            del self._broken[next(iter(self._broken))]
+
     def drop(self, header: Header | ShortHeader | None, error: RemoteWireError) -> bool:
-        """Count an unauthenticated message if it is of a former session; returns whether it is."""
+        """Whether an unauthenticated message is of a former or broken session; those of former ones are counted."""
+        if header is not None and header.session in self._broken and error.reason == Reason.UNKNOWN_SESSION:
+            return True
         if not self._restarted or header is None or not header.session or header.session in self._known:
             return False
         ready = isinstance(header, Header) and header.kind is Kind.READY

@@ -60,7 +60,9 @@ def test_a_scenario_without_its_site_file_and_the_reverse_are_told_the_command(
 
 def test_the_error_of_a_silo_names_the_command_with_both_files(site: Path) -> None:
     run = resolved_file(Path("own.yaml"), manual=True)
-    with pytest.raises(DataItemError, match=r"5\.jpg.*`fedmq data check own\.yaml --site .*silo\.yaml` lists all problems"):
+    with pytest.raises(
+        DataItemError, match=r"5\.jpg.*`fedmq data check own\.yaml --site .*silo\.yaml` lists all problems"
+    ):
         SiteData.load(run.scenario, read_site(Path("silo.yaml")), run.id, file=run.source.file)
 
 

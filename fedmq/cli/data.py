@@ -19,6 +19,7 @@ from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
+    from fedmq.federation.data_check import DataFacts
     from fedmq.federation.early_check import Fits
 
 
@@ -104,30 +105,13 @@ def add_data(
 
         Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
         """
-        from fedmq.config.site import is_site_file, read_site  # noqa: PLC0415
+        from fedmq.federation.data_check import show  # noqa: PLC0415 - --help does without
 
-        if is_site_file(file):
-            command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
-            raise InputError(str(file), "a site file", command)
-        starting()
-        from fedmq.federation import data_check  # noqa: PLC0415
-
-        if site is not None:
-            run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
-            check_fit(run, here)
-            if here.cache is not None:
-                os.environ["FEDMQ_CACHE"] = str(here.cache)
-            facts = data_check.check_site(run.scenario, here, bar())
-        else:
-            scenario = _scenario(file, settings, seed)
-            if scenario.data is None:
-                command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
-                raise InputError(str(file), "partition.kind own, where each site has its own data", command)
-            facts = data_check.check(scenario, fits, bar())
+        facts = _checked(file, site, settings, seed, bar, fits)
         if as_json:
             print_json(facts.to_plain())
         else:
-            data_check.show(facts, out)
+            show(facts, out)
         if not facts.usable:
             sys.exit(bad_input)
 
@@ -142,6 +126,35 @@ def add_data(
         scenario = _scenario(file, settings, seed)
         with continued_by_repeating():
             _extract(scenario, device, bar, as_json=as_json)
+
+
+def _checked(
+    file: Path, site: Path | None, settings: list[str] | None, seed: int | None, bar: Bar, fits: Fits
+) -> DataFacts:
+    """Check the data of a scenario, or of a site file.
+
+    Raises:
+        InputError: the scenario and the site file do not fit together, or the data cannot be read.
+    """
+    from fedmq.config.site import is_site_file, read_site  # noqa: PLC0415 - --help does without
+
+    if is_site_file(file):
+        command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
+        raise InputError(str(file), "a site file", command)
+    starting()
+    from fedmq.federation import data_check  # noqa: PLC0415
+
+    if site is not None:
+        run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
+        check_fit(run, here)
+        if here.cache is not None:
+            os.environ["FEDMQ_CACHE"] = str(here.cache)
+        return data_check.check_site(run.scenario, here, bar())
+    scenario = _scenario(file, settings, seed)
+    if scenario.data is None:
+        command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
+        raise InputError(str(file), "partition.kind own, where each site has its own data", command)
+    return data_check.check(scenario, fits, bar())
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:

@@ -172,7 +172,7 @@ def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | Non
     """The data of a site with its own data; None in a simulated partition."""
     if arguments.scenario.data is not None:
         return None
-    return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress)
+    return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress, arguments.run.source.file)
 
 
 def _here(arguments: SiloArguments) -> Scenario:

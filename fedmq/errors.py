@@ -33,6 +33,21 @@ class InputError(FedmqError):
         super().__init__(f"{place}: found {found!r}, allowed: {allowed}")
 
 
+class DataItemError(InputError):
+    """An item of a data set cannot be used; the message ends with the command that lists all problems of the data.
+
+    Args:
+        place: as for every InputError.
+        found: likewise.
+        usable: what is accepted.
+        command: the command.
+    """
+
+    def __init__(self, place: str, found: object, usable: str, command: str = "fedmq data check") -> None:
+        self.usable = usable
+        super().__init__(place, found, f"{usable}; {command} lists all problems")
+
+
 class RunError(FedmqError):
     """The run failed for a reason other than the user's input."""
 

@@ -147,7 +147,7 @@ def preflight(
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
     if lacking := _left_out(arguments, silo):
-        yield Check("left out", Verdict.WARNING, lacking)
+        yield Check("items", Verdict.WARNING, lacking)
     yield _disk(arguments, silo, limits)
     yield from _step(silo, limits, guard, site)
 
@@ -172,7 +172,7 @@ def _site(arguments: SiloArguments, progress: Progress | None) -> SiteData | Non
     """The data of a site with its own data; None in a simulated partition."""
     if arguments.scenario.data is not None:
         return None
-    return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress)
+    return SiteData.load(_here(arguments), arguments.site, arguments.run.id, progress, arguments.run.source.file)
 
 
 def _here(arguments: SiloArguments) -> Scenario:

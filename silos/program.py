@@ -422,7 +422,7 @@ class SiloStart:
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
         device_of(here.device)  # a silo with its own data would use it only after the agreement
         if scenario.data is None:
-            data = SiteData.load(here, arguments.site, run.id)
+            data = SiteData.load(here, arguments.site, run.id, file=run.source.file)
             return cls(arguments, identity, data.statement, data.samples, data.content, None, data)
         population = build_population(here, folder=arguments.data, pooled=run.pooled)
         silo = _silo(arguments, identity, population)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +13,13 @@ from rich.table import Table
 from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.sites import SiteFile, check_fit
+from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
+    from fedmq.federation.data_check import DataFacts
     from fedmq.federation.early_check import Fits
 
 
@@ -84,22 +88,30 @@ def add_data(
     app.command("digest")(data_digest)
 
     @app.command("check")
-    def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
+    def data_check(
+        file: File,
+        site: SiteFile = None,
+        settings: Settings = None,
+        seed: Seed = None,
+        as_json: AsJson = False,
+    ) -> None:
         """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
+
+        With --site, the data of that site file, for a scenario whose sites have their own data.
 
         Exit code 2 if a run would refuse the data or the scenario.
 
         Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
-        """
-        starting()
-        scenario = _scenario(file, settings, seed)
-        from fedmq.federation import data_check  # noqa: PLC0415
 
-        facts = data_check.check(scenario, fits, bar())
+        Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
+        """
+        from fedmq.federation.data_check import show  # noqa: PLC0415 - --help does without
+
+        facts = _checked(file, site, settings, seed, bar, fits)
         if as_json:
             print_json(facts.to_plain())
         else:
-            data_check.show(facts, out)
+            show(facts, out)
         if not facts.usable:
             sys.exit(bad_input)
 
@@ -114,6 +126,35 @@ def add_data(
         scenario = _scenario(file, settings, seed)
         with continued_by_repeating():
             _extract(scenario, device, bar, as_json=as_json)
+
+
+def _checked(
+    file: Path, site: Path | None, settings: list[str] | None, seed: int | None, bar: Bar, fits: Fits
+) -> DataFacts:
+    """Check the data of a scenario, or of a site file.
+
+    Raises:
+        InputError: the scenario and the site file do not fit together, or the data cannot be read.
+    """
+    from fedmq.config.site import is_site_file, read_site  # noqa: PLC0415 - --help does without
+
+    if is_site_file(file):
+        command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
+        raise InputError(str(file), "a site file", command)
+    starting()
+    from fedmq.federation import data_check  # noqa: PLC0415
+
+    if site is not None:
+        run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
+        check_fit(run, here)
+        if here.cache is not None:
+            os.environ["FEDMQ_CACHE"] = str(here.cache)
+        return data_check.check_site(run.scenario, here, bar())
+    scenario = _scenario(file, settings, seed)
+    if scenario.data is None:
+        command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
+        raise InputError(str(file), "partition.kind own, where each site has its own data", command)
+    return data_check.check(scenario, fits, bar())
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:

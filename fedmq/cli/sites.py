@@ -65,7 +65,7 @@ def whereabouts(
 
     site = None if site_file is None else read_site(site_file)
     if site is not None:
-        _check_fit(run, site)
+        check_fit(run, site)
         if site.cache is not None:
             os.environ["FEDMQ_CACHE"] = str(site.cache)
     name = name or (site.name if site else None)
@@ -81,7 +81,7 @@ def whereabouts(
     return Whereabouts(site, name, folder, address, device or (site.device if site else None), chosen)
 
 
-def _check_fit(run: ResolvedRun, site: Site) -> None:
+def check_fit(run: ResolvedRun, site: Site) -> None:
     """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs.
 
     Raises:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from fedmq.config import user_files
 from fedmq.config.loader import DATA_PATHS, absolute, input_error, place_of
-from fedmq.config.scenario import Data, Device
+from fedmq.config.scenario import Data, Device, Scenario
 from fedmq.config.sections import Modality, Name, Part
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
@@ -81,6 +81,15 @@ def read_site(path: Path) -> Site:
     except InputError as error:
         raise InputError(place_in(path, error.place), error.found, error.allowed) from None
     return site.model_copy(update={**changes, "file": path})
+
+
+def is_site_file(path: Path) -> bool:
+    """Whether a file is a site file rather than a scenario: it has keys that only a site file has, and no others."""
+    try:
+        keys = read_yaml(path).keys()
+    except InputError:
+        return False
+    return keys <= Site.model_fields.keys() and not keys <= Scenario.model_fields.keys()
 
 
 def place_in(path: Path, key: str) -> str:

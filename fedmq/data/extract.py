@@ -28,7 +28,7 @@ from fedmq.data.remarks import of_vectors
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DataItemError, InputError, RunError
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, key_of
 from fedmq.storage.locks import locked
@@ -196,12 +196,14 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
         if len(raw) - len(left_out) < 2:
             raise InputError(raw.place, f"{len(raw) - len(left_out)} items with picture and caption", "at least 2")
         return raw.subset([row for row in range(len(raw)) if row not in left_out]) if left_out else raw
-    hint = "data.missing: skip leaves such items out, fedmq data check lists them"
+    hint = "data.missing: skip leaves out those without"
     if no_picture:
         others = f" and {len(no_picture) - 1} more" if len(no_picture) > 1 else ""
-        raise InputError(raw.pictures.name(no_picture[0]) + others, "no such file", f"the items of {raw.place}; {hint}")
+        place = raw.pictures.name(no_picture[0]) + others
+        raise DataItemError(place, "no such file", f"a picture for each item of {raw.place} ({hint})")
     if no_caption and not raw.unpaired:
-        raise InputError(f"{raw.place}: {raw.keys[no_caption[0]]}", "no caption", f"at least one for each item; {hint}")
+        place = f"{raw.place}: {raw.keys[no_caption[0]]}"
+        raise DataItemError(place, "no caption", f"items with at least one ({hint})")
     return raw
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.errors import InputError
+from fedmq.errors import DataItemError, InputError
 from fedmq.extras import package
 from fedmq.storage.file_digests import file_digests
 from fedmq.storage.regular_files import check_regular
@@ -157,23 +157,19 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
     return sorted({(2 * index + 1) * total // (2 * wanted) for index in range(wanted)}) if total else []
 
 
-#: What to do about an unreadable picture of a data set.
-_OF_A_SET = "; fedmq data check lists all that are not"
-
-
-def decode(path: Path, hint: str = "") -> Pixels:
+def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
     """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
 
     Args:
         path: path of the file.
-        hint: hint for the user, added to an error.
+        error: what is raised for a file that is not an image; :class:`DataItemError` for an item of a data set.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
     if path.exists():
         check_regular(path, MAX_FILE, "an image")
-    return _decoded(path, str(path), hint)
+    return _decoded(path, str(path), error)
 
 
 def decode_bytes(content: bytes, place: str) -> Pixels:
@@ -200,17 +196,17 @@ def check_header(path: Path) -> None:
     _read(path, str(path), lambda _: None)
 
 
-def _decoded(source: Path | io.BytesIO, place: str, hint: str = "") -> Pixels:
+def _decoded(source: Path | io.BytesIO, place: str, error: type[InputError] = InputError) -> Pixels:
     ops = package("PIL.ImageOps", "embedded", place)
 
     def pixels(image: Any) -> Pixels:
         return _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
 
-    return _read(source, place, pixels, hint)
+    return _read(source, place, pixels, error)
 
 
-def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: str = "") -> T:
-    """Open an image and use it; every failure becomes an InputError."""
+def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], error: type[InputError] = InputError) -> T:
+    """Open an image and use it; every failure becomes an InputError, of a broken file the given one."""
     image = package("PIL.Image", "embedded", place)
     try:
         with image.open(source) as opened:
@@ -223,10 +219,10 @@ def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], hint: 
     except InputError:
         raise
     except image.UnidentifiedImageError:
-        raise InputError(place, "no picture that Pillow can read", f"an image, e.g. JPEG or PNG{hint}") from None
-    except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
-        reason = str(error).replace(place, "file") or type(error).__name__
-        raise InputError(place, reason, f"a readable image{hint}") from None
+        raise error(place, "no picture that Pillow can read", "an image, e.g. JPEG or PNG") from None
+    except Exception as broken:  # Pillow's decoders raise various exceptions on a broken file
+        reason = str(broken).replace(place, "file") or type(broken).__name__
+        raise error(place, reason, "a readable image") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
@@ -324,7 +320,7 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
                     break
     except Exception as error:  # FFmpeg's errors, and various exceptions of PyAV on a broken stream or frame
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(str(path), reason, "a readable video; fedmq data check lists all that are not") from None
+        raise DataItemError(str(path), reason, "a readable video") from None
     if not found:
         raise InputError(str(path), "no frame", "a readable video")
     if 2 * total < stated:
@@ -404,8 +400,10 @@ class Files:
         path = self.paths[row]
         if is_folder(path):
             inside = self._frames(path)
-            return [decode(inside[index], _OF_A_SET) for index in spread_evenly(len(inside), self.wanted)]
-        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, _OF_A_SET)]
+            return [decode(inside[index], DataItemError) for index in spread_evenly(len(inside), self.wanted)]
+        return (
+            video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, DataItemError)]
+        )
 
     def subset(self, rows: Sequence[int]) -> Self:
         """The pictures of the given rows, in the given order."""

@@ -131,7 +131,7 @@ class EvaluatorStart:
             if not scenario.evaluator:
                 allowed = "shared or both, for an evaluator with its own held-out set"
                 raise InputError("evaluation.heldout", scenario.evaluation.heldout or "own", allowed)
-            data = SiteData.load(here, arguments.site, run)
+            data = SiteData.load(here, arguments.site, run, file=arguments.run.source.file)
             split = SPLITS.index(scenario.evaluation.split)
             return cls(here, data.statement, int(data.statement[0].counts[split, 0]), data.content, None, data)
         population = build_population(here, folder=arguments.data)

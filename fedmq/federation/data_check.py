@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
+from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
@@ -28,6 +29,7 @@ from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
 from fedmq.text import printable
@@ -374,6 +376,27 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
     return _with_refusal(facts, lambda: refuse_before_extraction(made, scenario, fits))
 
 
+def check_site(scenario: Scenario, site: Site, progress: Progress | None = None) -> DataFacts:
+    """Check the data of a site's file.
+
+    Args:
+        scenario: the resolved scenario, which has no data.
+        site: the site.
+        progress: called during long steps.
+
+    Raises:
+        InputError: the site file has no data, or they cannot be read.
+    """
+    if site.data is None:
+        raise InputError(site.place("data"), "nothing", "the site's data, as in docs/howto/own_sites.md")
+    if scenario.backbone.name != "features":
+        return replace(check_raw(site.data, progress), silos={})
+    name = site.name if site.name in scenario.silo_names else scenario.silo_names[0]
+    population = SiteData.load(scenario, site, scenario.name, progress).alone(name)
+    facts = _prepared_facts(site.data.name, population, progress)
+    return replace(facts, silos={name: facts.silos[name]} if facts.silos else {})
+
+
 def _with_refusal(facts: DataFacts, checks: Callable[[], None]) -> DataFacts:
     """Add the error of a run that would refuse the data to the problems."""
     try:
@@ -426,9 +449,9 @@ def show(facts: DataFacts, out: Console) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in facts.problems:
         out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
-    if facts.silos is not None:
+    if facts.silos:
         _show_silos(facts.silos, facts.labels, out)
-    elif facts.usable:
+    elif facts.silos is None and facts.usable:
         out.print(
             "fedmq data features FILE extracts the features; then this command shows the data of each silo",
             highlight=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.splits import SPLITS
-from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.errors import DataItemError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
 from fedmq.federation.population import Population, device_here, own_population
 from fedmq.progress import Progress
@@ -43,7 +44,9 @@ class SiteData:
     statement: tuple[DataStatement, DataFormat]
 
     @classmethod
-    def load(cls, scenario: Scenario, site: Site | None, run: str, progress: Progress | None = None) -> SiteData:
+    def load(
+        cls, scenario: Scenario, site: Site | None, run: str, progress: Progress | None = None, file: Path | None = None
+    ) -> SiteData:
         """Load and describe a site's data.
 
         Args:
@@ -51,6 +54,7 @@ class SiteData:
             site: the site; its file is required.
             run: the run's id, the salt of the digest.
             progress: called with (what, done, total) during long steps.
+            file: the scenario's file, for the command in an error.
 
         Raises:
             InputError: there is no site file, it has no data, or the data cannot be read.
@@ -63,6 +67,9 @@ class SiteData:
             device = device_here(scenario.device)
             prepared = prepare(site.data, scenario.backbone, cache, scenario.seed, progress, device)
             items = item_digests(prepared, site.data, progress)
+        except DataItemError as error:
+            command = f"`fedmq data check {file or 'SCENARIO'} --site {site.file}`"
+            raise DataItemError(error.place, error.found, error.usable, command) from None
         except InputError as error:
             if not error.place.startswith("data."):
                 raise

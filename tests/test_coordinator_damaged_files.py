@@ -148,6 +148,7 @@ def test_a_log_that_is_no_regular_file_is_refused(what: str, tmp_path: Path) -> 
         ({"kind": "merge", "version": -1, "now": 1.0}, "version"),
         ({"kind": "merge", "version": 1, "now": -1.0}, "now"),
         ({"kind": "merge", "version": 1, "now": 1.0, "loss": float("inf")}, "loss"),
+        ({"kind": "merge", "version": 1, "now": 1.0, "wall": "2026-02-31T00:00:00+00:00"}, "wall"),
         ({"kind": "evaluation", "version": 1, "metrics": {"mean_r10": -1.0}, "per_silo": {}}, "metrics"),
         ({"kind": "evaluation", "version": 1, "metrics": {}, "per_silo": {"a": {"map": 2.0}}}, r"per_silo\.a"),
         ({"kind": "own_heldout", "version": 1, "per_silo": {"a": {"items": 2, "mean_r1": 3.0}}}, r"per_silo\.a"),

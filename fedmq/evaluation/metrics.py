@@ -401,11 +401,6 @@ def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
     return next((found for each in metrics if (found := each.named(name)) is not None), None)
 
 
-@lru_cache(4096)  # records of a run repeat the same names
-def _built_in(name: str) -> Metric | None:
-    return _found(name, _KNOWN)
-
-
 def metric_of(name: str, own: Sequence[Metric] = ()) -> Metric:
     """The entry of a metric.
 
@@ -499,15 +494,3 @@ def objection(
         if (wrong := metric.objection(value)) is not None:
             return wrong
     return None
-
-
-def checked(values: dict[str, float]) -> dict[str, float]:
-    """The values, if those of built-in metrics are within their bounds; other names are not checked.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for name, value in values.items():
-        if (metric := _built_in(name)) is not None and (wrong := metric.objection(value)) is not None:
-            raise ValueError(wrong)
-    return values

@@ -11,39 +11,20 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
-    BeforeValidator,
     Field,
     JsonValue,
     RootModel,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 
 from fedmq.config.user_files import titled
-from fedmq.evaluation.metrics import HEADLINE, Metric, checked
+from fedmq.evaluation.metrics import HEADLINE
 from fedmq.runs.data_records import ItemCounts
-from fedmq.storage.json_files import Digest, Stored
+from fedmq.runs.metric_values import BySilo, Figures, Finite, MetricEntry, check_bounds
+from fedmq.storage.json_files import DateTime, Digest, Stored
 
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Version = Annotated[int, Field(ge=0)]
-#: Metric name to value; within its bounds, if the metric is built in.
-Figures = Annotated[dict[str, _Finite], AfterValidator(checked)]
-BySilo = dict[str, Figures]
-
-_METRIC = TypeAdapter(Metric)
-
-
-def _metric(entry: object) -> Metric:
-    """Parse the entry of a metric from JSON, because strict models accept dataclasses only as instances."""
-    try:
-        return _METRIC.validate_python(entry)
-    except ValidationError as error:
-        raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
-
-
 #: Fraction of the initial model's norm below which a run has hardly changed the model.
 _HARDLY = 1e-5
 
@@ -69,7 +50,7 @@ class SiloSummary(Stored):
             that has no other to be contrasted with.
     """
 
-    __pydantic_extra__: dict[str, _Finite] = Field(init=False)
+    __pydantic_extra__: dict[str, Finite] = Field(init=False)
 
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
@@ -86,7 +67,7 @@ class SiloSummary(Stored):
     def _has_headline(self) -> SiloSummary:
         if self.figures and HEADLINE not in self.figures:
             raise ValueError(f"{HEADLINE} is missing")
-        checked(self.figures)
+        check_bounds(self.figures)
         return self
 
     @property
@@ -102,13 +83,13 @@ class OwnSiloFigures(Stored):
         items: number of these items that have both modalities.
     """
 
-    __pydantic_extra__: dict[str, _Finite] = Field(init=False)
+    __pydantic_extra__: dict[str, Finite] = Field(init=False)
 
     items: int
 
     @model_validator(mode="after")
     def _within_bounds(self) -> OwnSiloFigures:
-        checked(self.figures)
+        check_bounds(self.figures)
         return self
 
     @property
@@ -311,7 +292,7 @@ class RunSummary(Stored):
     personal_per_silo_mean: Figures = Field(default_factory=dict)
     personal_fairness: Figures = Field(default_factory=dict)
     personal_missing: dict[str, str] = Field(default_factory=dict)
-    own_metrics: dict[str, Annotated[Metric, BeforeValidator(_metric)]] = Field(default_factory=dict)
+    own_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
     our_reading: bool = False
     # Runs before November 2026 have the old name.
     personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
@@ -376,12 +357,12 @@ class MergeLine(Stored):
 
     kind: Literal["merge"]
     version: _Version
-    now: Annotated[_Finite, Field(ge=0)]
+    now: Annotated[Finite, Field(ge=0)]
     replies: list[str] = Field(default_factory=list)
     staleness: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    loss: _Finite | None = None
-    losses: dict[str, _Finite] = Field(default_factory=dict)
-    wall: str | None = None
+    loss: Finite | None = None
+    losses: dict[str, Finite] = Field(default_factory=dict)
+    wall: DateTime | None = None
 
     @property
     def reported(self) -> Figures:
@@ -405,7 +386,7 @@ class EvaluationLine(Stored):
     version: _Version
     metrics: Figures
     per_silo: BySilo
-    wall: str | None = None
+    wall: DateTime | None = None
 
 
 class OwnHeldOutLine(OwnHeldOut):
@@ -419,7 +400,7 @@ class OwnHeldOutLine(OwnHeldOut):
 
     kind: Literal["own_heldout"]
     version: _Version
-    wall: str | None = None
+    wall: DateTime | None = None
 
 
 class PersonalLine(Stored):
@@ -443,7 +424,7 @@ class PersonalLine(Stored):
     personal_per_silo: BySilo
     personal_per_silo_mean: Figures
     personal_fairness: Figures
-    wall: str | None = None
+    wall: DateTime | None = None
 
 
 #: A line of ``metrics.jsonl``, discriminated by ``kind``.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
-from fedmq.runs.run_records import EvaluatedItems, Figures
-from fedmq.storage.json_files import Stored, read_json
+from fedmq.runs.metric_values import Figures
+from fedmq.runs.run_records import EvaluatedItems
+from fedmq.storage.json_files import DateTime, Stored, read_json
 from fedmq.text import printable
 
 #: Interval between two writings of ``status.json`` [s].
@@ -24,14 +24,6 @@ STATUS_SECONDS = 1.0
 ERROR_CHARACTERS = 300
 
 
-def _zoned(text: str) -> str:
-    """An ISO 8601 date and time with its time zone, since ages are computed from it; raises ValueError otherwise."""
-    if datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError(f"{text} has no time zone")
-    return text
-
-
-_Time = Annotated[str, AfterValidator(_zoned)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -66,7 +58,7 @@ class SiloStatus(Stored):
     """
 
     phase: SiloPhase = Field(strict=False)
-    heard: _Time | None = None
+    heard: DateTime | None = None
     task_seconds: _Seconds | None = None
     limit: _Seconds | None = None
     error: str = ""
@@ -120,7 +112,7 @@ class StatusFile(Stored):
     """
 
     run: str
-    written: _Time
+    written: DateTime
     phase: str
     round: _Count
     rounds: _Count
@@ -135,7 +127,7 @@ class StatusFile(Stored):
     elapsed: _Seconds
     refused: dict[str, _Count]
     last_refused: str
-    last_refused_at: _Time | None = None
+    last_refused_at: DateTime | None = None
     silos: dict[str, SiloStatus]
     evaluator: SiloStatus | None = None
     coordinator: CoordinatorFacts | None = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import bounded_lines, open_regular, read_regular
@@ -15,6 +16,16 @@ from fedmq.text import printable
 
 #: 32 bytes in hexadecimal.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _zoned(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return text
+
+
+#: An ISO 8601 date and time with its time zone.
+DateTime = Annotated[str, AfterValidator(_zoned)]
 _NOT_AN_OBJECT = ("model_type", "model_attributes_type")  # pydantic's error types
 _MAX_SHOWN = 60  # characters of a value in an error message
 

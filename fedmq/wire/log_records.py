@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
 
-from fedmq.storage.json_files import Digest, Stored
+from fedmq.storage.json_files import DateTime, Digest, Stored
 from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import SESSION_BYTES, Header, Kind, Reason
@@ -126,7 +126,7 @@ def chain(previous: str, record: Mapping[str, object]) -> str:
 
 
 #: Date and time in UTC, with milliseconds.
-_Wall = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
+_Wall = Annotated[DateTime, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
 _Size = Annotated[int, Field(ge=0)]
 _Direction = Literal["sent", "received"]
 # Not strict: JSON has strings and lists in place of enums and tuples.

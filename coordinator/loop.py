@@ -138,6 +138,7 @@ class Loop:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
             self._start_on(StillConnected(here), self.log.note(NoteKind.STILL_CONNECTED, silos=", ".join(here)))
+        self.status.update(self.rounds, self._seen)  # the file exists even if the run fails at once
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()

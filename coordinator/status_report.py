@@ -63,7 +63,7 @@ class StatusReport:
         self.limits = TaskLimits(run_context.scenario.aggregation.task_limit, samples)
         self._run = run_name(run_context.scenario)
         self._began = self._shown = clock.stopwatch()
-        self._written = -math.inf  # the file exists as soon as the run does
+        self._written = -math.inf  # so that the first update writes the file
         self._heard: dict[str, str] = {}
         self._loss: float | None = None
         self._diverged = False

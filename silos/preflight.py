@@ -147,7 +147,7 @@ def preflight(
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
     if lacking := _left_out(arguments, silo):
-        yield Check("left out", Verdict.WARNING, lacking)
+        yield Check("items", Verdict.WARNING, lacking)
     yield _disk(arguments, silo, limits)
     yield from _step(silo, limits, guard, site)
 

@@ -74,6 +74,23 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
     assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
 
 
+def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path) -> None:
+    for name in ("silo-00", "silo-01"):
+        (run / "messages" / f"{name}.jsonl").unlink()
+    code, shown = command(run)
+    shown = " ".join(shown.split())
+    assert code == 3  # it must not look like a complete one
+    assert "2 missing logs, no contradiction" in shown and "contradict each other" not in shown
+    assert "Copy messages/NAME.jsonl of silo-00, silo-01 from" in shown
+    assert json.loads(command(run, "--json")[1])["incomplete"].startswith("Incomplete: ")
+    assert "<b>Incomplete: nothing contradicts, but 2 logs could not be checked." in (run / "audit.html").read_text()
+    path = run / "messages" / "coordinator.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    (run / "summary.json").write_text("{}")
+    code, shown = command(run)
+    assert code == 3 and "contradict each other" in " ".join(shown.split()) and "Incomplete" not in shown
+
+
 def test_the_report_can_be_written_elsewhere_and_again(run: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert command(run, "--report", str(tmp_path / "report"), "--json")[0] == 0

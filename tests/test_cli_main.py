@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fedmq.cli import console
 from fedmq.cli import main as cli
@@ -461,6 +462,14 @@ def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_lo
     monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
     assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml", "--quiet") == 2
     assert not screen.getvalue()
+
+
+def test_the_help_groups_the_commands_and_shows_first_what_a_newcomer_needs() -> None:
+    shown = CliRunner().invoke(cli.app, ["--help"]).stdout
+    order = ["Start here", "│ init ", "│ scenario ", "Operate", "│ coordinator ", "Audit and look", "│ compare "]
+    places = [shown.find(text, shown.find("Start here")) for text in order]
+    assert -1 not in places and places == sorted(places)
+    assert "Commands ─" not in shown  # every command is in a group
 
 
 def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:

@@ -153,6 +153,13 @@ def test_numbers_in_yaml_notation_are_read_as_numbers(tiny: Path) -> None:
     assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)
 
 
+def test_a_scenario_without_data_is_told_that_they_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\n")
+    with pytest.raises(InputError, match=r"x\.yaml: data: found 'nothing', allowed: a data set; only with"):
+        scenarios.load(path)
+
+
 def test_true_in_the_file_is_not_accepted_as_a_number(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  count: true\n")

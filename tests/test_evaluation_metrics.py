@@ -285,7 +285,7 @@ def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_nam
         ("map_expected_i2i", "mAP averaged over the orders of tied items, image to image", "i2i", 1.0, True),
         ("ndcg_at10", "NDCG of the first 10 items, mean", "mean", 1.0, True),
         ("fold_mean_r5", "recall@5 within folds, mean over folds, mean", "mean", 1.0, True),
-        ("spread_text", "spread of the texts' embeddings", "", 1.0, True),
+        ("spread_text", "spread of the texts' embeddings (0: all are the same)", "", 1.0, True),
         ("gap_r1", "mean recall@1 of the best silo minus that of the worst", "", 1.0, False),
     ],
 )

@@ -25,6 +25,7 @@ def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over
     _, rows = studied(tiny, tmp_path)
     page = plots.page(rows, "title & more", ["note"])
     assert "title &amp; more" in page
+    assert "virtual time [s]" in page
     for column in ("mean_r1", "fairness.worst_r1"):
         for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
             assert title in page

@@ -98,6 +98,7 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
     assert {(each.rounds, each.evaluation.split) for each in trials} == {(2, "val")}
     again = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--quiet"])
     assert again.exit_code == 0 and len(here) == 4  # nothing is left to run
+    assert "trials.csv, best-fedavg.yaml, best-rcsr.yaml" in again.stdout
     *table, folder = again.stdout.splitlines()
     assert max(map(len, table)) <= 80 and folder.startswith(str(out))
     spec(tiny, tmp_path, metric="mean_r10")

@@ -24,10 +24,12 @@ from fedmq.retrieval import report_data
 from fedmq.runs import html_report, html_side_by_side, report_figures
 from fedmq.runs.html_timeline import add_records, read_facts, timeline
 from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import MergeLine, OwnHeldOut
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import size_text
 from fedmq.wire.log_records import record_of
 from tests import in_process_run
+from tests.run_summaries import summary
 from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run
 
@@ -88,7 +90,7 @@ def test_a_report_has_examples_with_pictures_holdings_a_timeline_and_the_space(p
     assert page.count('class="hit right"') >= 6
     assert "&lt;b&gt;wall&lt;/b&gt;" in page
     assert "<b>wall</b>" not in page
-    assert re.search(r"<h1>fedavg (improved|stayed|fell) .*R@1", page)
+    assert re.search(r"<h1>fedavg(:| improved| worsened) .*R@1", page)
     assert len(page) - len(get_plotlyjs()) < 2_000_000
 
 
@@ -168,6 +170,33 @@ def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFol
     assert ("data statement", "2", "2", "240 B") in found
 
 
+def test_a_headline_claims_a_change_only_beyond_what_chance_explains() -> None:
+    def of(before: float, after: float) -> str:
+        figures = {"items": 18, "metrics": {}, "per_silo": {"silo-00": {"items": 6, "mean_r1": after}},
+                   "per_silo_mean": {}, "fairness": {}}  # fmt: skip
+        heldout = OwnHeldOut.model_validate(figures)
+        found = summary(metrics={"mean_r1": after}, own_heldout=heldout)
+        return html_report.headline(found, {"mean_r1": before})
+
+    assert "fedavg: R@1 0.708 before and after 2 rounds, on 18 held-out pairs" in of(0.708, 0.708)
+    # One of 36 queries; the variance of a proportion of 0.722 among them is 0.722 * 0.278 / 36.
+    assert "R@1 0.708 before and 0.736 after 2 rounds, no more than the standard error of 0.075" in of(0.708, 0.736)
+    assert "fedavg improved retrieval from R@1 0.500 to 0.708 in 2 rounds" in of(0.5, 0.708)
+    assert "fedavg worsened retrieval from R@1 0.708 to 0.500 in 2 rounds" in of(0.708, 0.5)
+
+
+def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -> None:
+    found = ({"silo-00": 2.0, "silo-01": 0.0}, {"silo-00": 1.0, "silo-01": 0.5})
+    lines = [
+        MergeLine(kind="merge", version=version, now=0.0, loss=sum(losses.values()) / 2, losses=losses)
+        for version, losses in enumerate(found, 1)
+    ]
+    mean, each = report_figures.losses(lines)
+    assert mean.traces[0]["y"] == [2.0, 0.75]
+    assert [trace["x"] for trace in each.traces] == [[1, 2], [2]]
+    assert "nothing to train on" in mean.note
+
+
 def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
     summary = read_summary(photo_run)
     up, down = report_figures.traffic(read_facts(photo_run.messages("coordinator")), summary)
@@ -190,7 +219,7 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     html_report.write(folder)
     page = folder.report.read_text()
     assert "6 test images, 6 captions</h1>" in page
-    assert '<p class="remark">R@10 not shown: in a gallery of 6 items every model reaches 1.</p>' in page
+    assert '<p class="remark">R@10 is not shown: with 6 items to retrieve from, any model reaches 1</p>' in page
     assert "<td>mean_r10</td><td>-</td><td>-</td>" in page
     curves = dict(zip(titles(page), drawn(page), strict=True))["Retrieval on the held-out split"]
     assert [trace.name for trace in curves.data] == ["R@1", "R@5", "mAP"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -58,6 +59,10 @@ def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
     assert 'value="link"' not in page.text
     report = httpx.get(f"{board}/run/done", params={"token": TOKEN})
     assert "Retrieval on the held-out split" in report.text
+    done = page.text.split("/run/done?")[1].split("</tr>")[0]
+    assert ">features</td>" in done
+    assert re.search(r"<td class=\"text\">\d+ test images, \d+ captions</td>", done)
+    assert re.search(r">\d{4}-\d\d-\d\d \d\d:\d\d</td>", done)
     assert "live" in httpx.get(f"{board}/run/begun %3Cb%3E", params={"token": TOKEN}).text
     assert httpx.get(f"{board}/run/elsewhere", params={"token": TOKEN}).status_code == 404
     assert httpx.get(f"{board}/compare?run=done", params={"token": TOKEN}).status_code == 400

@@ -53,11 +53,13 @@ class Finding:
         place: file and line.
         what: the discrepancy, in one line.
         lost: the process whose log lacks a message that another one has; empty for other discrepancies.
+        absent: the process whose log is not in the folder; empty for other discrepancies.
     """
 
     place: str
     what: str
     lost: str = ""
+    absent: str = ""
 
     def to_plain(self) -> dict[str, str]:
         """As JSON-serialisable data."""
@@ -103,6 +105,16 @@ class Audit:
     refused_starts: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
     ends: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> list[str]:
+        """The processes that took part and whose logs are not in the folder."""
+        return sorted({each.absent for each in self.findings if each.absent})
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether logs are missing and nothing else was found: nothing contradicts, but not all could be checked."""
+        return bool(self.findings) and all(each.absent for each in self.findings)
 
     @property
     def remarks(self) -> Iterator[str]:
@@ -268,7 +280,7 @@ def _missing(found: _Logs, present: set[str]) -> Iterator[Finding]:
         count = unseen[process]
         mentioned = f"{found.named[process]} mentions {process}"
         why = f"{count} messages of {process} cannot be compared" if count else mentioned
-        yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}")
+        yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}", absent=process)
 
 
 def _others(record: LogRecord) -> tuple[str, ...]:

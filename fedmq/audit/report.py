@@ -35,18 +35,20 @@ _PAGE = """<!doctype html>
 <style>
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
-td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:left;overflow-wrap:anywhere}
+td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:left;vertical-align:top;overflow-wrap:break-word}
 td.n{text-align:right;white-space:nowrap}code{font-size:.85em;overflow-wrap:anywhere}
+td.name{white-space:nowrap}
 .ok{color:#17692f}.bad{color:#a8201a}.open{color:#8a5a00}
 </style>
 <h1>Audit of {{ run }}</h1>
 <table>
 <tr><th>method</th><td>{{ method }}</td></tr>
-<tr><th>records from</th><td>{{ started }}</td></tr>
-<tr><th>to</th><td>{{ ended }}</td></tr>
+<tr><th>first record</th><td>{{ started }}</td></tr>
+<tr><th>last record</th><td>{{ ended }}</td></tr>
 <tr><th>processes</th><td>{{ logs|length }}</td></tr>
 </table>
 {% if verdict.fails %}<p class="bad">{{ verdict.fails }}</p>{% endif %}
+{% if verdict.incomplete %}<p class="open"><b>{{ verdict.incomplete }}</b></p>{% endif %}
 <p class="ok">{{ verdict.holds }}</p>
 <p class="open">{{ verdict.not_proven }}</p>
 {% if findings %}<h2>Findings</h2>
@@ -56,14 +58,17 @@ td.n{text-align:right;white-space:nowrap}code{font-size:.85em;overflow-wrap:anyw
 {% for remark in remarks %}<p>{{ remark }}</p>{% endfor %}{% endif %}
 {% for line in refused_starts %}<p>{{ line }}</p>{% endfor %}
 <h2>What each process sent</h2>
-<table><tr><th>process</th><th>modalities</th><th>to</th><th>payload</th><th>number</th><th>bytes of tensors</th></tr>
-{% for flow in flows %}<tr><td>{{ flow.process }}</td><td>{{ flow.modalities }}</td><td>{{ flow.direction }}</td>
+<table><tr><th>process</th><th>modalities</th><th>sent to</th><th>payload</th><th>number</th>
+<th>bytes of tensors</th></tr>
+{% for flow in flows %}<tr><td>{{ flow.process }}</td><td>{{ flow.modalities }}</td>
+<td>{{ 'peers' if flow.direction == 'down' else 'coordinator' }}</td>
 <td>{{ flow.kind }}</td><td class="n">{{ '{:,}'.format(flow.payloads) }}</td>
 <td class="n">{{ '{:,}'.format(flow.bytes) if flow.bytes else 'numbers only' }}</td></tr>
 {% endfor %}</table>
 <h2>Logs</h2>
 <table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th><th>keys</th><th>head</th></tr>
-{% for log in logs %}<tr><td>{{ log.process }}</td><td class="n">{{ log.records }}</td>
+{% for log in logs %}<tr><td{{ ' class=name' if log.process|length < 25 else '' }}>{{ log.process }}</td>
+<td class="n">{{ log.records }}</td>
 <td class="n">{{ log.signatures }}</td><td class="n">{{ log.unsigned }}</td>
 <td>{% for key in log.fingerprints %}<code>{{ key }}</code> {% else %}none{% endfor %}</td>
 <td><code>{{ log.head }}</code></td></tr>

@@ -37,19 +37,23 @@ class Verdict:
     Args:
         holds: what holds.
         not_proven: what is not proven.
-        fails: what does not hold; empty without findings.
+        fails: what does not hold; empty without contradictions.
+        incomplete: which logs are missing and where they are; empty if they are all there, or others contradict.
     """
 
     holds: str
     not_proven: str
     fails: str = ""
+    incomplete: str = ""
 
 
 def verdict(audit: Audit, evidence: Evidence) -> Verdict:
     """The sentences about an audit."""
+    if audit.incomplete:
+        return _of_missing_logs(audit)
     if audit.findings:
         return _of_findings(audit)
-    agree = f"What holds: the {len(audit.records)} logs agree with each other and with {_files(audit)}"
+    agree = f"What holds: {_agreement(audit)} with {_files(audit)}"
     if not any(log.starts for log in audit.signatures.values()):
         noted = ", and with the heads noted before" if evidence.heads else ""
         changed = "that no holder of all these logs changed them" + (
@@ -67,6 +71,26 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
 
 
+def _agreement(audit: Audit) -> str:
+    one = len(audit.records) == 1
+    return "the log agrees" if one else f"the {len(audit.records)} logs agree with each other and"
+
+
+def _of_missing_logs(audit: Audit) -> Verdict:
+    """The sentences about an audit that found nothing but that logs are missing."""
+    names = _listed(audit.absent)
+    logs = "its log is" if len(audit.absent) == 1 else "their logs are"
+    return Verdict(
+        f"What holds: {_agreement(audit)} with {_files(audit)}.",
+        f"Not proven: what {names} sent and received, as {logs} not in this folder.",
+        incomplete=(
+            f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked. Copy "
+            f"messages/NAME.jsonl of {names} from the run folders on their machines into messages/ of this one, "
+            "and audit again."
+        ),
+    )
+
+
 def _of_findings(audit: Audit) -> Verdict:
     """The sentences about an audit with findings."""
     places = [each.place.split("/")[-1] for each in audit.findings]
@@ -76,14 +100,17 @@ def _of_findings(audit: Audit) -> Verdict:
     if not clean:
         holds = "none of the logs is free of differences"
     elif len(clean) == len(audit.records):
-        holds = f"the {len(clean)} logs agree with each other; only other files differ from them"
+        holds = (
+            f"no difference was found inside the log of {_listed(clean)}; only other files differ from it"
+            if len(clean) == 1
+            else f"the {len(clean)} logs agree with each other; only other files differ from them"
+        )
     else:
         holds = f"no difference was found in the {'log' if len(clean) == 1 else 'logs'} of {_listed(clean)}"
     return Verdict(
         f"What holds: {holds}.",
         "Not proven: what was sent and what was computed wherever they differ.",
-        f"What does not hold: the logs and files contradict each other ({counted(len(audit.findings), 'difference')}, "
-        "listed above).",
+        f"What does not hold: the logs and files contradict each other ({counted(len(audit.findings), 'difference')}).",
     )
 
 

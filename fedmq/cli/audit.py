@@ -99,15 +99,15 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
         Exit code 3 if the logs are inconsistent or violate the policy. The results of --probe and --delta do not
         affect it, unless the released model is not the run's.
 
-        Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
+        Example: [bold]fedmq audit runs/smoke[/bold]
 
-        Example: [bold]fedmq audit runs/smoke-20260101-120000 --policy docs/policies/rcsr_p.yaml[/bold]
+        Example: [bold]fedmq audit runs/smoke --policy docs/policies/rcsr_p.yaml[/bold]
 
-        Example: [bold]fedmq audit runs/smoke-20260101-120000 --heads heads.json[/bold]
+        Example: [bold]fedmq audit runs/smoke --heads heads.json[/bold]
 
-        Example: [bold]fedmq audit runs/smoke-20260101-120000 --probe[/bold]
+        Example: [bold]fedmq audit runs/smoke --probe[/bold]
 
-        Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
+        Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
         """
         probe = (lambda: _probed(run, bar, traits_of)) if with_probe else None
         if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, stamp, stamp_ca, report, as_json)):

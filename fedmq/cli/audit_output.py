@@ -46,16 +46,20 @@ def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
         )
     for finding in audit.findings[:_FINDINGS_SHOWN]:
         place, what = escape(printable(finding.place)), escape(printable(finding.what))
-        console.print(f"[red]{place}[/red]: {what}", highlight=False)
+        colour = "yellow" if finding.absent else "red"
+        console.print(f"[{colour}]{place}[/{colour}]: {what}", highlight=False)
     if len(audit.findings) > _FINDINGS_SHOWN:
         console.print(f"and {len(audit.findings) - _FINDINGS_SHOWN} more; --json has all", highlight=False)
     for remark in audit.remarks:
         console.print(printable(remark), style="yellow", highlight=False, markup=False)
-    style = "red" if audit.findings else "green"
-    outcome = counted(len(audit.findings), "difference") if audit.findings else "the logs are consistent"
+    outcome, style = ("the logs are consistent" if len(audit.records) > 1 else "the log is consistent"), "green"
+    if audit.incomplete:
+        outcome, style = f"{counted(len(audit.absent), 'missing log')}, no contradiction", "yellow"
+    elif audit.findings:
+        outcome, style = counted(len(audit.findings), "difference"), "red"
     console.print(outcome, style=style, highlight=False)
-    if sentences.fails:
-        console.print(sentences.fails, style=style, highlight=False, markup=False)
+    for sentence in filter(None, (sentences.fails, sentences.incomplete)):
+        console.print(sentence, style=style, highlight=False, markup=False)
     console.print(sentences.holds, style="green", highlight=False, markup=False)
     console.print(sentences.not_proven, style="yellow", highlight=False, markup=False)
 

@@ -22,7 +22,7 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
 from fedmq.safe_console import SafeConsole
-from fedmq.text import print_json
+from fedmq.text import counted, print_json
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -371,7 +371,8 @@ def carry_out(options: Options, roots: Roots) -> None:
     place = runner.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
-        size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
+        size = f"{counted(len(plan.entries), 'row')} x {counted(len(plan.seeds), 'seed')}"
+        size += f", {trials} trials on validation" * bool(trials)
         for line in without_options(plan.entries):
             err.print(line, highlight=False, soft_wrap=True, markup=False)
         err.print(
@@ -392,11 +393,11 @@ def carry_out(options: Options, roots: Roots) -> None:
             indent=None,
         )
     else:
-        files = [options.source] if options.source else options.files
-        title = f"{options.kind}: {', '.join(map(str, files))}"
-        out.print(*tables.terminal(table, title, out.width), sep="\n")
+        out.print(*tables.terminal(table, _title(options), out.width), sep="\n")
     # Last, so that the tables exist even if this fails.
-    write_text(folder / "plots.html", plots.page(comparison.rows, command, table.notes))
+    write_text(
+        folder / "plots.html", plots.page(comparison.rows, _title(options), (f"Made by: {command}", *table.notes))
+    )
     if not options.as_json:
         out.print(
             f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
@@ -421,6 +422,11 @@ def _report_problems(comparison: Comparison, err: Console) -> None:
     if comparison.diverged:
         which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
         err.print(f"{which}; lower training.learning_rate", highlight=False, soft_wrap=True)
+
+
+def _title(options: Options) -> str:
+    files = [options.source] if options.source else options.files
+    return f"{options.kind}: {', '.join(map(str, files))}"
 
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path, command: str) -> None:

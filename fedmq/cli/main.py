@@ -32,7 +32,7 @@ from fedmq.cli import (
 )
 from fedmq.cli import data as data_commands
 from fedmq.cli.console import bar, print_anything
-from fedmq.cli.help_text import join_lines
+from fedmq.cli.help_text import group_commands, join_lines
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
@@ -235,6 +235,7 @@ search.add_export(app, bar, _open_model)
 search.add_curves(app, bar, _open_model)
 search.add_tsne(app, bar, _open_model)
 signing.add_signing(app)
+group_commands(app)
 join_lines(app)
 
 

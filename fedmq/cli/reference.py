@@ -19,9 +19,13 @@ from fedmq.text import one_of, print_json
 if TYPE_CHECKING:
     from fedmq.cli.key_reference import Key
 
-Names = Annotated[
+_Methods = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME", help="Methods or losses to explain.", show_default=False),
+    typer.Argument(metavar="NAME", help="Methods to explain; all are listed without one.", show_default=False),
+]
+_Losses = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME", help="Losses to explain; all are listed without one.", show_default=False),
 ]
 
 
@@ -29,7 +33,7 @@ def add_reference(app: typer.Typer) -> None:
     """Add the two commands."""
 
     @app.command("protocols")
-    def protocols_command(names: Names = None, as_json: AsJson = False) -> None:
+    def protocols_command(names: _Methods = None, as_json: AsJson = False) -> None:
         """List the federated methods, or explain the options of the named ones, which may be your own Python files.
 
         Example: [bold]fedmq protocols rcsr[/bold]
@@ -46,7 +50,7 @@ def add_reference(app: typer.Typer) -> None:
         _explain("protocols", known, named=bool(names), as_json=as_json)
 
     @app.command("losses")
-    def losses_command(names: Names = None, as_json: AsJson = False) -> None:
+    def losses_command(names: _Losses = None, as_json: AsJson = False) -> None:
         """List the base losses, or explain the options of the named ones, which may be your own Python files.
 
         Example: [bold]fedmq losses dcmh[/bold]

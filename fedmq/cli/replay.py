@@ -44,7 +44,7 @@ def add_replay(app: typer.Typer) -> None:
         If they differ, the first difference is printed and the exit code is 3. A run of sites with their own data needs
         the data of all sites, with the digests that the sites stated.
 
-        Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
+        Example: [bold]fedmq replay runs/smoke[/bold]
         """
         from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
         from fedmq.launch import forkserver  # noqa: PLC0415

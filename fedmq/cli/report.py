@@ -36,7 +36,7 @@ def add_report(app: typer.Typer) -> None:
     ) -> None:
         """Write the report.html of a finished run again; for several runs, also a page that compares them side by side.
 
-        Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
+        Example: [bold]fedmq report runs/smoke[/bold]
 
         Example: [bold]fedmq report runs/fedavg runs/rcsr --out both.html[/bold]
         """

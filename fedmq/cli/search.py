@@ -144,11 +144,11 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
         the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
 
-        Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+        Example: [bold]fedmq search runs/smoke "a dog in the snow"[/bold]
 
         Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
 
-        Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
+        Example: [bold]fedmq search runs/fedper "a dog in the snow" --silo silo-03[/bold]
 
         Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
         """
@@ -222,11 +222,11 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery holds
         embeddings or packed hash codes (.npz), and faiss indexes if it has 10,000 items or more.
 
-        Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
+        Example: [bold]fedmq export runs/smoke --gallery photos[/bold]
 
-        Example: [bold]fedmq export runs/fedper-20260101-120000 --silo silo-03[/bold]
+        Example: [bold]fedmq export runs/fedper --silo silo-03[/bold]
 
-        Example: [bold]fedmq export runs/smoke-20260101-120000 --hub smoke --onnx smoke/onnx[/bold]
+        Example: [bold]fedmq export runs/smoke --hub smoke --onnx smoke/onnx[/bold]
         """
         if onnx is not None or hub is not None:
             for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
@@ -320,9 +320,9 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Writes curves.csv and curves.html, with all runs in one plot of each kind; for the rows of a comparison, the
         means over seeds.
 
-        Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
+        Example: [bold]fedmq curves runs/fedhap runs/fedavg[/bold]
 
-        Example: [bold]fedmq curves runs/fedcmr-20260101-120000 runs/fedscmr-20260101-120500 --silo silo-03[/bold]
+        Example: [bold]fedmq curves runs/fedcmr runs/fedscmr --silo silo-03[/bold]
 
         Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
@@ -383,7 +383,7 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
         of a comparison, the first run is shown.
 
-        Example: [bold]fedmq tsne runs/fedhap-20260101-120000 runs/fedavg-20260101-120500 --classes 6[/bold]
+        Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
         """
         from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
         from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need

@@ -35,7 +35,7 @@ def sign_command(
 ) -> None:
     """Sign the folder of a released model with a private key, as signature.json in the folder.
 
-    Example: [bold]fedmq sign runs/smoke-20260101-120000 --keys keys[/bold]
+    Example: [bold]fedmq sign runs/smoke --keys keys[/bold]
     """
     from fedmq.runs.model_signature import sign_model  # noqa: PLC0415
     from fedmq.wire.keys import load_identity, words  # noqa: PLC0415

@@ -14,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from fedmq.config.scenario import Scenario
-from fedmq.evaluation.metrics import BRIEF, HEADLINE, WAYS, Metric, metric_of, shown
+from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
+from fedmq.runs.result_warnings import items_left_out, name_some, training_warnings
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
@@ -50,14 +51,6 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
     pace = (status.elapsed - first[1]) / (status.round - first[0])
     seconds = pace * (status.rounds - status.round)
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
-
-
-def name_some(names: Sequence[str]) -> str:
-    """``silo-02, silo-03 and the evaluator``; for many names, the first few and the number of others."""
-    shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
-    if len(shown_names) > _MANY:
-        return f"{', '.join(shown_names[:_MANY])} and {len(shown_names) - _MANY} more"
-    return " and ".join(filter(None, [", ".join(shown_names[:-1]), *shown_names[-1:]]))
 
 
 def _refused(status: Status) -> str:
@@ -283,6 +276,20 @@ def _head(folder: RunFolder) -> str:
     return "" if head is None else f"log head     {head[1]}\n"
 
 
+def _audit(summary: RunSummary, folder: RunFolder) -> str:
+    """The command that audits the run, after copying the logs that lie on other machines; empty without logs."""
+    if not summary.messages.logged:
+        return ""
+    command = f"fedmq audit {shlex.quote(str(folder.root))}"
+    took_part = [name for name, silo in summary.per_silo.items() if silo.modalities]  # as a silo states them first
+    took_part += [EVALUATOR] * (summary.evaluated is not None)
+    away = [name for name in took_part if not folder.messages(name).exists()]
+    if not away or not folder.messages(COORDINATOR).exists():
+        return f"\naudit        {command}"
+    to = folder.messages(COORDINATOR).parent
+    return f"\naudit        first copy messages/*.jsonl of {name_some(away)} to {to}, then: {command}"
+
+
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
     own, models, heldout = tuple(summary.own_metrics.values()), _models(summary), summary.own_heldout
@@ -309,16 +316,13 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"model digest {summary.model_digest}\n"
         f"{_head(folder)}"
         f"report       {folder.report}"
-        + (f"\naudit        fedmq audit {shlex.quote(str(folder.root))}" if summary.messages.logged else ""),
+        f"{_audit(summary, folder)}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-    for line in _not_used(summary):
+    for line in items_left_out(summary):
         say(console, line, "yellow")
-    for silo, why in summary.personal_missing.items():
-        what = "its personal model was not evaluated and is missing from means over silos"
-        say(console, f"{silo}: {what}: {printable(why)}", "yellow")
     print_warnings(summary, folder, console)
 
 
@@ -333,36 +337,9 @@ def _heldout(summary: RunSummary) -> str:
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Warn that a run trained only in part, hardly at all, or made the model worse."""
-    for line in _trained_in_part(summary, folder):
-        say(console, line, "yellow")
-    for silo, found in summary.never_merged.items():
-        say(
-            console,
-            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
-            f"the last one: {printable(found.last)}",
-            "yellow",
-        )
-
-
-def _trained_in_part(summary: RunSummary, folder: RunFolder) -> Iterator[str]:
-    without_task, not_merged = summary.without_part
-    if without_task:
-        yield (
-            f"given no task in any round: {name_some(without_task)}; {summary.method} does not train them, or they "
-            "were not selected or were offline"
-        )
-    if not_merged:
-        yield f"none of their replies was merged, as they were lost or too late: {name_some(not_merged)}"
-    if summary.hardly_changed:
-        yield (
-            f"the run hardly changed the model: by {summary.change:.1g} of its norm; a larger training.learning_rate, "
-            "privacy.clip_norm, aggregation.robust.bound or aggregation.mixing changes it more"
-        )
     untrained = next((line.metrics for line in read_metrics(folder) if isinstance(line, EvaluationLine)), {})
-    both = [name for name in (HEADLINE, "map") if name in untrained and name in summary.metrics]
-    if both and all(summary.metrics[name] < untrained[name] for name in both):
-        before, after = (f"{metric_of(both[0]).heading} {each[both[0]]:.4f}" for each in (untrained, summary.metrics))
-        yield f"the model retrieves worse than before training: {after}, untrained {before}"
+    for line in training_warnings(summary, untrained):
+        say(console, line, "yellow")
 
 
 def not_evaluated(summary: RunSummary) -> str:
@@ -373,17 +350,3 @@ def not_evaluated(summary: RunSummary) -> str:
     last = summary.versions in summary.unevaluated
     figures = ("; the metrics above are of an earlier version" if summary.metrics else "; there are no metrics") * last
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
-
-
-def _not_used(summary: RunSummary) -> Iterator[str]:
-    """Lines on the items that were not trained on, and on those that were not evaluated."""
-    ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}
-    if ignored:
-        held, most = sum(silo.samples for silo in summary.per_silo.values()), sorted(ignored, key=lambda k: -ignored[k])
-        named = name_some([f"{name} {ignored[name]}" for name in most])
-        yield (
-            f"{sum(ignored.values())} of {held} training items were not trained on, as they lack a modality or are "
-            f"a silo's only pair: {named}"
-        )
-    if summary.heldout_without_pair:
-        yield f"{summary.heldout_without_pair} held-out items lack a modality and were not evaluated"

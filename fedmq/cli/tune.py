@@ -19,7 +19,7 @@ from rich.table import Table
 from fedmq.cli.compare import Roots, display_progress
 from fedmq.cli.options import AsJson, Quiet
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import print_json
+from fedmq.text import counted, print_json
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -97,7 +97,8 @@ def _carry_out(
     place = runner.Workplace(folder / "runs", roots.resolve, data_digest, processes=False, jobs=jobs)
     if not quiet:
         names = ", ".join(method.name for method in plan.methods)
-        size = f"{names}: {spec.trials} trials each, {len(spec.seeds)} seeds x {plan.methods[0].rounds} rounds"
+        each = f"{counted(len(spec.seeds), 'seed')} x {counted(plan.methods[0].rounds, 'round')}"
+        size = f"{names}: {counted(spec.trials, 'trial')} each, {each}"
         err.print(
             f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
         )
@@ -113,7 +114,8 @@ def _carry_out(
     else:
         for method in plan.methods:
             out.print(_table(plan, tuned, method))
-        out.print(f"{folder}: trials.csv", highlight=False, soft_wrap=True, markup=False)
+        written = ", ".join(["trials.csv", *(path.name for path in files.values())])
+        out.print(f"{folder}: {written}", highlight=False, soft_wrap=True, markup=False)
     _say_best(plan, tuned, files, err)
     if len(tuned.best) < len(plan.methods):
         sys.exit(FAILED)

@@ -211,6 +211,8 @@ def input_error(
     if first["type"] == "missing":
         found: object = "nothing"
         message = "a value is required here"
+    elif first["type"] == "section_missing":
+        where, found = place_of(path, [*location, first["ctx"]["section"]], settings), "nothing"
     elif first["type"] in _UNKNOWN:
         found, message = str(first["loc"][-1])[:80], "a known key"
         if model is not None:

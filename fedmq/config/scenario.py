@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
@@ -435,11 +436,10 @@ class Scenario(Part):
     def _check_data(self) -> None:
         """Refuse sections that do not fit where the data are."""
         if (self.data is None) is not (self.partition.kind == "own"):
-            raise ValueError(
-                "data is required, except with partition.kind own, where each silo's data are in its site file"
-                if self.data is None
-                else "data with partition.kind own; each silo's data are in its site file, so remove the section"
-            )
+            if self.data is None:
+                needed = "a data set; only with partition.kind own are the data in each silo's site file"
+                raise PydanticCustomError("section_missing", "{needed}", {"section": "data", "needed": needed})
+            raise ValueError("data with partition.kind own; remove the section, as each site file has its silo's data")
         if self.data is not None and self.data.column != self.partition.column:
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():

@@ -361,8 +361,8 @@ BUILT_IN: tuple[Measure, ...] = (
     ),
     Measure(
         (
-            Metric("spread_image", "spread of the images' embeddings", shown=False),
-            Metric("spread_text", "spread of the texts' embeddings", shown=False),
+            Metric("spread_image", "spread of the images' embeddings (0: all are the same)", shown=False),
+            Metric("spread_text", "spread of the texts' embeddings (0: all are the same)", shown=False),
         ),
         _spreads,
     ),

@@ -74,9 +74,8 @@ def _bars(rows: Sequence[Row], column: str) -> Figure:
 
 
 def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
-    figure = Figure(
-        f"{metric} over {'virtual time' if over_time else 'merges'}", "s" if over_time else "merges", metric
-    )
+    over, unit = ("virtual time", "virtual time [s]") if over_time else ("merges", "merges")
+    figure = Figure(f"{metric} over {over}", unit, metric)
     for place, row in enumerate(rows):
         found = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
         curves = [(x, y) for x, y in found if len(x) > 1]

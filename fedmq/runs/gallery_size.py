@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,16 +24,35 @@ class Gallery:
         items: what was evaluated, in words, e.g. ``5 test images, 5 captions``.
         images: number of images.
         captions: number of captions; None if unknown, then there is at least one for each image.
+        queries: queries of the direction with fewer of them; those of all silos together where each has its own
+            gallery. None if they are the items of the gallery.
     """
 
     items: str
     images: int
     captions: int | None = None
+    queries: int | None = None
 
     @property
     def smallest(self) -> int:
         """Size of the smaller gallery of the two directions."""
         return self.images if self.captions is None else min(self.images, self.captions)
+
+    @property
+    def step(self) -> float:
+        """Change of mean R@1, the mean of both directions, if one more query retrieves the right item first."""
+        return 1 / (2 * max(1, self.smallest if self.queries is None else self.queries))
+
+    def uncertainty(self, recall: float) -> float:
+        """Standard error of a mean R@1, as if all queries of both directions were independent; at least ``step``.
+
+        The variance of a proportion p of n queries is p (1 - p) / n; n is twice the queries of the direction that has
+        fewer, because captions of one image are not independent.
+
+        Args:
+            recall: the mean R@1.
+        """
+        return max(self.step, math.sqrt(max(0.0, recall * (1 - recall)) * self.step))
 
     def certain(self, name: str) -> bool:
         """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
@@ -57,12 +77,13 @@ class Gallery:
         hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
         if hidden:
             found.append(
-                f"{' and '.join(hidden)} not shown: in a gallery of {self.smallest} items every model reaches 1"
+                f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
+                f"with {self.smallest} items to retrieve from, any model reaches 1"
             )
         if self.smallest < COARSE:
             found.append(
-                f"coarse metrics: with {self.smallest} items in the gallery, "
-                f"one query more or less changes R@1 by {1 / max(1, self.smallest):.2g}"
+                f"coarse metrics ({self.items}): one query more or less changes R@1 by {2 * self.step:.2g} "
+                f"in its direction and by {self.step:.2g} in the mean of both"
             )
         return found
 
@@ -96,7 +117,9 @@ def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
         return None
     few, most = min(sizes), max(sizes)
     each = f"{few}" if few == most else f"{few} to {most}"
-    return Gallery(f"{_count(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few)
+    return Gallery(
+        f"{_count(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few, queries=heldout.items
+    )
 
 
 def meaningful(values: Mapping[str, float], gallery: Gallery | None) -> dict[str, float]:

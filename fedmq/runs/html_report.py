@@ -15,6 +15,7 @@ from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, read_facts, timeline
 from fedmq.runs.report_records import ReportData
+from fedmq.runs.result_warnings import items_left_out, training_warnings
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
@@ -50,8 +51,8 @@ def write(folder: RunFolder) -> None:
         "report.html.jinja",
         title=f"{summary.scenario}: {summary.method}",
         headline=headline(summary, untrained),
-        facts=_facts(summary),
-        remarks=[] if gallery is None else gallery.remarks(summary.metrics),
+        facts=_facts(summary, resumed=facts.resumed),
+        remarks=_remarks(summary, untrained),
         about=_about(summary, scenario, facts),
         curves=report_figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
         examples=[] if data is None else report_figures.examples(data),
@@ -67,6 +68,7 @@ def write(folder: RunFolder) -> None:
         metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
+        resumed=facts.resumed,
         digests=_digests(summary),
         scenario_text=read_text(folder.scenario),
     )
@@ -96,13 +98,26 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
         return f"{summary.method} trained for {rounds}"
     if summary.unchanged:
         return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
-    word = "improved" if after > before else "fell" if after < before else "stayed"
     gallery = gallery_of(summary)
     items = "" if gallery is None else f", on {gallery.items}"
+    if after == before:
+        return f"{summary.method}: R@1 {after:.3f} before and after {rounds}{items}"
+    error = 0.0 if gallery is None else gallery.uncertainty((before + after) / 2)
+    if abs(after - before) <= error:
+        change = f"R@1 {before:.3f} before and {after:.3f} after {rounds}"
+        return f"{summary.method}: {change}, no more than the standard error of {error:.2g}{items}"
+    word = "improved" if after > before else "worsened"
     return f"{summary.method} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}{items}"
 
 
-def _facts(summary: RunSummary) -> list[tuple[str, str]]:
+def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
+    """What limits the meaning of the result, as the terminal shows it."""
+    gallery = gallery_of(summary)
+    coarse = [] if gallery is None else gallery.remarks(summary.metrics)
+    return [*coarse, *items_left_out(summary), *training_warnings(summary, untrained)]
+
+
+def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:
     """Figures in large print: value and what it is."""
     single = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
     size, gallery = size_text(sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())), gallery_of(summary)
@@ -114,7 +129,7 @@ def _facts(summary: RunSummary) -> list[tuple[str, str]]:
         (str(len(summary.per_silo)), f"silos, {single} of them with one modality"),
         (str(summary.versions), "rounds"),
         (size, "exchanged in both directions"),
-        (f"{summary.seconds.total:.0f} s", "real time"),
+        (f"{summary.seconds.total:.0f} s", "real time" + ", incomplete as the run was resumed" * resumed),
     ]
     if summary.seconds.virtual is not None:
         found.append((f"{summary.seconds.virtual:.0f} s", "virtual time, simulated from the scenario's cost"))

@@ -98,6 +98,7 @@ class LogFacts:
         bytes: payload bytes in both directions.
         end: the run's last recorded time [s].
         began: date and time of the first record (UTC); empty without records.
+        resumed: whether the run was resumed or extended.
     """
 
     tasks: dict[tuple[str, int], TaskSpan] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class LogFacts:
     bytes: int = 0
     end: float = 0.0
     began: str = ""
+    resumed: bool = False
 
 
 def read_facts(path: Path) -> LogFacts:
@@ -147,6 +149,7 @@ def _add(facts: LogFacts, record: LogRecord | None) -> None:
             facts.end = max(facts.end, float(record.now))
             _settle(facts, record)
         case NoteRecord(text=NoteKind() as kind):
+            facts.resumed |= kind in (NoteKind.RESUMED, NoteKind.EXTENDED)
             _note(facts, record, kind)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,7 +31,7 @@ from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful
 from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import LogFacts, add_records, timeline
-from fedmq.runs.results import read_summary
+from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
@@ -43,6 +44,8 @@ _UPDATE_SECONDS = 2.0
 _DRAWING_SHARE = 0.02
 #: Metrics in the head of a live page and on the board.
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
+#: What a run in a phase is doing, for readers who do not know the rounds' states; other phases are shown as they are.
+_STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "running", "merging": "running"}
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
 
@@ -110,7 +113,7 @@ class GrowingRun:
         for silo in found.silos.values():
             silos[silo.phase.value] = silos.get(silo.phase.value, 0) + 1
         return {
-            "phase": "finished" if self.folder.summary.is_file() else found.phase,
+            "phase": "finished" if self.folder.summary.is_file() else _STATES.get(found.phase, found.phase),
             "round": found.round,
             "rounds": found.rounds,
             "loss": found.loss,
@@ -157,7 +160,7 @@ def live_app(folder: RunFolder, token: str) -> Any:
 
 def _live_page(folder: RunFolder, events: str, token: str) -> str:
     titles = {name: metric_of(name).heading for name in _SHOWN}
-    return render("live.html.jinja", title=f"{folder.root.name}, live", events=events, token=token, titles=titles)
+    return render("live.html.jinja", title=f"Run {folder.root.name}, live", events=events, token=token, titles=titles)
 
 
 def _stream(request: Any, folder: RunFolder) -> Any:
@@ -199,10 +202,12 @@ class RunRow:
         name: name of its folder.
         method: training method.
         seed: seed of the run.
-        state: ``finished``, or the phase of a run that is in progress or was stopped.
+        state: ``finished``, or what a run that is in progress or was stopped is doing.
         round: number of merges.
         metrics: value by name of a few metrics.
         written: time of its last write, in seconds since the epoch.
+        data: name of the data set; ``own`` if each silo has its own.
+        gallery: the items that the metrics were measured on, in words; empty if unknown.
     """
 
     name: str
@@ -212,6 +217,13 @@ class RunRow:
     round: int
     metrics: dict[str, float]
     written: float
+    data: str
+    gallery: str
+
+    @property
+    def date(self) -> str:
+        """Date and time of the last write (UTC), which sorts as text."""
+        return datetime.fromtimestamp(self.written, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def rows_of(root: Path) -> list[RunRow]:
@@ -227,19 +239,27 @@ def rows_of(root: Path) -> list[RunRow]:
 
 
 def _row(folder: RunFolder) -> RunRow:
-    name = folder.root.name
+    name, scenario = folder.root.name, load(folder.scenario)
+    data = "own" if scenario.data is None else scenario.data.name
     if folder.summary.is_file():
-        summary = read_summary(folder)
+        summary = with_own_figures(read_summary(folder))
         written = folder.summary.stat().st_mtime
-        metrics = _brief(meaningful(summary.metrics, gallery_of(summary)))
-        return RunRow(name, summary.protocol, summary.seed, "finished", summary.versions, metrics, written)
-    scenario = load(folder.scenario)
+        gallery = gallery_of(summary)
+        metrics, items = _brief(meaningful(summary.metrics, gallery)), _items(gallery)
+        method, seed = summary.protocol, summary.seed
+        return RunRow(name, method, seed, "finished", summary.versions, metrics, written, data, items)
     method, seed = scenario.protocol.label, scenario.seed
     if folder.status.is_file():
         status = read_status(folder.status)
-        metrics = _brief(status.metrics)
-        return RunRow(name, method, seed, status.phase, status.round, metrics, folder.status.stat().st_mtime)
-    return RunRow(name, method, seed, "not started", 0, {}, folder.scenario.stat().st_mtime)
+        gallery = gallery_of_status(status)
+        metrics, items = _brief(meaningful(status.metrics, gallery)), _items(gallery)
+        state, written = _STATES.get(status.phase, status.phase), folder.status.stat().st_mtime
+        return RunRow(name, method, seed, state, status.round, metrics, written, data, items)
+    return RunRow(name, method, seed, "not started", 0, {}, folder.scenario.stat().st_mtime, data, "")
+
+
+def _items(gallery: Gallery | None) -> str:
+    return "" if gallery is None else gallery.items
 
 
 def board_app(root: Path, token: str) -> Any:

@@ -15,14 +15,15 @@ from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunS
 _REPORTED: Mapping[str, tuple[str, str, str]] = {
     "router_loss": ("Loss of the router", "loss", "Objective of the router that weights the silos' replies (RCSR)."),
     "fair_value": (
-        "Value of the fairness game",
+        "Loss with the fairness weights",
         "loss",
-        "Loss averaged with the fairness weights, which emphasise silos whose loss is high (RCSR).",
+        "Weighted mean of the silos' losses; RCSR gives silos with a high loss a large weight. "
+        "If it falls, the worst-served silos improve.",
     ),
     "weight_entropy": (
         "Entropy of the aggregation weights",
-        "nats",
-        "High: all replies count equally. Low: a few replies dominate the merge.",
+        "entropy",
+        "Sum of -w ln w over the weights w. High: all replies count equally. Low: a few replies dominate the merge.",
     ),
     "weight_largest": ("Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."),
     "weight_single": (
@@ -135,15 +136,28 @@ def _axis_menu(
 
 
 def losses(merges: Sequence[MergeLine]) -> list[Figure]:
-    """Mean training loss over rounds, and that of each silo; no figure if no silo reports a loss."""
-    means = {line.version: line.loss for line in merges if line.loss is not None}
+    """Mean training loss over rounds, and that of each silo; no figure if no silo reports a loss.
+
+    A loss of exactly 0 is left out: the silo had nothing to train on yet, as one with a single modality in the first
+    round of a method that trains it towards the prototypes of others.
+    """
+    trained = {line.version: {silo: loss for silo, loss in line.losses.items() if loss} for line in merges}
+    means = {
+        line.version: sum(trained[line.version].values()) / len(trained[line.version])
+        if trained[line.version]
+        else line.loss
+        for line in merges
+        if line.loss
+    }
     if not means:
         return []
-    mean = Figure("Training loss", "round", "loss", note="Mean over the silos whose replies were merged.")
+    left_out = any(0 in line.losses.values() for line in merges)
+    zero = " A loss of 0 is left out: the silo had nothing to train on in that round." * left_out
+    mean = Figure("Training loss", "round", "loss", note=f"Mean over the silos whose replies were merged.{zero}")
     mean.draw("scatter", x=list(means), y=list(means.values()), mode="lines", name="mean")
     by_silo: dict[str, dict[int, float]] = {}
     for line in merges:
-        for silo, loss in line.losses.items():
+        for silo, loss in trained[line.version].items():
             by_silo.setdefault(silo, {})[line.version] = loss
     note = "At the merges with a reply from the silo. Click a name to hide a silo, double-click to see it alone."
     each = Figure("Training loss of each silo", "round", "loss", note=note)

@@ -105,9 +105,9 @@ def add_data(
 
         Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
         """
-        from fedmq.federation.data_check import show  # noqa: PLC0415 - --help does without
-
         facts = _checked(file, site, settings, seed, bar, fits)
+        from fedmq.federation.data_check import show  # noqa: PLC0415 - loads torch, after a first word about it
+
         if as_json:
             print_json(facts.to_plain())
         else:

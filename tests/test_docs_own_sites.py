@@ -1,0 +1,84 @@
+"""The smallest example of docs/howto/own_sites.md works as printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedmq.cli import main as cli
+from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.sites import whereabouts
+from silos.program import SiloArguments, run_silo
+from tests.own_data_sites import outputs
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "own_sites.md"
+
+
+def blocks() -> list[str]:
+    """The indented blocks of the example, without their indent."""
+    text = PAGE.read_text(encoding="utf-8").partition("## The smallest example")[2].partition("\n## ")[0]
+    found = re.findall(r"(?:^ {4}.*\n|(?<=\n)\n(?= {4}))+", text, flags=re.MULTILINE)
+    return [re.sub(r"^ {4}", "", each, flags=re.MULTILINE).strip("\n") + "\n" for each in found]
+
+
+def block(start: str) -> str:
+    (found,) = [each for each in blocks() if each.startswith(start)]
+    return found
+
+
+def typed(command: str) -> str:
+    done = CliRunner().invoke(cli.app, shlex.split(command)[1:])
+    assert done.exit_code == 0, f"{command}\n{done.output}"
+    return done.output
+
+
+def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for folder in ("coordinator", "berlin", "lyon", "oslo"):
+        Path(folder).mkdir()
+    Path("own.yaml").write_text(block("name: own\n"))
+    exec(compile(block("import numpy"), "the page", "exec"), {})
+    for number, folder in enumerate(("berlin", "lyon", "oslo")):
+        site = block("name: silo-00\n").replace("silo-00", f"silo-{number:02d}").replace("5555", port)
+        Path(folder, "silo.yaml").write_text(site)
+    for command in block("fedmq keys new").splitlines():
+        typed(command)
+    coordinator, *silos = block("fedmq coordinator").replace("5555", port).splitlines()
+    program = [sys.executable, "-m", *shlex.split(coordinator)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    threads = []
+    for command in silos:
+        words = shlex.split(command)
+        assert words[1] == "silo" and words[3] == "--site"
+        run = resolved_file(Path(words[2]), manual=True)
+        nothing = dict.fromkeys(("name", "keys", "connect", "device", "out"))
+        here = whereabouts(run, Path(words[4]), **nothing)
+        place = (here.name, here.connect, here.keys, here.out, here.device)
+        threads.append(threading.Thread(target=run_silo, args=(SiloArguments(run, *place, site=here.site),)))
+        threads[-1].daemon = True
+        threads[-1].start()
+    (printed,) = outputs([process])
+    assert process.returncode == 0, printed
+    for thread in threads:
+        thread.join(30)
+    copy, audit = block("cp ").splitlines()
+    subprocess.run(copy, shell=True, check=True)
+    assert "the logs are consistent" in typed(audit)
+    (search,) = re.findall(r"^ {4}(fedmq search \S+ --item .*)$", PAGE.read_text(), flags=re.MULTILINE)
+    assert "berlin-0" in typed(search)
+    done = CliRunner().invoke(cli.app, shlex.split(search.replace("coordinator/run", "berlin/run"))[1:])
+    assert done.exit_code and "the folder of silo-00" in str(done.exception)

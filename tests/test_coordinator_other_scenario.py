@@ -15,7 +15,7 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
 from fedmq.config.scenario import Scenario
 from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, keys_in, named
-from fedmq.runs.status import status_of
+from fedmq.runs.status import read_status, status_of
 from fedmq.wire import scenario_query
 from fedmq.wire.channel import Channel
 from fedmq.wire.inquiry import ask_status
@@ -101,6 +101,8 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     log = run / "messages" / "coordinator.jsonl"
     wait_for(lambda: notes(log, NoteKind.OTHER_SCENARIO))
     assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": SILO, "keys": KEYS}]
+    # A status is computed once a second.
+    wait_for(lambda: read_status(run / "status.json").silos[SILO].error)
     asked = ask_status(URI, load_identity(keys, SILO), load_accepted(keys))
     status = status_of(asked)
     assert status.silos[SILO].error == f"another scenario: {KEYS}"

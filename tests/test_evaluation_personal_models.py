@@ -254,7 +254,7 @@ def test_a_replay_matches_and_names_a_line_that_differs(tiny: Path, tmp_path: Pa
     lines = RunFolder(tmp_path).metrics.read_text().splitlines()
     wrong = [json.loads(line) for line in lines]
     line = next(line for line in wrong if line["kind"] == "personal")
-    line["personal"]["mean_r1"] += 0.1
+    line["personal"]["mean_r1"] -= 0.1
     RunFolder(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in wrong))
     difference = replay.first_difference(was, replay.read_record(RunFolder(tmp_path)))
     assert difference is not None

@@ -285,7 +285,7 @@ def test_tables_note_which_methods_used_a_public_set() -> None:
     def row(method: str, **facts: int) -> Any:
         outcome = types.SimpleNamespace(summary=summary(**facts))
         entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
-        return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=())
+        return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=(), diverged=())
 
     plan: Any = types.SimpleNamespace(seeds=(0,), across=None)
     notes_of = tables.notes_of([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# How long an example takes depends on the machine: in a new clone, Hypothesis first computes tables of characters.
+settings.register_profile("fedmq", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fedmq")
 _ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 

@@ -30,7 +30,7 @@ class FailureReport:
     whole: bool
 
     def made(self, error: Exception, header: Header, what: Mapping[str, int]) -> str:
-        """Report an error to the silo's operator; returns what the coordinator is told.
+        """Report an error to the silo's operator; returns the text for the coordinator.
 
         Args:
             error: the error.

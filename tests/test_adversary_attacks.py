@@ -103,25 +103,30 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
         assert not findings
 
 
+def digest_behind(relay: Relay, port: int, tiny: Path, folder: Path, seconds: float) -> str:
+    """Digest of the model of a run whose silos connect through a relay, which is closed at the end."""
+    try:
+        outcome = threaded_run.run(
+            resolved(tiny, *SETTINGS),
+            folder,
+            silos=HONEST,
+            uri=f"tcp://127.0.0.1:{port}",
+            connect_to=f"tcp://127.0.0.1:{relay.port}",
+            stop_wanted=within(seconds),
+        )
+    finally:
+        relay.close()
+    assert outcome.summary is not None
+    return outcome.summary.model_digest
+
+
 @pytest.mark.slow
 def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
 ) -> None:
     port = free_port()
     relay = Relay(port)
-    try:
-        outcome = threaded_run.run(
-            resolved(tiny, *SETTINGS),
-            tmp_path,
-            silos=HONEST,
-            uri=f"tcp://127.0.0.1:{port}",
-            connect_to=f"tcp://127.0.0.1:{relay.port}",
-            stop_wanted=within(90),
-        )
-    finally:
-        relay.close()
-    assert outcome.summary is not None
-    assert outcome.summary.model_digest == undisturbed[0]
+    assert digest_behind(relay, port, tiny, tmp_path, 90) == undisturbed[0]
     assert relay.copies >= 5
 
 
@@ -129,22 +134,10 @@ def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
 def test_silos_behind_a_relay_that_damages_their_connections_take_part_afterwards(
     tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "_MUTE_SECONDS", 4.0)
+    monkeypatch.setattr(channel, "MUTE_SECONDS", 4.0)
     port = free_port()
     relay = Relay(port, damage_s=6.0)
-    try:
-        outcome = threaded_run.run(
-            resolved(tiny, *SETTINGS),
-            tmp_path,
-            silos=HONEST,
-            uri=f"tcp://127.0.0.1:{port}",
-            connect_to=f"tcp://127.0.0.1:{relay.port}",
-            stop_wanted=within(120),
-        )
-    finally:
-        relay.close()
-    assert outcome.summary is not None
-    assert outcome.summary.model_digest == undisturbed[0]
+    assert digest_behind(relay, port, tiny, tmp_path, 120) == undisturbed[0]
     assert relay.damaged
 
 

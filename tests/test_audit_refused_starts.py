@@ -1,4 +1,4 @@
-"""A start that the coordinator refused before the silo joined is told by the audit, and hides nothing."""
+"""The audit reports a start that the coordinator refused before the silo joined, and such a start hides nothing."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path
     soon = Limits(answer_seconds=0.2)
     found = by_name(preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), limits=soon))
     assert found["keys"].verdict is Verdict.FAILED
-    assert found["coordinator"].verdict is Verdict.SKIPPED, "nobody can ask without a key"
+    assert found["coordinator"].verdict is Verdict.SKIPPED, "the coordinator answers no inquiry without a key"
     elsewhere = replace(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), connect="tcp://no..name:5555")
     found = by_name(preflight(elsewhere, limits=soon))
     assert found["coordinator"].verdict is Verdict.FAILED

@@ -236,7 +236,7 @@ def _compare_with_folder(
 ) -> None:
     """Compare the logs with the run folder, and what processes declared with each other.
 
-    What differs at a start that was refused before the process joined is no finding, but is told.
+    Differences at a start that was refused before the process joined are reported as a note, not as a finding.
     """
     result.signatures = logs = found.signed.logs
     intact = {process for process, log in logs.items() if log.broken is None and not log.invalid}

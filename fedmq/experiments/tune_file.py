@@ -231,11 +231,11 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callabl
         scenario = _resolved(path, f"methods.{name}", resolve, file, settings)
         first = {key: values[0] for key, values in _extremes(space)}
         for key, values in _extremes(space):
-            known_by = dict[str, Any]()
+            by_scenario = dict[str, object]()
             for value in values:
                 tried, place = [*settings, *as_settings({**first, key: value})], f"search space of {name}: {key}"
                 found = _resolved(path, place, resolve, file, tried).model_dump_json()
-                if (other := known_by.setdefault(found, value)) is not value:
+                if (other := by_scenario.setdefault(found, value)) is not value:
                     raise InputError(
                         f"{path}: {place}", value, f"values that differ: its scenario is that of {other!r}"
                     )

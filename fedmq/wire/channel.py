@@ -48,7 +48,7 @@ _LONGEST_HELLO_SECONDS = 30.0
 #: Time without an answer before ``progress`` reports it, once until there is a session [s].
 _QUIET_SECONDS = 10.0
 #: Time without an answer after which a hello is sent on a new connection [s]: the old one may be open, but dead.
-_MUTE_SECONDS = 60.0
+MUTE_SECONDS = 60.0
 #: Earlier hellos whose late welcomes are recognised.
 _EARLIER_HELLOS = 16
 #: Maximum time that the thread waits before it checks the clock again [s].
@@ -301,7 +301,7 @@ class Channel:
     def _say_hello(self, connection: Connection, now: float, *, renewed: bool) -> None:
         """Start a handshake; until the coordinator answers, it is repeated at increasing intervals.
 
-        A connection without answers is replaced: it may be open although nobody, or only a relay, is at its other end.
+        A connection without answers is replaced: it may be open although the coordinator is not at its other end.
         """
         if self._initiated is not None:
             self._earlier.append(self._initiated)
@@ -309,7 +309,7 @@ class Channel:
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
-        mute = now - self._unanswered_since > _MUTE_SECONDS
+        mute = now - self._unanswered_since > MUTE_SECONDS
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
@@ -478,8 +478,8 @@ class Channel:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         name, keys = self._identity.name, self._comparison.keys(refusal)
-        told: dict[str, Any] = {"keys": keys} if keys else {}
-        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **told)
+        facts: dict[str, Any] = {"keys": keys} if keys else {}
+        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
         match refusal.reason:
             case Reason.UNKNOWN_SENDER:
                 ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"

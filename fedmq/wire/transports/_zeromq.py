@@ -197,7 +197,7 @@ class ZeroMQConnection(Connection):
     def reconnect(self) -> None:
         """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself.
 
-        With a new socket: one that is told to disconnect while it connects continues to connect.
+        It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
         self._redial, self._failed, self._under_way = False, 0, False
         if self._monitor is not None:

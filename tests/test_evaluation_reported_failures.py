@@ -92,11 +92,11 @@ def test_an_error_of_an_evaluation_ends_the_run_and_its_text_stays_at_the_evalua
 ) -> None:
     run = Failing(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(program.Evaluator, "evaluate", failing(ZeroDivisionError("patient 4711")))
+        patch.setattr(program.Evaluator, "evaluate", failing(ZeroDivisionError("patient Mallory")))
         assert run.ended() == "evaluator: ZeroDivisionError"
     printed, place = capfd.readouterr().err, run.run.folder.errors(EVALUATOR)
-    line = f"evaluator: evaluation of version 0 failed: ZeroDivisionError: patient 4711; traceback in {place}"
+    line = f"evaluator: evaluation of version 0 failed: ZeroDivisionError: patient Mallory; traceback in {place}"
     assert [each for each in printed.splitlines() if "failed" in each] == [line]
     assert "Traceback (most recent call last)" in place.read_text()
-    assert "4711" not in run.run.folder.messages(COORDINATOR).read_text()
+    assert "Mallory" not in run.run.folder.messages(COORDINATOR).read_text()
     run.resume()  # the evaluator waits, too

@@ -195,8 +195,8 @@ def _maximise(plan: TunePlan) -> bool:
 def _trial_of(method: str, frozen: Any) -> Trial:
     """An Optuna trial that is over."""
     values = {key: _value(value) for key, value in frozen.params.items()}
-    recorded = Attributes.model_validate(frozen.user_attrs)
-    return Trial(method, frozen.number, TrialState(recorded.state), frozen.value, values, recorded.reason)
+    state, reason = TrialState(frozen.user_attrs["state"]), frozen.user_attrs.get("reason", "")
+    return Trial(method, frozen.number, state, frozen.value, values, reason)
 
 
 def _value(stored: Any) -> Any:

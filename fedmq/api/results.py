@@ -135,17 +135,19 @@ class Run:
         html_report.write(self._files, read_logs(self._files, damaged=False))
         return self._files.report
 
-    def model(self, *, device: str | None = None) -> Model:
-        """The released model; see :func:`fedmq.load`.
+    def model(
+        self, *, device: str | None = None, silo: str | None = None, site: str | os.PathLike[str] | None = None
+    ) -> Model:
+        """The released model, or a silo's personal model; see :func:`fedmq.load`.
 
         Raises:
-            InputError: the run is not finished, or its method trains no usable shared model.
+            InputError: the run is not finished, or it has no such model.
         """
         from fedmq.api.model import load  # noqa: PLC0415 - imports torch
 
         if not self.finished:
             raise InputError(str(self.folder), "an unfinished run", "a finished run; fedmq.resume continues it")
-        return load(self.folder, device=device)
+        return load(self.folder, device=device, silo=silo, site=site)
 
     def __repr__(self) -> str:
         return f"<fedmq run {self.folder}: {self._headline()}>"

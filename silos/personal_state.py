@@ -181,7 +181,7 @@ class TaskEpochs:
 
 
 def _kept_until(log: MessageLog) -> tuple[bool, int, bool]:
-    """By a silo's log: whether it had a personal state, the last task after which it stored one, and if it had tasks."""
+    """From a silo's log: if it had a personal state, the last task after which it stored one, and if it had tasks."""
     kept, last, tasks = False, 0, False
     for _, record in read_log(log.path):
         match record:
@@ -222,7 +222,7 @@ class StateNotes:
 
         Args:
             number: the task's number.
-            settled: number of the silo's last task whose reply is merged; 0 if none.
+            settled: number of the last task whose reply is merged, 0 if none.
         """
         if self._kept:
             return

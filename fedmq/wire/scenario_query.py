@@ -19,7 +19,7 @@ from fedmq.wire.payloads import Error
 OTHER_SCENARIO = "other_scenario"
 #: Time to wait for the answer [s].
 _PATIENCE_SECONDS = 5.0
-#: Maximum number of inquiries per run that the coordinator names: one that does not tell would be asked again and again.
+#: Maximum number of inquiries about a run: a coordinator that does not tell would be asked again and again.
 _MOST_ASKED = 3
 
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedmq.errors import InputError
+from fedmq.runs.tables import csv_text
 from fedmq.storage.run_folder import RunFolder
+
+#: Columns of ``runs.csv`` that are read.
+_READ = ("name", "model_digest", "folder")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def _rows(comparison: Path) -> list[Runs]:
     try:
         with table.open(encoding="utf-8", newline="") as text:
             for record in csv.DictReader(text):
-                name, digest, folder = (record.get(key) for key in ("name", "model_digest", "folder"))
+                name, digest, folder = (None if (cell := record.get(key)) is None else csv_text(cell) for key in _READ)
                 if not name or not folder or digest is None:
                     raise InputError(str(table), "a line without name, model_digest or folder", allowed)
                 if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later

@@ -90,12 +90,13 @@ def test_joined_emoji_and_scripts_with_joiners_stay_as_they_are() -> None:
     assert text in html_page.document("page", [text], [])
 
 
-@pytest.mark.parametrize("text", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1"])
+@pytest.mark.parametrize("text", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "a\nb"])
 def test_no_text_of_a_table_is_a_formula_and_it_is_read_back(text: str) -> None:
-    (row,) = csv.DictReader(io.StringIO(as_csv([{"label": text, "r1": -0.5, "step": "-1e-3"}]), newline=""))
-    assert row["label"] == f"'{text}" and csv_text(row["label"]) == text
-    assert (row["r1"], row["step"]) == ("-0.5", "-1e-3")
-    assert csv_text("'quoted'") == "'quoted'"
+    table = as_csv([{"label": text, "r1": -0.5, "step": "-1e-3", "quoted": "'quoted'"}])
+    (row,) = csv.DictReader(io.StringIO(table, newline=""))
+    assert row["label"][0] not in "=+-@\t\r\uff1d" and csv_text(row["label"]) == printable(text)
+    assert (row["r1"], row["step"], csv_text(row["quoted"])) == ("-0.5", "-1e-3", "'quoted'")
+    assert table.count("\n") == 2
 
 
 def test_colours_repeat_after_the_palette() -> None:

@@ -7,8 +7,10 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedmq.text import printable
+
 #: First characters of a cell that a spreadsheet takes for a formula; also their wide forms, for Excel in Japanese.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
@@ -22,14 +24,18 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for a cell; text that a spreadsheet would take for a formula begins with an apostrophe."""
-    if not isinstance(value, str) or not value.startswith(_FORMULA) or _is_number(value):
+    """A value for a cell; text that a spreadsheet would take for a formula begins with an apostrophe.
+
+    Characters that control a terminal, and line ends, are escaped.
+    """
+    if not isinstance(value, str):
         return value
-    return f"'{value}"
+    shown = printable(value)
+    return f"'{shown}" if shown.startswith(_FORMULA) and not _is_number(shown) else shown
 
 
 def csv_text(cell: str) -> str:
-    """The text of a cell that :func:`csv_cell` made."""
+    """The text of a cell that :func:`csv_cell` made, with its escapes."""
     return cell[1:] if cell.startswith("'") and csv_cell(cell[1:]) == cell else cell
 
 

@@ -82,11 +82,12 @@ class ZeroMQListener(Listener):
             return None
         peer, *rest = (frame.buffer for frame in frames)
         if self._admission is not None:
-            self._note_descriptor(self._admission, bytes(peer), int(frames[0].get(zmq.SRCFD)))
+            key = str(frames[0].get("User-Id")) if self._admission.by_key else ""
+            self._note_descriptor(self._admission, bytes(peer), int(frames[0].get(zmq.SRCFD)), key)
         return bytes(peer), check_received(rest)
 
-    def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int) -> None:
-        admission.heard(descriptor)
+    def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int, key: str) -> None:
+        admission.heard(descriptor, key)
         self._descriptors[peer] = descriptor
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             del self._descriptors[next(iter(self._descriptors))]

@@ -221,7 +221,7 @@ class StatusReport:
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
         if name in self._roster.joining() and name not in seen:  # a late silo, until the next round
-            return SiloPhase.WAITING
+            return self._ended(rounds) or SiloPhase.WAITING
         if name not in seen and name not in self._roster.failures:
             return SiloPhase.ABSENT
         return SiloPhase.GIVEN_UP if name in rounds.gone else SiloPhase.LOST

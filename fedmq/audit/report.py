@@ -67,7 +67,8 @@ td.name{white-space:nowrap}
 <td class="n">{{ '{:,}'.format(flow.bytes) if flow.bytes else 'numbers only' }}</td></tr>
 {% endfor %}</table>
 <h2>Logs</h2>
-<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th><th>fingerprints of keys (SHA-256)</th><th>head</th></tr>
+<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th>
+<th>fingerprints of keys (SHA-256)</th><th>head</th></tr>
 {% for log in logs %}<tr><td{{ ' class=name' if log.process|length < 25 else '' }}>{{ log.process }}</td>
 <td class="n">{{ log.records }}</td>
 <td class="n">{{ log.signatures }}</td><td class="n">{{ log.unsigned }}</td>

@@ -96,8 +96,9 @@ def _of_missing_logs(audit: Audit) -> Verdict:
     """The sentences about an audit that found nothing but that logs are missing."""
     names = _listed(audit.absent)
     logs = "its log is" if len(audit.absent) == 1 else "their logs are"
+    alone = COORDINATOR in audit.absent
     return Verdict(
-        f"What holds: {_inside(audit) if COORDINATOR in audit.absent else f'{_agreement(audit)} with {_files(audit)}'}.",
+        f"What holds: {_inside(audit) if alone else f'{_agreement(audit)} with {_files(audit)}'}.",
         f"Not proven: what {names} sent and received, as {logs} not in this folder.",
         incomplete=(
             f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked. Copy "

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.audit.verdict import Verdict, outcome
-from fedmq.text import counted, printable
+from fedmq.text import printable
 
 #: Findings that are printed; the JSON has all.
 _FINDINGS_SHOWN = 50

@@ -60,7 +60,8 @@ class StatusReport:
         self._evaluation, self._show, self._logger = evaluation, show, logger
         self._names = run_context.scenario.silo_names
         samples = dict(zip(self._names, run_context.samples, strict=True))
-        self.limits = TaskLimits(run_context.scenario.aggregation.task_limit, samples)
+        scenario = run_context.scenario
+        self.limits = TaskLimits(scenario.aggregation.task_limit, samples, scenario.training.local_epochs)
         self._run = run_name(run_context.scenario)
         self._began = self._shown = clock.stopwatch()
         self._written = -math.inf  # so that the first update writes the file

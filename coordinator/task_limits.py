@@ -13,6 +13,8 @@ _LEAST = 60.0
 #: Minimum of the default limit for a silo that has not replied yet: its first task may load weights or warm up a GPU
 #: [s].
 _LEAST_FIRST = 600.0
+#: Default limit until any silo has replied: a minimum [s], and a time per sample and epoch of local training [s].
+_LEAST_UNKNOWN, _SAMPLE_SECONDS = 3600.0, 2.0
 #: A silo that is lost starts its task again. For how many limits it may be connected with a task, in all its sessions.
 _SESSIONS_FACTOR = 3.0
 #: Time after which the display names a silo: its longest task, times a factor; a fixed time for its first task [s].
@@ -27,13 +29,13 @@ class SlowTask:
         silo: the silo.
         sequence: number of its task.
         seconds: real time since the task was sent [s].
-        limit: real time after which the task has failed [s]; None without a limit.
+        limit: real time after which the task has failed [s].
     """
 
     silo: str
     sequence: int
     seconds: float
-    limit: float | None
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class TaskLimits:
     Args:
         limit: limit of every task [s]; None derives limits from the times of earlier tasks.
         samples: training samples by silo, for the pace of silos without an earlier task.
+        epochs: epochs of local training per task.
     """
 
-    def __init__(self, limit: float | None, samples: Mapping[str, int]) -> None:
-        self._limit, self._samples = limit, samples
+    def __init__(self, limit: float | None, samples: Mapping[str, int], epochs: int = 1) -> None:
+        self._limit, self._samples, self._epochs = limit, samples, epochs
         self._sent: dict[str, _Sent] = {}
         self._longest: dict[str, float] = {}
         self._slowest = 0.0  # the slowest pace of all replies [s per sample]
@@ -114,13 +117,16 @@ class TaskLimits:
         """Real time since a silo's task was sent [s]; None if the silo has none."""
         return now - self._sent[silo].at if silo in self._sent else None
 
-    def limit(self, silo: str) -> float | None:
-        """The limit of a silo's task [s]; None until a silo has replied."""
+    def limit(self, silo: str) -> float:
+        """The limit of a silo's task [s]."""
         if self._limit is not None:
             return self._limit
         if silo in self._longest:
             return max(_LEAST, _FACTOR * self._longest[silo])
-        return max(_LEAST_FIRST, _FACTOR * self._slowest * self._samples[silo]) if self._longest else None
+        samples = self._samples[silo]
+        if self._longest:
+            return max(_LEAST_FIRST, _FACTOR * self._slowest * samples)
+        return max(_LEAST_UNKNOWN, _SAMPLE_SECONDS * self._epochs * samples)
 
     def exceed(self, now: float) -> list[SlowTask]:
         """Tasks whose limit is over; they count as :attr:`overdue` from now on, and are not returned again."""
@@ -129,11 +135,8 @@ class TaskLimits:
         exceeded = [
             task
             for task in tasks
-            if task.limit is not None
-            and (
-                min(task.seconds, quiet) > task.limit
-                or (task.silo in self._former and self._in_all(task.silo, task.seconds) > _SESSIONS_FACTOR * task.limit)
-            )
+            if min(task.seconds, quiet) > task.limit
+            or (task.silo in self._former and self._in_all(task.silo, task.seconds) > _SESSIONS_FACTOR * task.limit)
         ]
         for task in exceeded:
             self._overdue[task.silo] = self._sent.pop(task.silo)

@@ -29,7 +29,6 @@ SAMPLES = {"silo-00": 100, "silo-01": 10}
 def test_the_default_limit_follows_from_the_silos_own_longest_task() -> None:
     limits = TaskLimits(None, SAMPLES)
     limits.sent("silo-00", 1, 0.0)
-    assert limits.limit("silo-00") is None, "no silo has replied"
     assert not limits.replied("silo-00", 1, 20.0)
     assert limits.limit("silo-00") == 200.0
     # Without an earlier task: ten times the pace of the others, for its own number of samples, at least ten minutes.
@@ -42,6 +41,18 @@ def test_the_default_limit_follows_from_the_silos_own_longest_task() -> None:
     assert not limits.exceed(221.0), "each task exceeds its limit once"
     assert limits.replied("silo-00", 2, 320.0), "late"
     assert (limits.overdue, limits.limit("silo-00")) == ((), 3000.0)
+
+
+def test_before_any_reply_the_default_limit_follows_from_the_numbers_of_samples_and_epochs() -> None:
+    limits = TaskLimits(None, {"silo-00": 100, "silo-01": 1000}, epochs=5)
+    for silo in ("silo-00", "silo-01"):
+        limits.sent(silo, 1, 0.0)
+    assert (limits.limit("silo-00"), limits.limit("silo-01")) == (3600.0, 10_000.0)
+    assert [(task.silo, task.limit) for task in limits.slow(31.0)] == [("silo-00", 3600.0), ("silo-01", 10_000.0)]
+    assert not limits.exceed(3600.0)
+    assert [task.silo for task in limits.exceed(3601.0)] == ["silo-00"]
+    assert limits.replied("silo-00", 1, 4000.0), "late"
+    assert limits.limit("silo-01") == 400_000.0
 
 
 def test_a_task_that_waits_for_other_silos_on_its_machine_is_not_overdue() -> None:

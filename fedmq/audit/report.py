@@ -18,6 +18,7 @@ from fedmq.audit.log_heads import heads_of
 from fedmq.audit.verdict import Verdict, outcome
 from fedmq.errors import InputError
 from fedmq.runs.run_records import RunSummary
+from fedmq.runs.tables import csv_cell
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import printable
@@ -27,11 +28,11 @@ from fedmq.wire.sent_payloads import sent_payloads
 _COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes")
 #: Findings on the page; the JSON of the command has all.
 _FINDINGS = 1000
-#: First characters of a cell that a spreadsheet would take for a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Audit of {{ run }}</title>
+<html lang="en"><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>Audit of {{ run }}</title>
 <style>
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
@@ -169,13 +170,8 @@ def table(folder: Path, audit: Audit) -> str:
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
     for flow in flows_of(audit, summary):
-        writer.writerow([_cell(value) for value in (*facts.values(), *vars(flow).values())])
+        writer.writerow([csv_cell(str(value)) for value in (*facts.values(), *vars(flow).values())])
     return text.getvalue()
-
-
-def _cell(value: object) -> str:
-    text = str(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tuple[Path, Path]:

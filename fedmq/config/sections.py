@@ -141,8 +141,9 @@ class Aggregation(Part):
         description=(
             "real time after which a connected silo that has not replied fails its task [s]; null: 10 times its "
             "longest task so far, at least 60 s, counted from the last reply of any silo (its first task: derived "
-            "from the pace of the other silos, at least 600 s). The limit applies to the evaluator, too (null: 10 "
-            "times its longest evaluation, at least 600 s)"
+            "from the pace of the other silos, at least 600 s; before any silo has replied: 2 s per training sample "
+            "and local epoch, at least 3600 s). The limit applies to the evaluator, too (null: 10 times its longest "
+            "evaluation, at least 600 s)"
         ),
     )
 

@@ -1,4 +1,7 @@
-"""Admission of connections to a listener: accepted keys only, and a limited number that have sent nothing yet.
+"""Admission of connections to a listener: accepted keys only, and limits on how many connections may be open.
+
+A key may have a few connections: a relay can keep those open that its peer has replaced. The connections that have sent
+nothing yet are limited together.
 
 It runs on a separate thread, so that a coordinator that is merging still answers, and an attacker cannot use up the
 file descriptors in the meantime.
@@ -23,7 +26,10 @@ from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
 
 #: Connections that may be open without having sent a message; the oldest are closed.
 UNHEARD = 256
-#: Of the process's file descriptors, the part that such connections may take.
+#: Connections of one key that may be open; those not heard for the longest time are closed. A peer needs one, and
+#: another for an inquiry.
+PER_KEY = 8
+#: Of the process's file descriptors, the part that connections without a message may take.
 _PART = 4
 #: Refusals, and addresses of refused peers, that are remembered.
 _REMEMBERED = 256
@@ -45,8 +51,11 @@ class ConnectionAdmission:
     ) -> None:
         self.refused: deque[str] = deque(maxlen=_REMEMBERED)
         self._keys, self._socket = keys, socket
-        self._heard: set[int] = set()
+        # Descriptors of open connections, each in one of the two; by key, the one heard last is the last.
+        self._lock = threading.Lock()
         self._unheard: dict[int, None] = {}
+        self._heard: dict[str, dict[int, None]] = {}
+        self._keys_heard: dict[int, str] = {}
         self._unknown: dict[str, bytes] = {}
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
@@ -58,9 +67,37 @@ class ConnectionAdmission:
         self._thread = threading.Thread(target=self._run, name="connection admission", daemon=True)
         self._thread.start()
 
-    def heard(self, descriptor: int) -> None:
-        """A peer sent a message on the connection with this file descriptor."""
-        self._heard.add(descriptor)
+    @property
+    def by_key(self) -> bool:
+        """Whether messages carry the key of their connection."""
+        return self._keys is not None
+
+    def heard(self, descriptor: int, key: str) -> None:
+        """A peer sent a message.
+
+        Args:
+            descriptor: file descriptor of its connection.
+            key: its CURVE public key, hexadecimal; empty if none is required, and then there is no limit by key.
+        """
+        with self._lock:
+            if descriptor not in self._unheard and descriptor not in self._keys_heard:
+                return  # closed in the meantime
+            self._forget(descriptor)
+            self._keys_heard[descriptor] = key
+            of_key = self._heard.setdefault(key, {})
+            of_key[descriptor] = None
+            oldest = next(iter(of_key)) if key and len(of_key) > PER_KEY else None
+            if oldest is not None:
+                self._forget(oldest)
+        if oldest is not None:
+            self.shut(oldest)
+
+    def _forget(self, descriptor: int) -> None:
+        self._unheard.pop(descriptor, None)
+        if (key := self._keys_heard.pop(descriptor, None)) is not None:
+            del self._heard[key][descriptor]
+            if not self._heard[key]:
+                del self._heard[key]
 
     def shut(self, descriptor: int) -> None:
         """End a connection; ZeroMQ then closes it."""
@@ -98,7 +135,8 @@ class ConnectionAdmission:
         admitted = self._keys is None or (len(public) == 32 and self._keys.admits(public))
         if not admitted:
             self._refuse(address, public)
-        return [b"1.0", number, b"200" if admitted else b"400", b"", b"", b""]
+        user = public.hex().encode() if admitted and self._keys is not None else b""
+        return [b"1.0", number, b"200" if admitted else b"400", b"", user, b""]
 
     def _refuse(self, address: str, public: bytes) -> None:
         assert self._keys is not None  # noqa: S101 - without keys everyone is admitted
@@ -117,19 +155,16 @@ class ConnectionAdmission:
 
     def _watch(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart())
-        descriptor = int(event["value"])
-        self._heard.discard(descriptor)
-        self._unheard.pop(descriptor, None)
-        if event["event"] != zmq.EVENT_ACCEPTED:
-            return
-        self._unheard[descriptor] = None
-        if len(self._unheard) > self._most:
-            for each in [each for each in self._unheard if each in self._heard]:
-                del self._unheard[each]
-        while len(self._unheard) > self._most:
-            oldest = next(iter(self._unheard))
-            del self._unheard[oldest]
-            self.shut(oldest)
+        descriptor, closed = int(event["value"]), list[int]()
+        with self._lock:
+            self._forget(descriptor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._unheard[descriptor] = None
+            while len(self._unheard) > self._most:
+                closed.append(oldest := next(iter(self._unheard)))
+                del self._unheard[oldest]
+        for each in closed:
+            self.shut(each)
 
 
 def _fingerprint(public: bytes, sign: int) -> str:

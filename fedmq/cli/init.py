@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NewSiteFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--site", metavar="FILE", help="Write a site file instead of a scenario, for a silo with its own data."
+    ),
+]
+_SiteName = Annotated[str | None, typer.Option("--name", help="With --site: silo-00, silo-01, ...", show_default=False)]
+_SiteConnect = Annotated[
+    str | None,
+    typer.Option("--connect", metavar="URI", help="With --site: address of the coordinator.", show_default=False),
+]
+
 #: Refuses a scenario that cannot run, before features are extracted.
 Refuse = Callable[["Scenario", Callable[[str, int, int], None] | None], None]
 
@@ -54,21 +66,9 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
         method: Annotated[
             str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
         ] = None,
-        site: Annotated[
-            Path | None,
-            typer.Option(
-                "--site", metavar="FILE", help="Write a site file instead of a scenario, for a silo with its own data."
-            ),
-        ] = None,
-        name: Annotated[
-            str | None, typer.Option("--name", help="With --site: silo-00, silo-01, ...", show_default=False)
-        ] = None,
-        connect: Annotated[
-            str | None,
-            typer.Option(
-                "--connect", metavar="URI", help="With --site: address of the coordinator.", show_default=False
-            ),
-        ] = None,
+        site: _NewSiteFile = None,
+        name: _SiteName = None,
+        connect: _SiteConnect = None,
         force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
         quiet: Quiet = False,
     ) -> None:

@@ -13,11 +13,12 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs import html_report
 from fedmq.runs.gallery_size import gallery_of, meaningful
+from fedmq.runs.report_logs import read_logs
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.run_folder import open_run as open_folder
-from fedmq.wire.log_records import EventRecord, HandshakeRecord, MessageRecord, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_records import EventRecord, HandshakeRecord, MessageRecord, NoteRecord, RefusedRecord, read_records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,8 +127,12 @@ class Run:
         return frame
 
     def report(self) -> Path:
-        """Write ``report.html`` again and return its path."""
-        html_report.write(self._files)
+        """Write ``report.html`` again and return its path.
+
+        Raises:
+            InputError: the run is not finished, or a log is damaged.
+        """
+        html_report.write(self._files, read_logs(self._files, damaged=False))
         return self._files.report
 
     def model(
@@ -167,9 +172,7 @@ class Run:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, record in read_log(path):
-        if record is None:
-            raise InputError(f"{path}: line {number}", "not a record", "an undamaged log; fedmq audit names all damage")
+    for record, _ in read_records(path, damaged=False):
         row: dict[str, Any] = {"process": record.process, "n": record.n, "wall": record.wall, "action": record.action}
         match record:
             case MessageRecord():

@@ -15,7 +15,7 @@ from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, timeline
 from fedmq.runs.report_logs import LoggedFacts, read_logs
 from fedmq.runs.report_records import ReportData
-from fedmq.runs.result_warnings import items_left_out, training_warnings
+from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, training_warnings
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
@@ -119,7 +119,7 @@ def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
     """What limits the meaning of the result, as the terminal shows it."""
     gallery = gallery_of(summary)
     coarse = [] if gallery is None else gallery.remarks(summary.metrics)
-    return [*coarse, *items_left_out(summary), *training_warnings(summary, untrained)]
+    return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary, untrained)]
 
 
 def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:

@@ -214,7 +214,19 @@ def _npz(content: bytes, draw: random.Random) -> bytes:
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             np.savez(made, **_arrays(dict(stored), draw))
         return made.getvalue()
-    with zipfile.ZipFile(io.BytesIO(content)) as opened:  # right checksums, so that the arrays are reached
+    return _zip(content, draw)
+
+
+def _npy(content: bytes, draw: random.Random) -> bytes:
+    made = io.BytesIO()
+    np.save(made, _array(np.load(io.BytesIO(content), allow_pickle=False), draw), allow_pickle=False)
+    return made.getvalue()
+
+
+def _zip(content: bytes, draw: random.Random) -> bytes:
+    """A damaged member, with the right checksum, so that what it holds is reached."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as opened:
         members = {name: opened.read(name) for name in opened.namelist()}
     name = draw.choice(list(members))
     with zipfile.ZipFile(made, "w", draw.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as written:
@@ -308,7 +320,7 @@ def _pem(content: bytes, draw: random.Random) -> bytes:
 _FORMATS: Mapping[str, Callable[[bytes, random.Random], bytes]] = {
     ".json": _json, ".request": _json, ".jsonl": _lines, ".journal": _lines, ".txt": _lines, ".list": _lines,
     ".eng": _lines, ".xml": _lines, ".csv": _csv, ".tsv": _csv, ".yaml": _yaml,
-    ".safetensors": _safetensors, ".npz": _npz, ".mat": _mat, ".h5": _hdf5,
+    ".safetensors": _safetensors, ".npz": _npz, ".npy": _npy, ".pt": _zip, ".mat": _mat, ".h5": _hdf5,
     ".parquet": lambda content, draw: _table(content, draw, ".parquet"),
     ".arrow": lambda content, draw: _table(content, draw, ".arrow"),
     ".tar": _tar, ".png": _png, ".key": _pem, ".pub": _pem,

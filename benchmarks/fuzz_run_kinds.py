@@ -130,7 +130,7 @@ def _read_agreement(folder: Path) -> None:
 
 
 @cache
-def _scenario_file() -> Path:
+def scenario_file() -> Path:
     """A scenario of two silos with 24 items."""
     folder = Path(_kept().name)
     generator = numpy_generator(0, "fuzz", "run")
@@ -150,7 +150,7 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def _resolved() -> ResolvedRun:
-    return resolve(Source(_scenario_file(), load(_scenario_file())), protocols)
+    return resolve(Source(scenario_file(), load(scenario_file())), protocols)
 
 
 def _run(root: Path, *, resume: bool, until: int) -> Phase:
@@ -161,6 +161,11 @@ def _run(root: Path, *, resume: bool, until: int) -> Phase:
         stop_wanted=last.exists,
         peers=partial(inline_peers, run, RunFolder(root), None),
     ).phase
+
+
+def run_to_end(root: Path) -> None:
+    """Run the scenario in this process."""
+    _run(root, resume=False, until=99)
 
 
 @cache
@@ -256,7 +261,7 @@ def _resolve_trial(file: Path, settings: Any, seed: int | None) -> Scenario:
 def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
     file = Path(_kept().name) / "tune.yaml"
     search = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [4, 8]}
-    spec = {"tune": str(_scenario_file()), "search": search, "trials": trials, "rounds": 1, "batch": 2, "startup": 2}
+    spec = {"tune": str(scenario_file()), "search": search, "trials": trials, "rounds": 1, "batch": 2, "startup": 2}
     file.write_text(yaml.safe_dump(spec))
     plan = tune_file.plan_of(file, tune_file.read(file), _resolve_trial, lambda _: False)
     place = Workplace(folder / "runs", _resolve_trial, lambda _: "", False, 2)

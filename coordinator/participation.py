@@ -12,6 +12,7 @@ from pathlib import Path
 from fedmq import seeds
 from fedmq.config.sections import Diurnal, Participation
 from fedmq.errors import InputError, line_of
+from fedmq.storage.regular_files import read_regular
 
 _COLUMNS = ["silo", "on", "off"]
 
@@ -174,11 +175,10 @@ def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Tr
     """
     allowed = "a CSV file with the columns silo, on, off"
     try:
-        reader = csv.reader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True)
-    except OSError as error:
-        raise InputError(str(path), str(error), allowed) from None
+        text = read_regular(path, allowed).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: line {line_of(error)}", error.reason, "UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         rows = list(reader)
     except csv.Error as error:

@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.fuzz_audit import mutated
+from coordinator.participation import read_trace
 from fedmq.audit import report as audit_report
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
@@ -22,8 +24,9 @@ from fedmq.data.raw_set import read_text
 from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
+from fedmq.runs import find_runs
 from fedmq.storage.regular_files import MAX_LINE
-from fedmq.storage.run_folder import load_aligned, open_run
+from fedmq.storage.run_folder import cut_unfinished, load_aligned, open_run
 
 OLD = Path(__file__).parent / "fixtures" / "old_run"
 FILES = ["scenario.yaml", "summary.json", "metrics.jsonl", "messages/silo-00.jsonl", "model/config.json",
@@ -49,6 +52,21 @@ def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
     began = time.monotonic()
     assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("target", [None, "/dev/zero"])
+@pytest.mark.parametrize(
+    "read",
+    [lambda path: read_trace(path, ["silo-00"]), cut_unfinished, lambda path: find_runs.named([path.parent])],
+    ids=["trace", "lines", "comparison"],
+)
+def test_other_files_of_text_are_regular_ones(
+    tmp_path: Path, target: str | None, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "runs.csv"
+    os.mkfifo(path) if target is None else path.symlink_to(target)
+    with pytest.raises(InputError, match=r"runs\.csv: found 'a (FIFO|device)'"):
+        read(path)
 
 
 @pytest.mark.parametrize("name", FILES)

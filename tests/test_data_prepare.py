@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,33 @@ def write(path: Path, n: int = 20, **changes: Any) -> Data:
 @pytest.fixture
 def made(tmp_path: Path) -> Prepared:
     return prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("split.npy", np.full(20, 9, np.uint8), lambda made: made.rows("test")),
+        ("split.npy", np.zeros(3, np.uint8), lambda made: made.rows("test")),
+        ("captions.npy", np.full(20, -1), lambda made: made.first),
+        ("image.npy", np.zeros((20, 5), np.float32), lambda made: made.image),
+        ("image.npy", np.zeros((20, 6), ">f4"), lambda made: made.image),
+        ("text.npy", np.zeros((7, 6), np.float32), lambda made: made.text),
+        ("labels.npy", np.zeros(20, np.uint8), lambda made: made.labels),
+        ("keys.json", ["a"], lambda made: made.keys),
+        ("keys.json", 5, lambda made: made.keys),
+        ("column.json", [1] * 20, lambda made: made.column),
+    ],
+)
+def test_prepared_data_with_other_contents_than_the_metadata_say_are_refused(
+    made: Prepared, name: str, content: Any, read: Callable[[Prepared], object]
+) -> None:
+    path = made.folder / name
+    if path.suffix == ".npy":
+        np.save(path, content)
+    else:
+        path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"{name}: .*delete the folder to prepare it again"):
+        read(open_prepared(made.folder))
 
 
 def test_prepared_arrays_equal_the_source_arrays(made: Prepared, tmp_path: Path) -> None:

@@ -494,3 +494,28 @@ def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
         model.image(PIXELS.to(model.flat.device))[:, 0].sum().backward()
     torch.testing.assert_close(there.image(PIXELS.cuda()).cpu(), here.image(PIXELS), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(gradient_of(there), gradient_of(here), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"vision_cfg": []}, "vision_cfg: .*a JSON object"),
+        ({"text_cfg": 2.5}, "text_cfg: .*a JSON object"),
+        ({"text_cfg": {**TINY["text_cfg"], "vocab_size": -1}}, "a configuration of an open_clip model"),
+        ({"text_cfg": {**TINY["text_cfg"], "heads": 3}}, "a configuration of an open_clip model"),
+        ({"vision_cfg": {**TINY["vision_cfg"], "layers": 2**40}}, "vision_cfg.layers: .*1 to 1000"),
+        ({"text_cfg": {**TINY["text_cfg"], "width": 2**20}}, r"shape \[.*1048576"),
+    ],
+)
+def test_a_configuration_that_cannot_be_built_or_does_not_fit_its_weights_is_refused(
+    tiny: Path, cache: Path, tmp_path: Path, changes: dict[str, Any], allowed: str
+) -> None:
+    weights = clip_weights.weights(backbone(tiny), 0, cache)
+    parts = [safetensors.torch.load_file(weights.folder / f"{each}.safetensors") for each in ("image", "text")]
+    whole = {name: value for part in parts for name, value in part.items()}
+    safetensors.torch.save_file(whole, tmp_path / "weights.safetensors")
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({**TINY, **changes}))
+    with pytest.raises(InputError, match=allowed) as refused:
+        clip_weights.weights(backbone(path, pretrained=str(tmp_path / "weights.safetensors")), 0, tmp_path)
+    assert "\n" not in str(refused.value)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
-from fedmq.data.prepared_arrays import Prepared
+from fedmq.data.prepared_arrays import Prepared, mapped
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
@@ -62,10 +62,10 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
         InputError: a picture cannot be read, or the data are no longer those that were prepared.
     """
     path = prepared.folder / _FILE
-    with suppress(OSError, ValueError, EOFError):
-        found: ItemDigests = np.load(path, allow_pickle=False)
+    with suppress(InputError):
+        found: ItemDigests = mapped(path)
         if found.shape == (prepared.n, 3, 32) and found.dtype == np.uint8:
-            return found
+            return np.array(found)
     rows = _of_features(prepared) if prepared.meta.source.get("weights") is None else _of_raw(prepared, data)
     on_progress = tell(progress, "items digested", prepared.n)
     digests = np.zeros((prepared.n, 3, 32), np.uint8)

@@ -29,7 +29,10 @@ from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.storage.cache import key_of
 from fedmq.storage.json_files import Stored, read_json
+from fedmq.storage.regular_files import check_regular, read_regular
 
+#: Maximum size of a file [bytes].
+_MOST_BYTES = 1 << 50
 _AGAIN = "a prepared data set; delete the folder to prepare it again"
 
 
@@ -131,8 +134,31 @@ class Prepared:
             std=tuple(self.meta.std),
         )
 
-    def _map(self, name: str) -> Array:
-        return mapped(self.folder / name)
+    def _map(self, name: str, dtype: str, *shape: int) -> Array:
+        """An array of a file.
+
+        Raises:
+            InputError: it is missing or damaged, or has another dtype or shape than ``meta.json`` says.
+        """
+        array = mapped(self.folder / name)
+        if array.dtype.name != dtype or not array.dtype.isnative or array.shape != shape:
+            raise InputError(str(self.folder / name), f"{array.dtype.name} {list(array.shape)}", _AGAIN)
+        return array
+
+    def _texts(self, name: str) -> tuple[str, ...]:
+        """One text for each item.
+
+        Raises:
+            InputError: the file is missing or damaged.
+        """
+        path = self.folder / name
+        try:
+            found = json.loads(read_regular(path, _AGAIN, _MOST_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise InputError(str(path), str(error), _AGAIN) from None
+        if not isinstance(found, list) or len(found) != self.n or not all(isinstance(each, str) for each in found):
+            raise InputError(str(path), f"other than {self.n} texts", _AGAIN)
+        return tuple(found)
 
     @property
     def val_apart(self) -> bool:
@@ -142,12 +168,13 @@ class Prepared:
     @cached_property
     def image(self) -> Array:
         """Image inputs [n, *image_shape], read-only."""
-        return self._map("image.npy")
+        return self._map("image.npy", self.meta.image_dtype, self.n, *self.meta.image_shape)
 
     @cached_property
     def text(self) -> Array:
         """Caption inputs [N, *text_shape] of all items one after the other, read-only."""
-        return self._map("text.npy")
+        rows = int(np.maximum(self.captions, 1).sum())
+        return self._map("text.npy", self.meta.text_dtype, rows, *self.meta.text_shape)
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
@@ -157,7 +184,10 @@ class Prepared:
     @cached_property
     def captions(self) -> npt.NDArray[np.int64]:
         """int64 [n]: number of captions of each item, 0 for an item without."""
-        return self._map("captions.npy")
+        counts = self._map("captions.npy", "int64", self.n)
+        if (counts < 0).any():
+            raise InputError(str(self.folder / "captions.npy"), "a negative number", _AGAIN)
+        return counts
 
     @property
     def unpaired(self) -> bool:
@@ -167,26 +197,26 @@ class Prepared:
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Bool [n, 2]: whether each item has an image, and whether it has captions."""
-        return self._map("present.npy") if self.unpaired else all_present(self.n)
+        return self._map("present.npy", "bool", self.n, 2) if self.unpaired else all_present(self.n)
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8] | None:
         """Multi-hot labels uint8 [n, L], or None if there are none."""
-        return self._map("labels.npy") if self.label_names else None
+        names = len(self.label_names)
+        return self._map("labels.npy", "uint8", self.n, names) if names else None
 
     @cached_property
     def split(self) -> npt.NDArray[np.uint8]:
         """uint8 [n], indices into ``SPLITS``: 0 train, 1 val, 2 test, 3 public, 4 database."""
-        return self._map("split.npy")
+        splits = self._map("split.npy", "uint8", self.n)
+        if (splits >= len(SPLITS)).any():
+            raise InputError(str(self.folder / "split.npy"), "an unknown split", _AGAIN)
+        return splits
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """Keys of the n items."""
-        path = self.folder / "keys.json"
-        try:
-            return tuple(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise InputError(str(path), str(error), _AGAIN) from None
+        return self._texts("keys.json")
 
     def pairs(self, split: str) -> npt.NDArray[np.int64]:
         """Rows of the items of a split that have both modalities: int64 [m], ascending; errors as in :meth:`rows`."""
@@ -196,8 +226,7 @@ class Prepared:
     @cached_property
     def column(self) -> tuple[str, ...] | None:
         """Each item's value of ``data.column``; None if the set was prepared without one."""
-        path = self.folder / "column.json"
-        return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        return self._texts("column.json") if (self.folder / "column.json").exists() else None
 
     def rows(self, split: str) -> npt.NDArray[np.int64]:
         """Rows of a split: int64 [m], ascending.
@@ -227,10 +256,12 @@ def mapped(path: Path) -> Array:
     Raises:
         InputError: the file is missing or damaged.
     """
+    check_regular(path, _MOST_BYTES, _AGAIN)
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(str(path), str(error) or type(error).__name__, _AGAIN) from None
+    except Exception as error:  # NumPy raises many types on a damaged header
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(str(path), reason, _AGAIN) from None
     return array
 
 

@@ -26,7 +26,9 @@ from fedmq.errors import InputError, RunError
 from fedmq.seeds import derive
 from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.locks import locked
+from fedmq.storage.regular_files import read_regular
 
+_MOST_LAYERS = 1000
 CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
 # In checkpoints, but not part of either tower.
 SCALES = ("logit_scale", "logit_bias")
@@ -47,12 +49,7 @@ def config_of(name: str) -> dict[str, Any]:
             supported.
     """
     if name.endswith(".json"):
-        try:
-            config = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"backbone.name: {name}", str(error), "a readable .json file of a model") from None
-        if not isinstance(config, dict) or not all(key in config for key in CONFIG_KEYS):
-            raise InputError(f"backbone.name: {name}", "no model", f"a JSON object with {', '.join(CONFIG_KEYS)}")
+        config = _config_in(Path(name))
     else:
         known = open_clip.list_models()
         if name not in known:
@@ -76,28 +73,57 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(config)
 
 
+def _config_in(path: Path) -> dict[str, Any]:
+    """The configuration in a file.
+
+    Raises:
+        InputError: the file cannot be read, or has no configuration of two towers.
+    """
+    place = f"backbone.name: {path}"
+    try:
+        config = json.loads(read_regular(path, "a readable .json file of a model"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(place, str(error), "a readable .json file of a model") from None
+    if not isinstance(config, dict) or not all(key in config for key in CONFIG_KEYS):
+        raise InputError(place, "no model", f"a JSON object with {', '.join(CONFIG_KEYS)}")
+    for key in ("vision_cfg", "text_cfg"):
+        tower = config[key]
+        if not isinstance(tower, dict):
+            raise InputError(f"{place}: {key}", type(tower).__name__, "a JSON object")
+        layers = tower.get("layers")
+        for count in layers if isinstance(layers, list) else [layers]:
+            if isinstance(count, int | float) and not 0 < count <= _MOST_LAYERS:
+                raise InputError(f"{place}: {key}.layers", count, f"1 to {_MOST_LAYERS}")
+    return config
+
+
+def _built(config: Mapping[str, Any]) -> nn.Module:
+    arguments = deepcopy(dict(config))
+    kind = CustomTextCLIP if arguments.pop("custom_text", False) else CLIP
+    model: nn.Module = kind(**arguments)
+    return model.eval().requires_grad_(False)
+
+
 def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Construct the complete model on torch's current default device.
 
     Raises:
         InputError: the configuration is invalid.
     """
-    arguments = deepcopy(dict(config))
-    kind = CustomTextCLIP if arguments.pop("custom_text", False) else CLIP
     try:
-        model: nn.Module = kind(**arguments)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"backbone.name: {name}", str(error), "a configuration of an open_clip model") from None
-    return model.eval().requires_grad_(False)
+        return _built(config)
+    except Exception as error:  # open_clip, timm and torch raise many types for a configuration that they cannot build
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"backbone.name: {name}", reason, "a configuration of an open_clip model") from None
 
 
 def skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Construct the model on the meta device, without memory for its weights, where possible."""
     try:
         with torch.device("meta"):
-            return _construct(name, config)
-    except (RuntimeError, NotImplementedError):
-        # Some timm models use the values of their weights during construction.
+            return _built(config)
+    except Exception:
+        # Some timm models use the values of their weights during construction; an invalid configuration is refused.
         return _construct(name, config)
 
 
@@ -233,8 +259,8 @@ def _names_read(path: Path, _size: int, _changed: int) -> frozenset[str]:
         raise InputError(f"backbone.pretrained: {path}", str(error), "a readable .safetensors file") from None
 
 
-def _load_checkpoint(model: nn.Module, path: Path) -> None:
-    """Load a local file's weights into the model; all names and shapes must match.
+def _checked_state(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    """A local file's weights; all names and shapes must match those of the model, which may be a skeleton.
 
     Raises:
         InputError: a parameter is missing, unknown or has the wrong shape.
@@ -252,7 +278,7 @@ def _load_checkpoint(model: nn.Module, path: Path) -> None:
             raise InputError(f"{place}: {name}", f"shape {list(state[name].shape)}", f"shape {list(value.shape)}")
     if unknown := sorted(set(state) - set(wanted)):
         raise InputError(f"{place}: {unknown[0]}", "a parameter the model does not have", "weights of this model")
-    model.load_state_dict(state, strict=False)
+    return state
 
 
 def _source_of(backbone: Backbone) -> tuple[str, str]:
@@ -329,12 +355,14 @@ def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.
             why = f"backbone.pretrained: {what} of {backbone.name} could not be fetched ({error}); {instead}"
             raise RunError(why) from error
         return fetched.eval().requires_grad_(False)
+    # Before the model is constructed, which may be much larger than the file.
+    state = _checked_state(skeleton(backbone.name, config), Path(what)) if kind == "file" else None
     # open_clip initialises from the global generator, whose state fork_rng restores.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone", backbone.name))
         model = _construct(backbone.name, config)
-    if kind == "file":
-        _load_checkpoint(model, Path(what))
+    if state is not None:
+        model.load_state_dict(state, strict=False)
     return model
 
 

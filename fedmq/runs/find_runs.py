@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from fedmq.errors import InputError
 from fedmq.runs.tables import csv_text
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
 
 
@@ -60,15 +62,15 @@ def _rows(comparison: Path) -> list[Runs]:
     allowed = "what fedmq compare writes: a line of names, then each run's name, model_digest and folder"
     rows: dict[str, list[Path]] = {}
     try:
-        with table.open(encoding="utf-8", newline="") as text:
-            for record in csv.DictReader(text):
-                cells = (record.get(key) for key in ("name", "model_digest", "folder"))
-                name, digest, folder = (None if cell is None else csv_text(cell) for cell in cells)
-                if not name or not folder or digest is None:
-                    raise InputError(str(table), "a line without name, model_digest or folder", allowed)
-                if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later
-                    rows.setdefault(name, []).append(Path(folder))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = io.StringIO(read_regular(table, allowed).decode("utf-8"), newline="")
+        for record in csv.DictReader(text):
+            cells = (record.get(key) for key in ("name", "model_digest", "folder"))
+            name, digest, folder = (None if cell is None else csv_text(cell) for cell in cells)
+            if not name or not folder or digest is None:
+                raise InputError(str(table), "a line without name, model_digest or folder", allowed)
+            if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later
+                rows.setdefault(name, []).append(Path(folder))
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(str(table), str(error), allowed) from None
     if not rows:
         raise InputError(str(table), "no run", allowed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedmq.errors import DiskError, InputError
-from fedmq.storage.regular_files import check_run_files
+from fedmq.storage.regular_files import check_run_files, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -324,9 +324,13 @@ def cut_unfinished(path: Path) -> None:
     """Cut off a last line that a crash left incomplete, so that the next line is not appended to it.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the file cannot be read or written, or is no regular file.
         DiskError: the disk is full or broken.
     """
-    with writing(path):
-        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+    if not path.exists():
+        return
+    with open_regular(path, "a file of a run folder") as file:
+        content = file.read()
+    if content and not content.endswith(b"\n"):
+        with writing(path):
             os.truncate(path, content.rfind(b"\n") + 1)

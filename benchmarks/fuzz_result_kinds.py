@@ -1,0 +1,183 @@
+"""Kinds of files of results, prepared data and frozen encoders, and the commands that read them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from benchmarks.fuzz_damage import Folder, Kind
+from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
+from coordinator.fault_injection import FaultInjector
+from coordinator.participation import read_trace
+from fedmq.clock import VirtualClock, WallClock
+from fedmq.config.loader import load
+from fedmq.config.scenario import Backbone
+from fedmq.data.item_digests import item_digests
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import open_prepared
+from fedmq.data.splits import SPLITS
+from fedmq.encoders import clip_weights, matconvnet
+from fedmq.errors import InputError
+from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.retrieval import report_data
+from fedmq.retrieval.model_export import export_hub
+from fedmq.retrieval.released_model import open_model, open_release
+from fedmq.runs import find_runs, html_report, html_side_by_side, results
+from fedmq.runs.report_logs import read_logs
+from fedmq.storage.run_folder import RunFolder, open_run
+from fedmq.wire.keys import passphrase_in
+from fedmq.wire.message_log import MessageLog
+from tests.data_set_folders import matconvnet as matconvnet_file
+
+_SILOS = ("silo-00", "silo-01")
+_CLIP = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 2},
+}
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+@cache
+def _finished() -> Folder:
+    """The files that a report is made of."""
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        root = Path(name)
+        run_to_end(root)
+        report_data.write(open_release(root, "cpu"), None)
+        files = ("scenario.yaml", "summary.json", "metrics.jsonl", "report_data.json", "messages/coordinator.jsonl")
+        return {each: (root / each).read_bytes() for each in files}
+
+
+def _read_results(folder: Path) -> None:
+    """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
+    run = open_run(folder)
+    html_report.write(run, read_logs(run, damaged=False))
+    html_side_by_side.write([run, run], folder / "both.html")
+    found = results.read(run)
+    for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):
+        with contextlib.suppress(InputError):
+            found.value(metric)
+    json.dumps(results.read_summary(run).plain(), allow_nan=False)
+
+
+def _runs_csv() -> Folder:
+    lines = ["name,model_digest,folder,mean_r1", f"a,{'0' * 64},/,0.5", f"b,{'1' * 64},/,0.25", "c,,/,0.1"]
+    return {"runs.csv": "\n".join(lines).encode()}
+
+
+def _trace() -> Folder:
+    return {"trace.csv": b"silo,on,off\nsilo-00,0,10\nsilo-01,5.5,20\nsilo-00,12,30\n"}
+
+
+def _read_trace(folder: Path) -> None:
+    trace = read_trace(folder / "trace.csv", _SILOS, 100.0)
+    check_sane({name: list(pairs) for name, pairs in trace.intervals.items()})
+
+
+def _faults() -> Folder:
+    return {"faults.jsonl": b'{"fault": "0 silo-00 1"}\n{"fault": "1 silo-01 2"}\n'}
+
+
+def _read_faults(folder: Path) -> None:
+    """What a resumed run reads of the faults that must not strike again."""
+    with MessageLog(folder / "log.jsonl", "coordinator", WallClock()) as log:
+        script = FaultSchedule((), 0, ())
+        FaultInjector(script, RunFolder(folder), log, VirtualClock(), order=None, wired=False, issued={})
+
+
+# --- prepared data --------------------------------------------------------------------------------------------------
+@cache
+def _prepared() -> Folder:
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        data = load(scenario_file()).data
+        assert data is not None
+        prepared = prepare(data, Backbone(name="features"), Path(name))
+        item_digests(prepared, data)
+        return {path.name: path.read_bytes() for path in sorted(prepared.folder.iterdir()) if path.is_file()}
+
+
+def _read_prepared(folder: Path) -> None:
+    """What a run reads of the cache."""
+    prepared, data = open_prepared(folder), load(scenario_file()).data
+    assert data is not None
+    for split in SPLITS:
+        rows = prepared.rows(split)
+        assert prepared.image[rows].shape[1:] == prepared.inputs.image_shape, "accepted images of another shape"
+        assert prepared.text[prepared.first[rows]].shape[1:] == prepared.inputs.text_shape, "accepted other captions"
+        prepared.pairs(split)
+    if prepared.labels is not None:
+        assert prepared.labels.shape == (prepared.n, len(prepared.label_names)), "accepted other labels"
+    assert len(prepared.keys) == prepared.n, "accepted other keys"
+    assert prepared.column is None or len(prepared.column) == prepared.n, "accepted another column"
+    assert prepared.content and item_digests(prepared, data).shape == (prepared.n, 3, 32)
+
+
+# --- frozen encoders ------------------------------------------------------------------------------------------------
+def _clip(ending: str) -> Folder:
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        path = Path(name) / "model.json"
+        path.write_text(json.dumps(_CLIP))
+        backbone = Backbone(name=str(path))
+        state = clip_weights._full_model(backbone, clip_weights.config_of(str(path)), 0).state_dict()
+        weights = Path(name) / f"weights.{ending}"
+        if ending == "pt":
+            torch.save(state, weights)
+        else:
+            safetensors.torch.save_file({key: value.clone() for key, value in state.items()}, weights)
+        return {path.name: path.read_bytes(), weights.name: weights.read_bytes()}
+
+
+def _read_clip(ending: str, folder: Path) -> None:
+    backbone = Backbone(name=str(folder / "model.json"), pretrained=str(folder / f"weights.{ending}"))
+    clip_weights.weights(backbone, 0, folder / "cache")
+
+
+def _matconvnet() -> Folder:
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        return {"net.mat": matconvnet_file(Path(name) / "net.mat").read_bytes()}
+
+
+def _read_matconvnet(folder: Path) -> None:
+    matconvnet.load(Backbone(name="matconvnet", pretrained=str(folder / "net.mat")), "cpu")
+
+
+# --- others ---------------------------------------------------------------------------------------------------------
+@cache
+def _model_with_card() -> Folder:
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        root = Path(name)
+        run_to_end(root)
+        return {path.name: path.read_bytes() for path in sorted((root / "model").iterdir()) if path.is_file()}
+
+
+def _passphrase() -> Folder:
+    return {"passphrase": b"correct horse battery staple\nmore\n"}
+
+
+def _read_passphrase(folder: Path) -> None:
+    path = folder / "passphrase"
+    if path.is_file() and not path.is_symlink():
+        path.chmod(0o600)
+    assert 0 < len(passphrase_in(path)) <= 1024 and b"\n" not in passphrase_in(path)
+
+
+RESULT_KINDS: Mapping[str, Kind] = {
+    "results": Kind(_finished, _read_results),
+    "runs of a comparison": Kind(_runs_csv, lambda folder: find_runs.named([folder])),
+    "trace": Kind(_trace, _read_trace),
+    "faults of a resumed run": Kind(_faults, _read_faults),
+    "prepared data": Kind(_prepared, _read_prepared),
+    "CLIP model": Kind(partial(_clip, "safetensors"), partial(_read_clip, "safetensors")),
+    "CLIP model in pt": Kind(partial(_clip, "pt"), partial(_read_clip, "pt")),
+    "MatConvNet network": Kind(_matconvnet, _read_matconvnet),
+    "model card": Kind(_model_with_card, lambda folder: export_hub(open_model(folder), folder / "hub")),
+    "passphrase": Kind(_passphrase, _read_passphrase),
+}

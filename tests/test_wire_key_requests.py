@@ -24,6 +24,7 @@ from fedmq.wire.keys import (
     PASSPHRASE_FILE_VARIABLE,
     PASSPHRASE_VARIABLE,
     init_keys,
+    is_encrypted,
     load_accepted,
     load_identity,
     revoke,
@@ -156,6 +157,13 @@ def test_a_passphrase_comes_from_a_file_that_its_owner_alone_may_read(
     shown = CliRunner().invoke(app, [*new, "silo-04", "--passphrase"])  # not requested
     assert shown.exit_code == 0 and "sesame" not in shown.output
     assert load_identity(keys, "silo-04").name == "silo-04"
+    assert CliRunner().invoke(app, [*new, "silo-04", "--replace"]).exit_code == 0
+    assert is_encrypted(keys, "silo-04") and load_identity(keys, "silo-04").name == "silo-04"
+    monkeypatch.delenv(PASSPHRASE_FILE_VARIABLE)
+    shown = CliRunner().invoke(app, [*new, "silo-05", "--passphrase"])
+    assert isinstance(shown.exception, InputError) and PASSPHRASE_VARIABLE in str(shown.exception)
+    assert not (keys / "silo-05.key").exists()
+    monkeypatch.setenv(PASSPHRASE_FILE_VARIABLE, str(secret))
     for content, mode, what in (
         ("open sesame", 0o644, "chmod 600"),
         ("", 0o600, "an empty passphrase"),

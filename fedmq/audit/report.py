@@ -15,7 +15,7 @@ from jinja2 import Environment
 
 from fedmq.audit.log_checks import Audit
 from fedmq.audit.log_heads import heads_of
-from fedmq.audit.verdict import Verdict
+from fedmq.audit.verdict import Verdict, outcome
 from fedmq.errors import InputError
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.tables import csv_cell
@@ -48,6 +48,7 @@ td.name{white-space:nowrap}
 <tr><th>last record</th><td>{{ ended }}</td></tr>
 <tr><th>processes</th><td>{{ logs|length }}</td></tr>
 </table>
+<p class="{{ 'open' if verdict.incomplete else 'bad' if verdict.fails else 'ok' }}"><b>{{ outcome }}</b></p>
 {% if verdict.fails %}<p class="bad">{{ verdict.fails }}</p>{% endif %}
 {% if verdict.incomplete %}<p class="open"><b>{{ verdict.incomplete }}</b></p>{% endif %}
 <p class="ok">{{ verdict.holds }}</p>
@@ -67,7 +68,8 @@ td.name{white-space:nowrap}
 <td class="n">{{ '{:,}'.format(flow.bytes) if flow.bytes else 'numbers only' }}</td></tr>
 {% endfor %}</table>
 <h2>Logs</h2>
-<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th><th>keys</th><th>head</th></tr>
+<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th>
+<th>fingerprints of keys (SHA-256)</th><th>head</th></tr>
 {% for log in logs %}<tr><td{{ ' class=name' if log.process|length < 25 else '' }}>{{ log.process }}</td>
 <td class="n">{{ log.records }}</td>
 <td class="n">{{ log.signatures }}</td><td class="n">{{ log.unsigned }}</td>
@@ -149,6 +151,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
         .render(
             **facts,
             verdict=verdict,
+            outcome=outcome(audit),
             findings=findings,
             remarks=list(map(printable, audit.remarks)),
             refused_starts=list(map(printable, audit.refused_starts)),

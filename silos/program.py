@@ -89,6 +89,11 @@ class SiloArguments:
         """The run's scenario, as resolved."""
         return self.run.scenario
 
+    def place(self, key: str) -> str:
+        """Where ``name`` or ``device`` was given: the site file's key, else the option."""
+        in_file = None if self.site is None else getattr(self.site, key)
+        return self.site.place(key) if self.site and in_file == getattr(self, key) else f"--{key}"
+
 
 class Silo:
     """A silo with its dataset loaded, ready for tasks.
@@ -299,7 +304,7 @@ def run_silo(
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    _check_start(arguments)
+    check_device(arguments, check_name(arguments))  # before anything is written or sent
     identity, accepted = identity or load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
@@ -342,12 +347,30 @@ def run_silo(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
-def _check_start(arguments: SiloArguments) -> None:
-    """Check the silo's name and its device, before anything is written or sent."""
+def check_name(arguments: SiloArguments) -> int:
+    """The silo's index in the scenario.
+
+    Raises:
+        InputError: the scenario has no such silo.
+    """
     names = arguments.scenario.silo_names
     if arguments.name not in names:
-        raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
-    device_of(arguments.device or arguments.scenario.device, names.index(arguments.name))
+        allowed = f"{names[0]} to {names[-1]}, as the coordinator's operator has assigned it"
+        raise InputError(arguments.place("name"), arguments.name, allowed)
+    return names.index(arguments.name)
+
+
+def check_device(arguments: SiloArguments, index: int = 0) -> None:
+    """Check that this machine has the silo's device.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        device_of(arguments.device or arguments.scenario.device, index)
+    except InputError as error:
+        place = error.place if arguments.device is None else arguments.place("device")
+        raise InputError(place, error.found, error.allowed) from None
 
 
 def _log_and_channel(

@@ -41,7 +41,8 @@ from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 from protocols._missing_branch import shortened
-from silos.program import Silo, SiloArguments, check_device
+from silos.program import Silo, SiloArguments
+from silos.start_checks import check_device
 
 #: Advice if the scenarios differ.
 _SAME = "both sides need the same file and the same --set and --seed"
@@ -131,7 +132,7 @@ def preflight(
         except FedmqError as error:
             yield Check("policy", Verdict.FAILED, str(error))
     try:
-        check_device(arguments)
+        check_device(arguments.device, arguments.scenario.device, arguments.site)
     except InputError as error:
         yield Check("device", Verdict.FAILED, str(error))
         return

@@ -21,7 +21,7 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
 from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
@@ -47,6 +47,7 @@ from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMe
 from protocols._missing_branch import shortened
 from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
+from silos.start_checks import check_device, check_name
 from silos.training_slots import Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -88,11 +89,6 @@ class SiloArguments:
     def scenario(self) -> Scenario:
         """The run's scenario, as resolved."""
         return self.run.scenario
-
-    def place(self, key: str) -> str:
-        """Where ``name`` or ``device`` was given: the site file's key, else the option."""
-        in_file = None if self.site is None else getattr(self.site, key)
-        return self.site.place(key) if self.site and in_file == getattr(self, key) else f"--{key}"
 
 
 class Silo:
@@ -304,7 +300,7 @@ def run_silo(
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    check_device(arguments, check_name(arguments))  # before anything is written or sent
+    _check_start(arguments)
     identity, accepted = identity or load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
@@ -316,7 +312,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, uri=arguments.connect, samples=start.samples)
+        receive = begin(link, logger, uri=arguments.connect, samples=start.samples, **start.held)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at
@@ -347,30 +343,10 @@ def run_silo(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
-def check_name(arguments: SiloArguments) -> int:
-    """The silo's index in the scenario.
-
-    Raises:
-        InputError: the scenario has no such silo.
-    """
-    names = arguments.scenario.silo_names
-    if arguments.name not in names:
-        allowed = f"{names[0]} to {names[-1]}, as the coordinator's operator has assigned it"
-        raise InputError(arguments.place("name"), arguments.name, allowed)
-    return names.index(arguments.name)
-
-
-def check_device(arguments: SiloArguments, index: int = 0) -> None:
-    """Check that this machine has the silo's device.
-
-    Raises:
-        InputError: it does not.
-    """
-    try:
-        device_of(arguments.device or arguments.scenario.device, index)
-    except InputError as error:
-        place = error.place if arguments.device is None else arguments.place("device")
-        raise InputError(place, error.found, error.allowed) from None
+def _check_start(arguments: SiloArguments) -> None:
+    """Check the silo's name and its device, before anything is written or sent."""
+    scenario, site = arguments.scenario, arguments.site
+    check_device(arguments.device, scenario.device, site, check_name(arguments.name, scenario.silo_names, site))
 
 
 def _log_and_channel(
@@ -452,6 +428,11 @@ class SiloStart:
         items = item_digests(population.prepared, scenario.dealt)
         statement = population.statement(population.facts(name), items, run.id)
         return cls(arguments, identity, (statement,), len(silo.dataset), population.prepared.content, silo)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """The modalities of a silo with its own data, for the log."""
+        return {} if self.data is None else {"data": self.data.held}
 
     def agreed(self, message: Message) -> Silo:
         """The silo, once the silos have agreed on labels and inputs.

@@ -55,14 +55,15 @@ def add_preflight(app: typer.Typer) -> None:
         """
         starting(quiet=as_json)
         from silos.preflight import Verdict, preflight  # noqa: PLC0415 - --help does without
-        from silos.program import SiloArguments, check_name  # noqa: PLC0415
+        from silos.program import SiloArguments  # noqa: PLC0415
+        from silos.start_checks import check_name  # noqa: PLC0415
 
         run = resolved_file(file, settings, seed, manual=True)
         here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
         rules = policy or (None if here.site is None else here.site.policy)
         place = (here.name, here.connect, here.keys, here.out, here.device)
         arguments = SiloArguments(run, *place, site=here.site, policy=rules)
-        check_name(arguments)
+        check_name(here.name, run.scenario.silo_names, here.site)
         found = []
         for check in preflight(arguments, None if as_json else bar()):
             found.append(check)

@@ -57,7 +57,7 @@ def test_a_perfect_score_on_five_items_is_shown_with_their_number_and_without_ce
     for text in (printed(found), model_card(CONFIG, found, "FedAvg", "test")):
         assert "5 test images, 5 captions" in text
         assert "R@5 and R@10 are not shown" in text.replace("recall@", "R@")
-        assert "oarse metrics (5 test images, 5 captions)" in text
+        assert "ew items (5 test images, 5 captions)" in text
     rows = [line for line in printed(found).splitlines() if line.startswith("│")]
     assert [row.split("│")[2:5] for row in rows[-3:]] == [[" 1.0000 ", " -   ", " -    "]] * 3
     card = model_card(CONFIG, found, "FedAvg", "test")

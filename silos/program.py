@@ -44,6 +44,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
+from fedmq.wire.scenario_query import ScenarioComparison
 from protocols._missing_branch import shortened
 from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
@@ -332,7 +333,7 @@ def run_silo(
                     case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
                         reply_to(link, silo, slots, message, logger)
                         release_unused_memory()  # memory of a failed task
-                        notes.after_task(message.header.sequence)
+                        notes.after_task(message.header.sequence, message.task.settled if message.task else 0)
                     case _:
                         logger.warning("message ignored", kind=message.header.kind.value)
             del message  # the next one may take minutes: release the memory of this one's model
@@ -371,7 +372,7 @@ def _log_and_channel(
         forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
     log = MessageLog(path, arguments.name, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
-    uri, warn = arguments.connect, logger.warning
+    uri, warn, plain = arguments.connect, logger.warning, arguments.scenario.model_dump(mode="json")
     return log, Channel(
         uri,
         identity,
@@ -383,7 +384,7 @@ def _log_and_channel(
         progress=warn,
         forbidden=forbidden,
         options=arguments.scenario.wire,
-        scenario=arguments.scenario.model_dump(mode="json"),
+        comparison=ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None),
     )
 
 

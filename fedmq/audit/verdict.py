@@ -147,7 +147,9 @@ def _files(audit: Audit) -> str:
 
 def _uncovered(audit: Audit) -> str:
     """What no log records."""
-    return "real times, memory and losses" if not audit.compared else "real times and memory in summary.json"
+    if not audit.compared:
+        return "real times, memory and losses"
+    return "real times and memory in summary.json, and report.html, status.json and checkpoints/"
 
 
 def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:

@@ -176,11 +176,11 @@ def raise_refused(message: Message, name: str) -> None:
 
     Raises:
         RunError: the coordinator refused its data.
-        InputError: another process has joined with its key.
+        InputError: another process takes part with its key.
     """
     for payload in message.payloads:
         if isinstance(payload, Error) and payload.code == DISPLACED:
             allowed = "one process of each name; this one ends, the other one takes part"
-            raise InputError(name, "another process that has joined with this key", allowed)
+            raise InputError(name, "another process that takes part with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
             raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

@@ -7,7 +7,6 @@ from datetime import datetime
 
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
-from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
 from fedmq.runs import report_figures
@@ -16,10 +15,11 @@ from fedmq.runs.html_page import Figure, render
 from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, timeline
 from fedmq.runs.report_logs import LoggedFacts, read_logs
 from fedmq.runs.report_records import ReportData
-from fedmq.runs.result_warnings import items_left_out, training_warnings
+from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, training_warnings
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -75,7 +75,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         resumed=facts.resumed,
         digests=_digests(summary),
-        scenario_text=read_text(folder.scenario),
+        scenario_text=read_regular(folder.scenario, "a run's scenario").decode("utf-8", "replace"),
     )
     write_text(folder.report, page)
 
@@ -119,7 +119,7 @@ def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
     """What limits the meaning of the result, as the terminal shows it."""
     gallery = gallery_of(summary)
     coarse = [] if gallery is None else gallery.remarks(summary.metrics)
-    return [*coarse, *items_left_out(summary), *training_warnings(summary, untrained)]
+    return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary, untrained)]
 
 
 def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:

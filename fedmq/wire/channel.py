@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class Channel:
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
         options: what this side hides of its messages, and when a session gets new keys.
-        scenario: the scenario as plain data; to find the keys that differ from a coordinator's; None does not.
+        comparison: finds the keys of the scenario that differ from a coordinator's; None does not.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -99,10 +99,10 @@ class Channel:
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
         options: Wire = _DEFAULTS,
-        scenario: Mapping[str, object] | None = None,
+        comparison: ScenarioComparison | None = None,
     ) -> None:
         self._options, self._keys_since = options, 0.0
-        self._comparison = ScenarioComparison(uri, identity, accepted, scenario, tells=forbidden is None)
+        self._comparison = comparison
         self._rekeying: rekeying.Rekeying | None = None
         self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
@@ -465,7 +465,8 @@ class Channel:
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
-        self._unanswered_since, keys = math.inf, self._comparison.keys(refusal)
+        self._unanswered_since = math.inf
+        keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
         self._report_once(connection_troubles.refused(self._uri, self._identity, refusal, keys))

@@ -151,8 +151,8 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         problem: why the folder could not be read completely at the last refresh; empty if it could.
 
     Raises:
-        InputError: the folder is missing or can be written by anyone, a file is not an Ed25519 public key, or two names
-            share a key.
+        InputError: the folder is missing or can be written by another user, a file is not an Ed25519 public key, or two
+            names share a key.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -246,11 +246,16 @@ def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
 def _refuse_writable(path: Path) -> None:
     """Refuse a file that others can write: with their own key in it they could join the run under its name."""
     try:
-        mode = path.stat().st_mode & 0o777
+        found = path.stat()
     except OSError as error:  # for example a link that leads nowhere, or to itself
         raise InputError(str(path), error.strerror or str(error), "a readable key file") from None
-    if mode & 0o002:
-        raise InputError(str(path), f"mode {mode:04o}", f"what others cannot write: run `chmod o-w {path}`")
+    if found.st_mode & 0o022:
+        mode = f"mode {found.st_mode & 0o777:04o}"
+        raise InputError(str(path), mode, f"what others cannot write: run `chmod go-w {path}`")
+    user = os.geteuid()
+    if user != 0 and found.st_uid not in (0, user):  # root's processes read what users mount into a container
+        owner = f"user {found.st_uid} as the owner, who can replace the accepted keys"
+        raise InputError(str(path), owner, f"what user {user}, who runs this process, or root owns: run `chown`")
 
 
 def _public_key(path: Path) -> Ed25519PublicKey:

@@ -106,7 +106,9 @@ def load_identity(directory: Path, name: str) -> Identity:
     path = directory / f"{name}.key"
     if not os.path.lexists(path):
         where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
-        raise InputError(str(path), "no such file", f"a private key: `fedmq keys new {name}{where}` makes it")
+        held = ", ".join(private_names(directory))
+        found = f"no such file; this folder has the private key of {held}" if held else "no such file"
+        raise InputError(str(path), found, f"a private key: `fedmq keys new {name}{where}` makes it")
     try:
         with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
@@ -225,7 +227,7 @@ def load_accepted(directory: Path) -> AcceptedKeys:
 def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
     folder = directory / _ACCEPTED
     if not folder.is_dir():
-        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, made by `fedmq keys`")
+        raise InputError(str(folder), "no such folder", "a folder of accepted keys; `fedmq keys accept` makes it")
     accepted: dict[str, Ed25519PublicKey] = {}
     holders: dict[bytes, str] = {}
     _refuse_writable(folder)

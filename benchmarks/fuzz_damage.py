@@ -306,8 +306,8 @@ def _pem(content: bytes, draw: random.Random) -> bytes:
 
 
 _FORMATS: Mapping[str, Callable[[bytes, random.Random], bytes]] = {
-    ".json": _json, ".request": _json, ".jsonl": _lines, ".txt": _lines, ".list": _lines, ".eng": _lines,
-    ".xml": _lines, ".csv": _csv, ".tsv": _csv, ".yaml": _yaml,
+    ".json": _json, ".request": _json, ".jsonl": _lines, ".journal": _lines, ".txt": _lines, ".list": _lines,
+    ".eng": _lines, ".xml": _lines, ".csv": _csv, ".tsv": _csv, ".yaml": _yaml,
     ".safetensors": _safetensors, ".npz": _npz, ".mat": _mat, ".h5": _hdf5,
     ".parquet": lambda content, draw: _table(content, draw, ".parquet"),
     ".arrow": lambda content, draw: _table(content, draw, ".arrow"),

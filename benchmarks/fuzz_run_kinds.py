@@ -35,6 +35,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RunError
 from fedmq.experiments import process_pool, tune_file, tuning
 from fedmq.experiments.runner import Workplace
+from fedmq.experiments.search_journal import SearchJournal
 from fedmq.launch import peer_records
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.data_records import AgreementRecord
@@ -296,6 +297,22 @@ def _read_search(folder: Path) -> None:
     assert found.trials == _searched_trials()[: len(found.trials)], f"accepted {found.trials}"
 
 
+def _read_forged_search(folder: Path) -> None:
+    """The same with a journal whose digests are right, as those that an attacker computes."""
+    journal = folder / "study.journal"
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, InputError):
+        search = json.loads((folder / "search.json").read_bytes())
+        operations = [json.loads(line) for line in read_regular(journal, "a journal").splitlines()]
+        journal.unlink()
+        written = SearchJournal(journal, search)
+        for each in operations:
+            written.append_logs([{key: part for key, part in each.items() if key not in ("digest", "more")}])
+    for trial in _tune(folder, 4, stopped=True).trials:
+        check_sane([trial.value or 0.0, trial.values])
+        assert 1e-4 <= trial.values["training.learning_rate"] <= 1e-2, f"accepted {trial}"
+        assert trial.values["training.batch_size"] in (4, 8) and (trial.value or 0.0) <= 1.0, f"accepted {trial}"
+
+
 # --- time stamps ----------------------------------------------------------------------------------------------------
 _TSA = """[tsa]
 dir={0}
@@ -397,6 +414,7 @@ RUN_KINDS: Mapping[str, Kind] = {
     "metrics of a resumed run": _resumed(partial(_part, "metrics.jsonl")),
     "log of a resumed run": _resumed(partial(_part, "messages/")),
     "search": Kind(_searched, _read_search),
+    "forged search": Kind(_searched, _read_forged_search),
     "time stamp": Kind(_stamp, _read_stamp),
     "task of a cluster": Kind(_peer_task, _read_task),
     "result of a cluster": Kind(_ended, _read_ended),

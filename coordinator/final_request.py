@@ -33,8 +33,8 @@ def final_evaluation_request(release: Release, population: Population, silo: str
     run_context, _ = run_context_of(scenario, data, folder)
     if not run_context.traits.personalised:
         method = scenario.protocol.label
-        allowed = f"no --silo: with this run's options silos of {method} have no personal models"
-        raise InputError(f"--silo of {folder.root}", silo, allowed)
+        allowed = f"the shared model: with this run's options silos of {method} have no personal models"
+        raise InputError(str(folder.root), f"no personal model of {silo}", allowed)
     saved = checkpoints.load(folder.checkpoints)
     if saved is None:
         allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"

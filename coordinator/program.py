@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import DivergedError, InputError, RunError
+from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
@@ -45,7 +45,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
-from fedmq.storage.run_folder import RunFolder, write_json, write_text
+from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_json, write_text
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -281,6 +281,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
         write_text(folder.scenario, arguments.scenario.dump())
     logger = open_log(arguments.logs, COORDINATOR)
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
+    if saved:
+        remove_unfinished(folder.root, folder.model)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
@@ -368,15 +370,13 @@ class _Process:
             run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
             loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
             loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
-            try:
+            with _noted_in_status(loop):
                 phase = loop.run(continues=earlier is not None)
-            except DivergedError:
-                loop.status.diverged(loop.rounds)
-                raise
             loop.saving.update_counters()
             if phase is Phase.DONE:
                 try:
-                    summary = finish(loop, data, self.clock, theta, self.admission)
+                    with _noted_in_status(loop):
+                        summary = finish(loop, data, self.clock, theta, self.admission)
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
@@ -435,6 +435,16 @@ class _Process:
 
     def _late_silos(self) -> bool:
         return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)
+
+
+@contextlib.contextmanager
+def _noted_in_status(loop: Loop) -> Iterator[None]:
+    """Write an error that ends the run into its status, so that no later reader takes the run to be in progress."""
+    try:
+        yield
+    except FedmqError as error:
+        loop.status.ended_by(error, loop.rounds)
+        raise
 
 
 def _cut_metrics(run_context: RunContext, version: int) -> set[int]:

@@ -14,12 +14,12 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.task_limits import TaskLimits
 from fedmq.clock import Clock
-from fedmq.errors import FedmqError
+from fedmq.errors import DivergedError, FedmqError
 from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
-from fedmq.runs.gallery_size import gallery_with, meaningful
-from fedmq.runs.run_records import MergeLine
-from fedmq.runs.status import ERROR_CHARACTERS, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
+from fedmq.runs.gallery_size import gallery_with, meaningful, own_gallery
+from fedmq.runs.run_records import MergeLine, OwnHeldOutLine
+from fedmq.runs.status import ERROR_CHARACTERS, FAILED, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
 from fedmq.text import printable
@@ -67,9 +67,10 @@ class StatusReport:
         self._written = -math.inf  # so that the first update writes the file
         self._heard: dict[str, str] = {}
         self._loss: float | None = None
-        self._diverged = False
+        self._seen = set[str]()
+        self._error: FedmqError | None = None
         self.latest: StatusFile | None = None
-        self._metrics = evaluation.metrics
+        self._reported = evaluation.metrics_version
         known = run_context.evaluated
         self._gallery = None if known is None else gallery_with(known)
 
@@ -88,10 +89,10 @@ class StatusReport:
         """A silo reported an error, or its task failed."""
         self._roster.failures[silo] = printable(why)[:ERROR_CHARACTERS]
 
-    def diverged(self, rounds: Rounds) -> None:
-        """The run ends as training diverged in all silos."""
-        self._diverged = True
-        self.update(rounds, set(), force=True)
+    def ended_by(self, error: FedmqError, rounds: Rounds) -> None:
+        """An error ends the run."""
+        self._error = error
+        self.update(rounds, self._seen, force=True)
 
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
@@ -101,12 +102,11 @@ class StatusReport:
             seen: silos that have joined since the coordinator started.
             force: report it in any case.
         """
-        now = self._clock.stopwatch()
-        if self._evaluation.metrics is not self._metrics:
-            self._metrics = self._evaluation.metrics
-            found = self._meaningful()
+        now, self._seen = self._clock.stopwatch(), seen
+        if (version := self._latest_round()) != self._reported:
+            self._reported, found = version, self._latest()
             brief = {name: round(found[name], 4) for name in BRIEF if name in found}
-            self._logger.info("evaluated", round=self._evaluation.metrics_version, **brief)
+            self._logger.info("evaluated", round=version, **brief)
         if force or now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             self._show(self._status(rounds, seen, now))
@@ -118,9 +118,20 @@ class StatusReport:
                     self._run_context.folder.status, self.latest.model_dump(mode="json", exclude={"coordinator"})
                 )
 
-    def _meaningful(self) -> dict[str, float]:
-        """The latest metrics without recalls that every model reaches."""
-        return meaningful(self._evaluation.metrics, self._gallery)
+    @property
+    def _own(self) -> OwnHeldOutLine | None:
+        """The latest evaluation on the silos' own held-out items, which counts in a run without an evaluator."""
+        return None if self._evaluation.evaluators else self._evaluation.own.last
+
+    def _latest_round(self) -> int | None:
+        """The latest round evaluated; None before the first evaluation."""
+        return self._evaluation.metrics_version if self._own is None else self._own.version
+
+    def _latest(self) -> dict[str, float]:
+        """Its metrics, without recalls that every model reaches."""
+        if self._own is None:
+            return meaningful(self._evaluation.metrics, self._gallery)
+        return meaningful(self._own.metrics, own_gallery(self._own))
 
     def _status(self, rounds: Rounds, seen: set[str], now: float) -> Status:
         roster, counters = self._roster, self._counters
@@ -135,8 +146,8 @@ class StatusReport:
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),
             loss=self._loss,
-            metrics=self._meaningful(),
-            metrics_round=self._evaluation.metrics_version,
+            metrics=self._latest(),
+            metrics_round=self._latest_round(),
             bytes=counters.up.total() + counters.down.total(),
             now=self._clock.now(),
             elapsed=now - self._began,
@@ -160,13 +171,14 @@ class StatusReport:
         return StatusFile(
             run=self._run,
             written=self._clock.utc(),
-            phase=rounds.phase.value,
+            phase=rounds.phase.value if self._error is None else FAILED,
+            error="" if self._error is None else printable(str(self._error))[:ERROR_CHARACTERS],
             round=rounds.version,
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
-            diverged=self._diverged,
-            metrics=self._meaningful(),
-            metrics_round=self._evaluation.metrics_version,
+            diverged=isinstance(self._error, DivergedError),
+            metrics=self._latest(),
+            metrics_round=self._latest_round(),
             evaluated=self._run_context.evaluated,
             up=counters.up.total(),
             down=counters.down.total(),
@@ -183,8 +195,9 @@ class StatusReport:
         limit, online = self._evaluation.limit, self._roster.online(EVALUATOR)
         seconds = limit.seconds(now) if online else 0.0
         away = SiloPhase.LOST if EVALUATOR in self._heard else SiloPhase.ABSENT
-        ended = rounds.phase is Phase.STOPPED or (rounds.phase is Phase.DONE and not seconds)
-        here = SiloPhase(rounds.phase.value) if ended else SiloPhase.WAITING
+        if self._error is not None:
+            seconds = 0.0
+        here = SiloPhase.WAITING if seconds and rounds.phase is Phase.DONE else self._ended(rounds) or SiloPhase.WAITING
         return SiloStatus(
             phase=SiloPhase.OVERDUE if limit.exceeded else here if online else away,
             heard=self._heard.get(EVALUATOR),
@@ -194,7 +207,7 @@ class StatusReport:
         )
 
     def _silo(self, name: str, rounds: Rounds, seen: set[str], now: float) -> SiloStatus:
-        seconds = None if rounds.phase is Phase.STOPPED else self.limits.seconds(name, now)
+        seconds = None if self._ended(rounds) is SiloPhase.STOPPED else self.limits.seconds(name, now)
         return SiloStatus(
             phase=self._phase(name, rounds, seen, training=seconds is not None),
             heard=self._heard.get(name),
@@ -205,15 +218,21 @@ class StatusReport:
             down=self._counters.silo_down[name],
         )
 
+    def _ended(self, rounds: Rounds) -> SiloPhase | None:
+        """The phase of a connected peer after the end of the rounds; None before it."""
+        if self._error is not None or rounds.phase is Phase.STOPPED:
+            return SiloPhase.STOPPED
+        return SiloPhase.DONE if rounds.phase is Phase.DONE else None
+
     def _phase(self, name: str, rounds: Rounds, seen: set[str], *, training: bool) -> SiloPhase:
         if name in self.limits.overdue:
             return SiloPhase.OVERDUE
-        if self._roster.online(name) and rounds.phase in (Phase.STOPPED, Phase.DONE):
-            return SiloPhase(rounds.phase.value)
+        if self._roster.online(name) and (ended := self._ended(rounds)):
+            return ended
         if self._roster.online(name):
             return SiloPhase.TRAINING if training else SiloPhase.WAITING
         if name in self._roster.joining() and name not in seen:  # a late silo, until the next round
-            return SiloPhase.WAITING
+            return self._ended(rounds) or SiloPhase.WAITING
         if name not in seen and name not in self._roster.failures:
             return SiloPhase.ABSENT
         return SiloPhase.GIVEN_UP if name in rounds.gone else SiloPhase.LOST

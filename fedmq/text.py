@@ -48,6 +48,11 @@ def printable_lines(text: str) -> str:
     return printable(text, _LAYOUT)
 
 
+def printable_on_a_page(text: str) -> str:
+    """As :func:`printable_lines`, for HTML; the joiners of emoji and of scripts such as Persian are kept."""
+    return printable(text, f"{_LAYOUT}\u200c\u200d")
+
+
 def print_line(text: str, *, error: bool = False) -> None:
     """Print text of one or several lines, without characters that control a terminal.
 

@@ -31,6 +31,7 @@ from fedmq.wire.layout import agree
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
+from fedmq.wire.scenario_query import ScenarioComparison
 from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
@@ -73,7 +74,7 @@ class _Member:
 
 
 @dataclass
-class _Host:
+class Host:
     """The silos of a host.
 
     Args:
@@ -117,9 +118,16 @@ class _Host:
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
             options=self.arguments.silo.scenario.wire,
+            comparison=self._comparison,
         )
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)
         return channel
+
+    @cached_property
+    def _comparison(self) -> ScenarioComparison:
+        """Asks the coordinator once for all silos of the host, in the name of the first one."""
+        silo, first = self.arguments.silo, self.identities[self.arguments.names[0]]
+        return ScenarioComparison(silo.connect, first, self.accepted, silo.scenario.model_dump(mode="json"))
 
     @cached_property
     def _items(self) -> ItemDigests:
@@ -167,7 +175,7 @@ def run_host(
     model = population.build_model(scenario, device, ("image", "text"))
     keep_buffers(KEPT_MODELS * model.flat.nbytes)
     identities = identities or {name: load_identity(silo.keys, name) for name in arguments.names}
-    host = _Host(arguments, population, model, load_accepted(silo.keys), identities)
+    host = Host(arguments, population, model, load_accepted(silo.keys), identities)
     with contextlib.closing(Slots(slots_folder(silo.run.id), scenario.slots)) as slots:
         channels = host.channels
         try:
@@ -181,7 +189,7 @@ def run_host(
             channels.close()
 
 
-def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Callable[[], None]) -> None:
+def _answer(host: Host, name: str, message: Message, slots: Slots, joined: Callable[[], None]) -> None:
     member = host.members[name]
     if message.header.kind is Kind.STOP:
         return  # its channel has ended
@@ -194,4 +202,4 @@ def _answer(host: _Host, name: str, message: Message, slots: Slots, joined: Call
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
         reply_to(host.channels.channels[name], host.silo(name), slots, message, member.logger)
         release_unused_memory()  # memory of a failed task
-        member.notes.after_task(message.header.sequence)
+        member.notes.after_task(message.header.sequence, message.task.settled if message.task else 0)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+from fedmq.storage.run_folder import load_aligned, remove_unfinished, write_atomically, write_tensors
 from fedmq.text import print_line, printable
 from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -77,6 +77,7 @@ class StateStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        remove_unfinished(folder)
         self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def _path(self, sequence: int) -> Path:
@@ -180,18 +181,20 @@ class TaskEpochs:
         self._last = self._clock.stopwatch()
 
 
-def _kept_until(log: MessageLog) -> tuple[bool, int]:
-    """Whether a silo had a personal state by its log, and the last task after which it stored one."""
-    kept, last = False, 0
+def _kept_until(log: MessageLog) -> tuple[bool, int, bool]:
+    """From a silo's log: if it had a personal state, the last task after which it stored one, and if it had tasks."""
+    kept, last, tasks = False, 0, False
     for _, record in read_log(log.path):
         match record:
+            case MessageRecord(action="received") if record.header.kind is Kind.TASK:
+                tasks = True
             case NoteRecord(text=NoteKind.STATE_KEPT):
                 kept, last = True, int(record.facts.get("task") or 0)
             case NoteRecord(text=NoteKind.STATE_GONE):
                 kept, last = False, 0
             case MessageRecord(action="sent") if kept and record.header.kind is Kind.REPLY:
                 last = max(last, record.header.sequence)
-    return kept, last
+    return kept, last, tasks
 
 
 class StateNotes:
@@ -204,8 +207,8 @@ class StateNotes:
 
     def __init__(self, store: StateStore, log: MessageLog) -> None:
         self._store, self._log = store, log
-        self._kept, last = _kept_until(log)
-        newest = store.newest(last)
+        self._kept, last, tasks = _kept_until(log)
+        newest, self._new_folder = store.newest(last), store.empty and not tasks
         # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
         if self._kept and store.empty:
             self._kept = False
@@ -215,8 +218,21 @@ class StateNotes:
             log.note(NoteKind.STATE_OLDER, task=last)
             print_line(f"{log.process}: {NoteKind.STATE_OLDER} than task {last}", error=True)
 
-    def after_task(self, number: int) -> None:
-        """Note the first task after which the silo has a state."""
-        if not self._kept and not self._store.empty:
-            self._kept = True
-            self._log.note(NoteKind.STATE_KEPT, task=number)
+    def after_task(self, number: int, settled: int = 0) -> None:
+        """Note the first task after which the silo has a state, and a state that stayed in another folder.
+
+        Args:
+            number: the task's number.
+            settled: number of the last task whose reply is merged, 0 if none.
+        """
+        if self._kept:
+            return
+        if self._store.empty:
+            self._new_folder = False  # the method had no state yet
+            return
+        self._kept = True
+        if self._new_folder and settled:
+            self._log.note(NoteKind.STATE_GONE)
+            what = f"{NoteKind.STATE_GONE}; its reply to task {settled} was sent from another folder than this --out"
+            print_line(f"{self._log.process}: {what}", error=True)
+        self._log.note(NoteKind.STATE_KEPT, task=number)

@@ -18,6 +18,7 @@ from PIL import Image
 
 import fedmq
 from fedmq.errors import InputError
+from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import gallery as galleries
 from fedmq.retrieval.nearest import flat_index, nearest
 from fedmq.retrieval.released_model import open_model, open_release
@@ -79,6 +80,30 @@ def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone:
     assert np.abs(found - np.stack([expected[name] for name in names])).max() < 1e-6
     captions = [exported.items.captions[row][0] for row in range(PHOTOS)]
     assert np.abs(model.embed_texts(captions) - exported.array("text")).max() < 1e-6
+
+
+@pytest.mark.slow
+def test_a_personal_model_embeds_as_its_own_gallery(finished: Path, photos: Path, tmp_path: Path) -> None:
+    shutil.copy(finished / "scenario.yaml", tmp_path / "walls.yaml")
+    folder = tmp_path / "run"
+    run(resolved(tmp_path / "walls.yaml", "protocol=fedper"), folder)
+    exported = galleries.export(open_run_model(folder, None, "silo-01"))
+    expected = dict(zip(exported.items.keys, exported.array("image"), strict=True))
+    model = fedmq.open_run(folder).model(silo="silo-01")
+    assert model.silo == "silo-01"
+    found = model.embed_images([photos / f"{index:02}.png" for index in range(PHOTOS)])
+    assert np.abs(found - np.stack([expected[f"{index:02}.png"] for index in range(PHOTOS)])).max() < 1e-6
+    other = fedmq.load(folder, silo="silo-00").embed_images([photos / "00.png"])
+    assert np.abs(other - found[:1]).max() > 1e-4
+    for arguments, words in (
+        ({}, "which trains the shared model in part or not at all"),
+        ({"silo": "silo-07"}, "silo-00, silo-01"),
+        ({"silo": "silo-00", "weights": "w.pt"}, "no weights"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fedmq.load(folder, **arguments)
+    with pytest.raises(InputError, match="a run folder as path"):
+        fedmq.load(folder / "model", silo="silo-00")
 
 
 @pytest.mark.slow

@@ -499,8 +499,8 @@ def test_the_checking_script_in_the_docs_checks_signatures(tmp_path: Path) -> No
         done = subprocess.run([sys.executable, script, path], capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    public = key.public_key().public_bytes_raw().hex()
-    assert check() == (0, f"4 records, last hash {log.head}, signed up to line 4 with the key {public}\n")
+    signed = f"signed up to line 4 with the key SHA256 {fingerprint(key.public_key())}"
+    assert check() == (0, f"4 records, last hash {log.head}, {signed}\n")
     forge(run, "silo-00", lambda record: record | {"bytes": 101} if "bytes" in record else record)
     assert check() == (1, "line 4: not signed with the key that this log declares\n")
 

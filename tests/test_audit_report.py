@@ -69,7 +69,8 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
         assert int(row["payloads"]) == audit.sent[row["process"]][row["kind"]]
     assert {row["modalities"] for row in rows if row["process"] == "silo-02"} <= {"image", "text", "image and text"}
     shown = (run / "audit.html").read_text()
-    for text in (*(row["kind"] for row in rows), "What holds", "Not proven", *audit.records):
+    outcome = "<b>the logs are consistent</b>"
+    for text in (*(row["kind"] for row in rows), outcome, "What holds", "Not proven", *audit.records):
         assert text in shown
     assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
 
@@ -81,7 +82,7 @@ def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path) -> N
     shown = " ".join(shown.split())
     assert code == 3  # it must not look like a complete one
     assert "2 missing logs, no contradiction" in shown and "contradict each other" not in shown
-    assert "Copy messages/NAME.jsonl of silo-00, silo-01 from" in shown
+    assert "Copy messages/NAME.jsonl of silo-00 and silo-01 from" in shown
     assert json.loads(command(run, "--json")[1])["incomplete"].startswith("Incomplete: ")
     assert "<b>Incomplete: nothing contradicts, but 2 logs could not be checked." in (run / "audit.html").read_text()
     path = run / "messages" / "coordinator.jsonl"
@@ -89,6 +90,14 @@ def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path) -> N
     (run / "summary.json").write_text("{}")
     code, shown = command(run)
     assert code == 3 and "contradict each other" in " ".join(shown.split()) and "Incomplete" not in shown
+
+
+def test_an_audit_of_a_silos_own_folder_claims_nothing_of_files_that_are_not_there(run: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "messages").mkdir(parents=True)
+    shutil.copy(run / "messages" / "silo-00.jsonl", site / "messages")
+    code, shown = command(site)
+    assert code == 3 and "What holds: the hashes of the log are valid." in " ".join(shown.split())
 
 
 def test_the_report_can_be_written_elsewhere_and_again(run: Path, tmp_path: Path) -> None:

@@ -411,6 +411,7 @@ UNCONTRADICTED: list[tuple[str, Callable[[Path], None]]] = [
         "scenario.yaml",
         lambda run: (run / "scenario.yaml").write_text((run / "scenario.yaml").read_text() + "# later\n"),
     ),
+    ("model/README.md", lambda run: (run / "model" / "README.md").write_text("# The best model\n")),
 ]
 
 

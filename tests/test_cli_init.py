@@ -9,6 +9,9 @@ import pytest
 import yaml
 
 from fedmq.config.loader import load
+from fedmq.config.site import read_site
+from fedmq.data import catalogue
+from fedmq.data.extract import complete
 from fedmq.errors import InputError
 from tests import data_set_folders
 from tests.command_line import fedmq
@@ -183,3 +186,37 @@ def test_a_file_is_replaced_only_on_demand(
     assert file.read_text() == "mine"
     assert fedmq(monkeypatch, "init", file, *options, "--force") == 0
     assert np.isclose(load(file).training.learning_rate, 1e-3)
+
+
+@pytest.mark.parametrize("captions", [True, False])
+def test_a_site_file_has_the_data_of_a_site_also_without_captions(
+    captions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = photos(tmp_path / "site" / "photos", 5)
+    for text in sorted(folder.glob("*.txt"))[0 if not captions else 4 :]:
+        text.unlink()
+    file = tmp_path / "site" / "silo.yaml"
+    answers = iter([str(folder), "berlin", "silo-01", "host:5555", "tcp://host:5555"])
+    monkeypatch.setattr("typer.prompt", lambda _, **about: about["type"](next(answers)))
+    assert fedmq(monkeypatch, "init", "--site", file) == 0
+    printed = capfd.readouterr()
+    assert "--name: found 'berlin'" in printed.err and "--connect: found 'host:5555'" in printed.err
+    assert f"fedmq keys new silo-01 --keys {tmp_path}/site/keys" in printed.out
+    assert f"fedmq preflight OWN.yaml --site {file}" in printed.out
+    assert 'path: "photos"' in file.read_text()
+    site = read_site(file)
+    assert (site.name, site.connect, site.keys) == ("silo-01", "tcp://host:5555", tmp_path / "site" / "keys")
+    assert site.data is not None and (site.data.path, site.data.missing) == (folder, "keep")
+    raw = complete(catalogue.find("folder").read(site.data), site.data, "sentences")
+    present = raw.present("sentences")
+    assert present is not None and present.sum(axis=0).tolist() == [5, 4 if captions else 0]
+
+
+def test_options_of_the_other_kind_of_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "silo.yaml"
+    for options in (("--site", site, "--silos", 3), ("mine.yaml", "--site", site), ("mine.yaml", "--name", "silo-00")):
+        assert fedmq(monkeypatch, "init", *options) == 2
+        assert "--site" in capfd.readouterr().err
+    assert not site.exists()

@@ -12,7 +12,9 @@ from coordinator.rounds import Phase
 from fedmq.api.model import load
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
+from fedmq.runs.result_warnings import chosen_by_validation
 from fedmq.runs.results import read_metrics
+from fedmq.runs.resume_check import check
 from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.run_folder import RunFolder
 from tests.in_process_run import run
@@ -56,6 +58,8 @@ def test_the_best_version_is_kept_in_addition_to_the_last_one(tiny: Path, tmp_pa
     best = max(lines, key=lambda line: (line.metrics["mean_r1"], -line.version))
     kept = outcome.summary.best
     assert kept is not None
+    line = f"best version by validation: {best.version}, R@1 {kept.value:.4f}, in best/model"
+    assert list(chosen_by_validation(outcome.summary)) == [line]
     assert (kept.version, kept.value) == (best.version, best.metrics["mean_r1"])
     assert kept.version < 12, "the last model is not the best one"
     assert load(tmp_path / "best" / "model").config.model_digest == kept.model_digest != outcome.summary.model_digest
@@ -74,6 +78,11 @@ def test_a_run_ends_early_and_its_resume_does_not_continue(tiny: Path, tmp_path:
     assert patience_over(lines, 2)
     assert not patience_over(lines[:-1], 2)
     assert not audit_run(tmp_path / "run").findings
+    assert next(chosen_by_validation(outcome.summary)).startswith(
+        f"ended early, after {outcome.summary.versions} of 12"
+    )
+    with pytest.raises(InputError, match=f"evaluation.patience ended after {outcome.summary.versions} rounds"):
+        check(RunFolder(tmp_path / "run"), scenario, scenario, "--resume run", inline=True, extend=True)
     digest = outcome.summary.model_digest
     # Killed after the last checkpoint, before the summary: the resumed run ends at the same version.
     (tmp_path / "run" / "summary.json").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,7 +16,9 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
 from fedmq.config.scenario import Scenario
 from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, keys_in, named
+from fedmq.federation.population import build_population
 from fedmq.runs.status import read_status, status_of
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import scenario_query
 from fedmq.wire.channel import Channel
 from fedmq.wire.inquiry import ask_status
@@ -23,7 +26,9 @@ from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity,
 from fedmq.wire.log_records import NoteKind, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import Error
-from fedmq.wire.scenario_query import OTHER_SCENARIO, differing_keys
+from fedmq.wire.scenario_query import OTHER_SCENARIO, ScenarioComparison, differing_keys
+from silos.host import Host, HostArguments
+from silos.program import SiloArguments
 from tests.threaded_run import resolved, run_of
 
 URI, SILO = "memory://other-scenario", "silo-01"
@@ -44,18 +49,26 @@ def keys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def run(tiny: Path, keys: Path) -> Iterator[Path]:
+@contextlib.contextmanager
+def waiting_coordinator(tiny: Path, keys: Path, uri: str, out: Path) -> Iterator[Path]:
     """Folder of a coordinator that waits for its silos."""
     listening, over = threading.Event(), threading.Event()
-    arguments = CoordinatorArguments(run_of(resolved(tiny)), URI, keys, keys.parent / "run")
+    arguments = CoordinatorArguments(run_of(resolved(tiny)), uri, keys, out)
     options = {"listening": lambda _: listening.set(), "stop_wanted": over.is_set}
     thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
     thread.start()
-    assert listening.wait(60)
-    yield arguments.out
-    over.set()
-    thread.join()
+    try:
+        assert listening.wait(60)
+        yield out
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Path, keys: Path) -> Iterator[Path]:
+    with waiting_coordinator(tiny, keys, URI, keys.parent / "run") as out:
+        yield out
 
 
 def notes(path: Path, kind: NoteKind) -> list[dict[str, object]]:
@@ -84,7 +97,7 @@ def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **op
         WallClock(),
         lambda: 0.0,
         told.append,
-        scenario=plain(scenario),
+        comparison=ScenarioComparison(URI, identity, accepted, plain(scenario), tells="forbidden" not in options),
         **options,  # type: ignore[arg-type]
     )
     link.start()
@@ -111,6 +124,24 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     # A second silo of the same machine says the same again; it is noted for each silo once.
     refused(resolved(tiny, *OTHER), keys, tmp_path / "second")
     assert len(notes(log, NoteKind.OTHER_SCENARIO)) == 1
+
+
+def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tmp_path: Path) -> None:
+    uri, scenario, names = f"shared+{URI}-hosts", resolved(tiny, *OTHER), ("silo-02", "silo-03")
+    population = build_population(scenario)
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    arguments = HostArguments(names, SiloArguments(run_of(scenario), names[0], uri, keys, tmp_path), len(names))
+    identities = {name: load_identity(keys, name) for name in names}
+    with waiting_coordinator(tiny, keys, uri, tmp_path / "coordinator") as out:
+        channels = Host(arguments, population, model, load_accepted(keys), identities).channels
+        channels.start()
+        refused = [RunFolder(tmp_path).messages(name) for name in names]
+        wait_for(lambda: all(notes(path, NoteKind.HELLO_REFUSED) for path in refused))
+        channels.close()
+        assert {note["keys"] for path in refused for note in notes(path, NoteKind.HELLO_REFUSED)} == {KEYS}
+        log = RunFolder(out).messages("coordinator")
+        wait_for(lambda: notes(log, NoteKind.OTHER_SCENARIO))
+        assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": names[0], "keys": KEYS}]
 
 
 @pytest.mark.usefixtures("run")

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
@@ -52,9 +53,10 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
         Path(folder).mkdir()
     Path("own.yaml").write_text(block("name: own\n"))
     exec(compile(block("import numpy"), "the page", "exec"), {})
-    for number, folder in enumerate(("berlin", "lyon", "oslo")):
-        site = block("name: silo-00\n").replace("silo-00", f"silo-{number:02d}").replace("5555", port)
-        Path(folder, "silo.yaml").write_text(site)
+    for command in block("fedmq init").replace("5555", port).splitlines():
+        typed(command)
+    printed_site = yaml.safe_load(block("name: silo-00\n").replace("5555", port))
+    assert yaml.safe_load(Path("berlin", "silo.yaml").read_text()) == printed_site
     for command in block("fedmq keys new").splitlines():
         typed(command)
     coordinator, *silos = block("fedmq coordinator").replace("5555", port).splitlines()
@@ -75,6 +77,7 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
     assert process.returncode == 0, printed
     for thread in threads:
         thread.join(30)
+    assert re.search(r"^metrics: R@1 .* \(of round 3\)$", typed("fedmq status coordinator/run"), flags=re.MULTILINE)
     copy, audit = block("cp ").splitlines()
     subprocess.run(copy, shell=True, check=True)
     assert "the logs are consistent" in typed(audit)

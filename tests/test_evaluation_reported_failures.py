@@ -13,7 +13,7 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation import program
 from fedmq.runs.results import read_summary
-from fedmq.runs.status import read_status
+from fedmq.runs.status import FAILED, SiloPhase, read_status
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
@@ -40,6 +40,10 @@ class Failing:
         records = [each for _, each in read_log(log) if isinstance(each, NoteRecord)]
         (reported,) = [each for each in records if each.text is NoteKind.ERROR_REPORTED]
         assert reported.facts["peer"] == EVALUATOR
+        if self.run.folder.status.exists():  # the rounds had begun
+            status = read_status(self.run.folder.status)
+            assert (status.phase, status.error) == (FAILED, str(caught.value))
+            assert not {each.phase for each in status.silos.values()} & {SiloPhase.WAITING, SiloPhase.TRAINING}
         return str(caught.value)
 
     def resume(self, *again: str) -> None:

@@ -13,8 +13,6 @@ import torch
 import yaml
 
 import fedmq as interface
-import protocols
-from coordinator.final_request import final_evaluation_request
 from fedmq.config.scenario import Data
 from fedmq.config.site import read_site
 from fedmq.data.prepare import prepare
@@ -22,10 +20,9 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.site_data import SiteData
-from fedmq.retrieval import select_model
+from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs.results import read_summary
-from silos.personal_model import personal_model_of
 from tests.command_line import fedmq
 from tests.data_set_folders import matconvnet, mirflickr, photo, write
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
@@ -242,8 +239,7 @@ def test_a_personal_model_is_searched_and_exported_at_its_site(method: str, tmp_
         shared = command.found(*words[:-2], "--gallery", tmp_path / "silo.yaml")["results"]
         assert [hit["score"] for hit in shared] != [hit["score"] for hit in found]
 
-    programs = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
-    release = select_model.opened(run, None, None, programs, site=tmp_path / "silo.yaml")
+    release = open_run_model(run, None, None, site=tmp_path / "silo.yaml")
     assert release.own is not None
     model, here = release.own.retriever, read_site(tmp_path / "silo.yaml")
     population = SiteData.load(release.scenario, here, own.run.id).alone("silo-00")
@@ -251,11 +247,21 @@ def test_a_personal_model_is_searched_and_exported_at_its_site(method: str, tmp_
     reported = read_summary(release.run).personal_per_silo["silo-00"]
     assert dict(measured.per_silo["silo-00"]) == pytest.approx(dict(reported))
 
+    plotted = command.found("curves", run, "--site", tmp_path / "silo.yaml", "--out", tmp_path / "curves")["runs"]
+    assert plotted[f"{run.name} silo-00"]["map_i2t"] == pytest.approx(reported["map_i2t"])
+    points = command.found("tsne", run, "--site", tmp_path / "silo.yaml", "--out", tmp_path / "tsne")["points"]
+    assert points == {f"{run.name} silo-00": 2 * len(population.evaluated)}
+    opened = interface.load(run, site=tmp_path / "silo.yaml")
+    assert opened.silo == "silo-00" and "personal model of silo-00" in repr(opened)
+    with pytest.raises(InputError, match="precomputed features"):
+        opened.embed_texts(["a red circle"])
+
     # Another site's data, another silo's name, and the commands that need the data of all sites.
     lyon = own.site("silo-01").data
     assert lyon is not None
     write(tmp_path / "other.yaml", yaml.safe_dump(site | {"data": {"name": "features", "path": str(lyon.path)}}))
     assert "the data as they were in the run: silo-00 stated" in command.refused(*words[:-1], tmp_path / "other.yaml")
     assert "the name of the site's silo" in command.refused(*words, "--silo", "silo-02")
-    assert "--site FILE with search or export" in command.refused("curves", run, "--silo", "silo-00")
+    assert "at the site, which has its data and state" in command.refused("curves", run, "--silo", "silo-00")
+    assert "one RUN" in command.refused("tsne", run, run / "other", "--site", tmp_path / "silo.yaml")
     assert "no --site" in command.refused("search", run / "model", "--item", "x", "--site", tmp_path / "silo.yaml")

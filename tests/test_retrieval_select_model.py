@@ -12,25 +12,22 @@ import numpy as np
 import pytest
 
 import protocols
-from coordinator.final_request import final_evaluation_request
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import recall
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.population import build_population
-from fedmq.retrieval import pr_curves, search, select_model
+from fedmq.launch.released_runs import open_run_model
+from fedmq.retrieval import pr_curves, search
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta
 from protocols import fedscmr
-from silos.personal_model import personal_model_of
 from tests import in_process_run
 from tests.command_line import fedmq
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
-
-PROGRAMS = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
 
 DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
 #: Methods whose shared model cannot be used for retrieval, with their settings.
@@ -71,7 +68,7 @@ def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(root: Path, silo: str | None = None) -> Release:
-    return select_model.opened(root, "cpu", silo, PROGRAMS)
+    return open_run_model(root, "cpu", silo)
 
 
 def summary_of(root: Path) -> dict[str, Any]:
@@ -181,7 +178,7 @@ def test_a_silo_is_refused_for_a_method_without_personal_models(
     tiny: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     root = finished(tiny, tmp_path / "run", "rounds=2", "training.warmup_rounds=0", *settings)
-    with pytest.raises(InputError, match="found 'silo-01', allowed: no --silo: with this run's options silos of "):
+    with pytest.raises(InputError, match="no personal model of silo-01', allowed: the shared model: with this run"):
         opened(root, PAIRED)
     assert opened(root).own is None
 

@@ -21,8 +21,8 @@ from fedmq.cli.report import complete_report
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
-from fedmq.runs import html_report, html_side_by_side, report_figures
-from fedmq.runs.html_timeline import add_records, read_facts, timeline
+from fedmq.runs import html_report, html_side_by_side, report_figures, report_logs
+from fedmq.runs.html_timeline import add_records, timeline
 from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import MergeLine, OwnHeldOut
 from fedmq.storage.run_folder import RunFolder
@@ -142,6 +142,22 @@ def test_a_report_without_the_data_says_why_and_is_written(photo_run: RunFolder,
     assert "Retrieval on the held-out split" in folder.report.read_text()
 
 
+def test_a_damaged_line_of_a_log_is_refused_or_left_out_and_an_incomplete_last_one_left_out(
+    photo_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = _copy(photo_run, tmp_path)
+    log = folder.messages("coordinator")
+    first, second, *others = log.read_bytes().splitlines(keepends=True)
+    known = report_logs.read_logs(folder)
+    log.write_bytes(b"".join([first, b"{}\n", second, b"[]\n", *others]))
+    with pytest.raises(InputError, match=r"coordinator\.jsonl: line 2: found 'not a record'.*fedmq audit"):
+        complete_report(folder, None, damaged=False)
+    assert complete_report(folder, None) is None
+    assert report_logs.read_logs(folder) == known
+    log.write_bytes(b"".join([first, second, *others, first[:40]]))
+    assert report_logs.read_logs(folder, damaged=False) == known
+
+
 def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Path) -> None:
     in_process_run.run(resolved(tiny), tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
@@ -199,7 +215,7 @@ def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -
 
 def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
     summary = read_summary(photo_run)
-    up, down = report_figures.traffic(read_facts(photo_run.messages("coordinator")), summary)
+    up, down = report_figures.traffic(report_logs.read_logs(photo_run).course, summary)
     traces = [(str(trace["name"]), str(trace["marker"])) for trace in up.traces + down.traces]
     kinds, pairs = {name for name, _ in traces}, set(traces)
     assert {"delta", "loss", "modality prototypes", "model"} <= kinds
@@ -235,7 +251,7 @@ def test_a_thumbnail_has_the_whole_picture(tmp_path: Path) -> None:
 
 
 def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
-    facts = read_facts(photo_run.messages("coordinator"))
+    facts = report_logs.read_logs(photo_run).course
     outcomes: dict[str, int] = {}
     for task in facts.tasks.values():
         outcomes[task.outcome] = outcomes.get(task.outcome, 0) + 1

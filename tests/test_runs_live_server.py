@@ -60,6 +60,8 @@ def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
     assert 'value="link"' not in page.text
     report = httpx.get(f"{board}/run/done", params={"token": TOKEN})
     assert "Retrieval on the held-out split" in report.text
+    assert report.headers["Content-Security-Policy"].startswith("sandbox ")  # its scripts cannot read other pages
+    assert "allow-same-origin" not in report.headers["Content-Security-Policy"]
     done = page.text.split("/run/done?")[1].split("</tr>")[0]
     assert ">features</td>" in done
     assert re.search(r"<td class=\"text\">\d+ test images, \d+ captions</td>", done)

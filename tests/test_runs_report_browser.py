@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedmq.cli.report import complete_report
+from fedmq.runs.html_page import Figure, document
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
 
@@ -120,3 +121,15 @@ def test_the_axis_can_be_traffic_or_time(browser: Any, report: Path) -> None:
         page.wait_for_function(f'document.querySelector(".canvas").layout.xaxis.title.text === "{title}"')
     assert errors == []
     page.close()
+
+
+def test_no_text_of_a_figure_becomes_a_link_or_loads_anything(browser: Any, tmp_path: Path) -> None:
+    text = '<a href="https://example.org">silo</a><img src="https://example.org/x.png">'
+    figure = Figure("figure", text, "y")
+    figure.draw("bar", x=[text], y=[1], name=text, showlegend=True)
+    path = tmp_path / "page.html"
+    path.write_text(document("page", [text], [figure]), encoding="utf-8")
+    page, errors = opened(browser, path, 800)
+    assert errors == []
+    assert page.evaluate("document.querySelectorAll('a[*|href^=http], img').length") == 0
+    assert text in page.evaluate("document.querySelector('.legendtext').textContent")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,11 @@ import pytest
 from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
-from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import (
     EventRecord,
     HandshakeRecord,
@@ -32,6 +32,7 @@ from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.transports.base import QUEUE, Listener
+from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
@@ -202,6 +203,36 @@ class Hurried(WallClock):
     def stopwatch(self) -> float:
         """Twenty times the elapsed time."""
         return 20 * super().stopwatch()
+
+
+@pytest.mark.slow
+def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(tmp_path: Path) -> None:
+    site, keys, told, clock = tmp_path / "site", tmp_path / "keys", list[str](), WallClock()
+    init_keys(site, (COORDINATOR, SILO))
+    init_keys(keys, (COORDINATOR,))  # the coordinator's new key
+    accept_key(keys, SILO, load_accepted(site)[SILO])
+    identity, accepted = load_identity(keys, COORDINATOR), load_accepted(keys)
+    listener = listen("tcp://127.0.0.1:0", keys=ListenerKeys(identity.key, accepted, (SILO,)))
+    own = MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
+    link = Channel(
+        listener.uri, load_identity(site, SILO), load_accepted(site), RUN, own, clock, lambda: 0.0, told.append
+    )
+    link.start()
+    try:
+        with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
+            roster = Roster(listener, identity, accepted, RUN, log, clock, max_body=1 << 20)
+            until = time.monotonic() + 60
+            while not roster.online(SILO) and time.monotonic() < until:
+                with suppress(RemoteWireError):  # connections with the former key of the coordinator
+                    if (received := listener.receive(0.1)) is not None:
+                        roster.take(*received)
+                if told and load_accepted(site)[COORDINATOR] != accepted[COORDINATOR]:
+                    accept_key(site, COORDINATOR, accepted[COORDINATOR])
+            assert roster.online(SILO)
+    finally:
+        link.close()
+        listener.close()
+    assert len(told) == 1 and "does not have the coordinator's key" in told[0]
 
 
 @pytest.mark.slow

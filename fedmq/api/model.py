@@ -15,13 +15,20 @@ import torch
 from torch.nn.functional import normalize
 
 import protocols  # noqa: F401 - registers the objectives
+from fedmq.config.site import read_site
 from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.gallery_data import pictures_below
 from fedmq.retrieval.nearest import nearest
-from fedmq.retrieval.released_model import ModelFolder, described, open_model
+from fedmq.retrieval.released_model import (
+    ModelFolder,
+    PersonalModel,
+    Retriever,
+    described,
+    is_model,
+    open_model,
+)
 from fedmq.runs.run_records import ReleaseConfig
 
 #: A picture: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
@@ -68,12 +75,14 @@ class Model:
 
     Args:
         files: the model's folder.
+        own: a silo's personal model, to use instead of the shared model.
     """
 
-    def __init__(self, files: ModelFolder) -> None:
-        self._files = files
+    def __init__(self, files: ModelFolder, own: PersonalModel | None = None) -> None:
+        self._files, self._own = files, own
         self.folder = files.folder
-        self._inputs, self._label_names = described(files)
+        if own is None:
+            described(files)  # refuses a model that cannot be built
 
     @property
     def config(self) -> ReleaseConfig:
@@ -88,7 +97,12 @@ class Model:
     @property
     def binary(self) -> bool:
         """Whether the model computes hash codes, ranked by Hamming distance."""
-        return self._towers.binary
+        return self._retriever.binary
+
+    @property
+    def silo(self) -> str | None:
+        """The silo whose personal model this is; None for the shared model."""
+        return None if self._own is None else self._own.silo
 
     @property
     def card(self) -> str:
@@ -211,7 +225,8 @@ class Model:
 
     def __repr__(self) -> str:
         what = f"{self.dim}-bit codes" if self.config.objective.get("bits") else f"{self.dim}-dimensional embeddings"
-        return f"<fedmq model {self.folder}: {self.config.protocol}, {self.config.backbone.get('name')}, {what}>"
+        whose = "" if self._own is None else f"personal model of {self._own.silo}, "
+        return f"<fedmq model {self.folder}: {whose}{self.config.protocol}, {self.config.backbone.get('name')}, {what}>"
 
     def _repr_html_(self) -> str:
         from html import escape  # noqa: PLC0415
@@ -219,19 +234,19 @@ class Model:
         return f"<pre>{escape(repr(self))}</pre>"
 
     @cached_property
-    def _towers(self) -> TwoTower:
-        return self._files.build(self._inputs, self._label_names)
+    def _retriever(self) -> Retriever:
+        return self._files.alone() if self._own is None else self._own.retriever
 
     def _embedded(
         self, modality: str, batches: Iterable[npt.NDArray[Any]], progress: Callable[[int], None] | None
     ) -> Floats:
-        towers, parts, done = self._towers, list[Floats](), 0
-        tower = towers.image if modality == "image" else towers.caption
+        model, parts, done = self._retriever, list[Floats](), 0
+        tower = model.encoders.image if modality == "image" else model.encoders.caption
         for rows in batches:
             with torch.inference_mode():
                 # Copied because the last bits depend on the alignment of the memory.
-                vectors = tower(torch.from_numpy(np.array(rows)).to(towers.flat.device)).float().cpu()
-            parts.append((vectors if towers.binary else normalize(vectors, dim=1)).numpy())
+                vectors = tower(torch.from_numpy(np.array(rows))).float().cpu()
+            parts.append((vectors if model.binary else normalize(vectors, dim=1)).numpy())
             done += len(rows)
             if progress is not None:
                 progress(done)
@@ -241,22 +256,55 @@ class Model:
         return hamming.pack(torch.from_numpy(outputs)) if self.binary else outputs
 
 
-def load(path: str | os.PathLike[str], *, device: str | None = None, weights: str | None = None) -> Model:
-    """Open a released model for inference.
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    weights: str | None = None,
+    silo: str | None = None,
+    site: str | os.PathLike[str] | None = None,
+) -> Model:
+    """Open a released model, or a silo's personal model, for inference.
 
     Args:
         path: a run folder, or the folder of a model (``RUN/model``), which needs neither the run nor its data.
         device: ``cpu`` (the default), ``cuda:N`` or ``auto``.
         weights: file of the frozen encoders' weights, if it is not where the model's configuration says.
+        silo: the silo whose personal model to open; ``path`` is the run folder then, and its data must be here.
+        site: for a run on sites' own data the silo's site file, at the site, which has its data and state.
 
     Raises:
         InputError: there is no such model, it was released by a version of fedmq that did not record its inputs, its
-            method trains no usable shared model, or the frozen encoder here is not the one it was trained with.
+            method trains no usable shared model, or the frozen encoder here is not the one it was trained with; there
+            is no such personal model, or the data or the state from which it is rebuilt are missing.
     """
     folder = Path(path)
+    if silo is not None or site is not None:
+        return _personal(folder, device, weights, silo, None if site is None else Path(site))
     if (folder / "model" / "config.json").is_file():
         folder = folder / "model"
     return Model(open_model(folder, device, weights))
+
+
+def _personal(folder: Path, device: str | None, weights: str | None, silo: str | None, site: Path | None) -> Model:
+    """A silo's personal model, rebuilt from the folder of its run."""
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415 - imports coordinator and silos
+
+    if weights is not None:
+        raise InputError("weights", weights, "no weights with silo or site, which use those of the run's scenario")
+    if is_model(folder):
+        raise InputError("silo" if site is None else "site", str(silo or site), "a run folder as path")
+    before = os.environ.get("FEDMQ_CACHE")
+    if site is not None and (cache := read_site(site).cache) is not None:
+        os.environ["FEDMQ_CACHE"] = str(cache)
+    try:
+        release = open_run_model(folder, device or "cpu", silo, None, site)
+    finally:
+        if before is None:
+            os.environ.pop("FEDMQ_CACHE", None)
+        else:
+            os.environ["FEDMQ_CACHE"] = before
+    return Model(release.files, release.own)
 
 
 def _sequence(pictures: Iterable[Picture], place: str) -> Sequence[Picture]:

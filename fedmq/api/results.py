@@ -13,11 +13,12 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs import html_report
 from fedmq.runs.gallery_size import gallery_of, meaningful
+from fedmq.runs.report_logs import read_logs
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.run_folder import open_run as open_folder
-from fedmq.wire.log_records import EventRecord, HandshakeRecord, MessageRecord, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_records import EventRecord, HandshakeRecord, MessageRecord, NoteRecord, RefusedRecord, read_records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,21 +127,27 @@ class Run:
         return frame
 
     def report(self) -> Path:
-        """Write ``report.html`` again and return its path."""
-        html_report.write(self._files)
-        return self._files.report
-
-    def model(self, *, device: str | None = None) -> Model:
-        """The released model; see :func:`fedmq.load`.
+        """Write ``report.html`` again and return its path.
 
         Raises:
-            InputError: the run is not finished, or its method trains no usable shared model.
+            InputError: the run is not finished, or a log is damaged.
+        """
+        html_report.write(self._files, read_logs(self._files, damaged=False))
+        return self._files.report
+
+    def model(
+        self, *, device: str | None = None, silo: str | None = None, site: str | os.PathLike[str] | None = None
+    ) -> Model:
+        """The released model, or a silo's personal model; see :func:`fedmq.load`.
+
+        Raises:
+            InputError: the run is not finished, or it has no such model.
         """
         from fedmq.api.model import load  # noqa: PLC0415 - imports torch
 
         if not self.finished:
             raise InputError(str(self.folder), "an unfinished run", "a finished run; fedmq.resume continues it")
-        return load(self.folder, device=device)
+        return load(self.folder, device=device, silo=silo, site=site)
 
     def __repr__(self) -> str:
         return f"<fedmq run {self.folder}: {self._headline()}>"
@@ -165,9 +172,7 @@ class Run:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, record in read_log(path):
-        if record is None:
-            raise InputError(f"{path}: line {number}", "not a record", "an undamaged log; fedmq audit names all damage")
+    for record, _ in read_records(path, damaged=False):
         row: dict[str, Any] = {"process": record.process, "n": record.n, "wall": record.wall, "action": record.action}
         match record:
             case MessageRecord():

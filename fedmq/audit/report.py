@@ -15,9 +15,10 @@ from jinja2 import Environment
 
 from fedmq.audit.log_checks import Audit
 from fedmq.audit.log_heads import heads_of
-from fedmq.audit.verdict import Verdict
+from fedmq.audit.verdict import Verdict, outcome
 from fedmq.errors import InputError
 from fedmq.runs.run_records import RunSummary
+from fedmq.runs.tables import csv_cell
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import printable
@@ -27,11 +28,11 @@ from fedmq.wire.sent_payloads import sent_payloads
 _COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes")
 #: Findings on the page; the JSON of the command has all.
 _FINDINGS = 1000
-#: First characters of a cell that a spreadsheet would take for a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Audit of {{ run }}</title>
+<html lang="en"><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>Audit of {{ run }}</title>
 <style>
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
@@ -47,6 +48,7 @@ td.name{white-space:nowrap}
 <tr><th>last record</th><td>{{ ended }}</td></tr>
 <tr><th>processes</th><td>{{ logs|length }}</td></tr>
 </table>
+<p class="{{ 'open' if verdict.incomplete else 'bad' if verdict.fails else 'ok' }}"><b>{{ outcome }}</b></p>
 {% if verdict.fails %}<p class="bad">{{ verdict.fails }}</p>{% endif %}
 {% if verdict.incomplete %}<p class="open"><b>{{ verdict.incomplete }}</b></p>{% endif %}
 <p class="ok">{{ verdict.holds }}</p>
@@ -66,7 +68,8 @@ td.name{white-space:nowrap}
 <td class="n">{{ '{:,}'.format(flow.bytes) if flow.bytes else 'numbers only' }}</td></tr>
 {% endfor %}</table>
 <h2>Logs</h2>
-<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th><th>keys</th><th>head</th></tr>
+<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th>
+<th>fingerprints of keys (SHA-256)</th><th>head</th></tr>
 {% for log in logs %}<tr><td{{ ' class=name' if log.process|length < 25 else '' }}>{{ log.process }}</td>
 <td class="n">{{ log.records }}</td>
 <td class="n">{{ log.signatures }}</td><td class="n">{{ log.unsigned }}</td>
@@ -148,6 +151,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
         .render(
             **facts,
             verdict=verdict,
+            outcome=outcome(audit),
             findings=findings,
             remarks=list(map(printable, audit.remarks)),
             refused_starts=list(map(printable, audit.refused_starts)),
@@ -166,13 +170,8 @@ def table(folder: Path, audit: Audit) -> str:
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
     for flow in flows_of(audit, summary):
-        writer.writerow([_cell(value) for value in (*facts.values(), *vars(flow).values())])
+        writer.writerow([csv_cell(str(value)) for value in (*facts.values(), *vars(flow).values())])
     return text.getvalue()
-
-
-def _cell(value: object) -> str:
-    text = str(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tuple[Path, Path]:

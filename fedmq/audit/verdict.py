@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedmq.audit.log_checks import Audit
 from fedmq.text import counted, printable
+from fedmq.wire.messages import COORDINATOR
 
 #: Names that a sentence lists before it counts the rest.
 _SHOWN = 4
@@ -61,14 +62,24 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         )
         why = "as they are not signed (an earlier fedmq wrote them, or their signatures were removed)"
         return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
-    since = " and that nothing was changed since the heads were noted" if evidence.heads else ""
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
-    but = ", except for the last records of a log" if audit.ends else ""
-    holds = (
-        f"{agree}. Each log is signed by its process and anchored in the logs of its peers, so that a change needed "
-        f"the keys of all {len(audit.records)} processes{but}{since}{stamp}."
-    )
+    since = f" The heads are the noted ones: nothing was changed since the heads were noted{stamp}."
+    but = ", except for the last records of each log" if audit.ends else ""
+    signed = "Each log is signed by its process and anchored in the logs of its peers, so that a change takes the "
+    signed += f"keys of all {len(audit.records)} processes{but}"
+    if len(audit.records) == 1:
+        signed = "The log is signed by its process"
+    holds = f"{agree}. {signed}.{since if evidence.heads else ''}"
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
+
+
+def outcome(audit: Audit) -> str:
+    """What an audit found, in a few words."""
+    if audit.incomplete:
+        return f"{counted(len(audit.absent), 'missing log')}, no contradiction"
+    if audit.findings:
+        return counted(len(audit.findings), "difference")
+    return "the logs are consistent" if len(audit.records) > 1 else "the log is consistent"
 
 
 def _agreement(audit: Audit) -> str:
@@ -76,12 +87,20 @@ def _agreement(audit: Audit) -> str:
     return "the log agrees" if one else f"the {len(audit.records)} logs agree with each other and"
 
 
+def _inside(audit: Audit) -> str:
+    """What holds of logs that nothing of the coordinator can be compared with."""
+    signed = any(log.starts for log in audit.signatures.values())
+    which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
+    return f"the hashes{' and signatures' if signed else ''} of the {which} are valid"
+
+
 def _of_missing_logs(audit: Audit) -> Verdict:
     """The sentences about an audit that found nothing but that logs are missing."""
     names = _listed(audit.absent)
     logs = "its log is" if len(audit.absent) == 1 else "their logs are"
+    alone = COORDINATOR in audit.absent
     return Verdict(
-        f"What holds: {_agreement(audit)} with {_files(audit)}.",
+        f"What holds: {_inside(audit) if alone else f'{_agreement(audit)} with {_files(audit)}'}.",
         f"Not proven: what {names} sent and received, as {logs} not in this folder.",
         incomplete=(
             f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked. Copy "
@@ -115,9 +134,8 @@ def _of_findings(audit: Audit) -> Verdict:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(map(printable, names[:_SHOWN])) + (
-        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    )
+    shown = [*map(printable, names[:_SHOWN]), *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
+    return " and ".join((", ".join(shown[:-1]), shown[-1])) if len(shown) > 1 else "".join(shown)
 
 
 def _files(audit: Audit) -> str:
@@ -129,7 +147,9 @@ def _files(audit: Audit) -> str:
 
 def _uncovered(audit: Audit) -> str:
     """What no log records."""
-    return "real times, memory and losses" if not audit.compared else "real times and memory in summary.json"
+    if not audit.compared:
+        return "real times, memory and losses"
+    return "real times and memory in summary.json, and report.html, status.json and checkpoints/"
 
 
 def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
@@ -138,7 +158,7 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     yield f"that the holders of all keys did not collude to write false logs{before}"
     if audit.ends:
         named = _listed([f"{count} of {name}" for name, count in audit.ends.items()])
-        yield f"that no signer changed the last records of its log ({named}), for which fewer keys were enough"
+        yield f"that no signer changed the last records of its log ({named}), for which fewer keys are enough"
     if evidence.keys is None:
         yield "whose keys these are (compare fingerprints, or give --keys DIR)"
     elif audit.keyless:

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
-from fedmq.audit.verdict import Verdict
-from fedmq.text import counted, printable
+from fedmq.audit.verdict import Verdict, outcome
+from fedmq.text import printable
 
 #: Findings that are printed; the JSON has all.
 _FINDINGS_SHOWN = 50
@@ -52,12 +52,8 @@ def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
         console.print(f"and {len(audit.findings) - _FINDINGS_SHOWN} more; --json has all", highlight=False)
     for remark in audit.remarks:
         console.print(printable(remark), style="yellow", highlight=False, markup=False)
-    outcome, style = ("the logs are consistent" if len(audit.records) > 1 else "the log is consistent"), "green"
-    if audit.incomplete:
-        outcome, style = f"{counted(len(audit.absent), 'missing log')}, no contradiction", "yellow"
-    elif audit.findings:
-        outcome, style = counted(len(audit.findings), "difference"), "red"
-    console.print(outcome, style=style, highlight=False)
+    style = "yellow" if audit.incomplete else "red" if audit.findings else "green"
+    console.print(outcome(audit), style=style, highlight=False)
     for sentence in filter(None, (sentences.fails, sentences.incomplete)):
         console.print(sentence, style=style, highlight=False, markup=False)
     console.print(sentences.holds, style="green", highlight=False, markup=False)

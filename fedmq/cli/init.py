@@ -1,9 +1,10 @@
-"""``fedmq init``: a first scenario for the user's own data."""
+"""``fedmq init``: a first scenario, or a site file, for the user's own data."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,6 +14,7 @@ import typer
 from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import Quiet
 from fedmq.cli.scenarios import plug_in_names, resolved
+from fedmq.cli.sites import CONNECT
 from fedmq.errors import InputError
 from fedmq.text import print_line, printable
 
@@ -21,6 +23,18 @@ if TYPE_CHECKING:
     from fedmq.data.starter import OwnData
 
 T = TypeVar("T")
+
+_NewSiteFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--site", metavar="FILE", help="Write a site file instead of a scenario, for a silo with its own data."
+    ),
+]
+_SiteName = Annotated[str | None, typer.Option("--name", help="With --site: silo-00, silo-01, ...", show_default=False)]
+_SiteConnect = Annotated[
+    str | None,
+    typer.Option("--connect", metavar="URI", help="With --site: address of the coordinator.", show_default=False),
+]
 
 #: Refuses a scenario that cannot run, before features are extracted.
 Refuse = Callable[["Scenario", Callable[[str, int, int], None] | None], None]
@@ -36,7 +50,10 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
 
     @app.command("init")
     def init_command(
-        file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The scenario to write.")] = Path("mine.yaml"),
+        file: Annotated[
+            Path | None,
+            typer.Argument(metavar="[FILE]", help="The scenario to write; mine.yaml by default.", show_default=False),
+        ] = None,
         data: Annotated[
             str | None,
             typer.Option("--data", metavar="PATH", help="Your pictures and captions.", show_default=False),
@@ -49,39 +66,101 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
         method: Annotated[
             str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
         ] = None,
+        site: _NewSiteFile = None,
+        name: _SiteName = None,
+        connect: _SiteConnect = None,
         force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
         quiet: Quiet = False,
     ) -> None:
-        """Write a scenario, ready to run, for your own pictures and captions.
+        """Write a scenario, ready to run, for your own pictures and captions; with --site, a silo's site file.
 
         The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
         skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
         with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
         features. The settings fit the number of items.
 
+        With --site the questions are the silo's data, its name and the coordinator's address.
+
         Example: [bold]fedmq init mine.yaml[/bold]
 
         Example: [bold]fedmq init mine.yaml --data photos --silos 4 --missing 0 --method fedavg[/bold]
+
+        Example: [bold]fedmq init --site silo.yaml --data photos --name silo-00 --connect tcp://127.0.0.1:5555[/bold]
         """
-        if file.suffix.lower() not in (".yaml", ".yml"):
-            raise InputError("FILE", str(file), "the path of a scenario to write, e.g. mine.yaml")
-        if file.exists() and not force:
-            raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
-        counted = _until_right(data, lambda: _counted(data, quiet=quiet))
-        if not quiet:
-            out.print(_lines_about(counted), highlight=False, markup=False, soft_wrap=True)
-        asked = None in (silos, missing, method)
-        before = _Answers(min(4, _most(counted)), 0.0, None)
+        answers = {"--silos": silos, "--missing": missing, "--method": method}
+        if site is None:
+            _refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
+            _init_scenario(file or Path("mine.yaml"), data, _Answers(silos, missing, method), refuse, force, quiet)
+        else:
+            _refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
+            _init_site(site, data, name, connect, force, quiet)
 
-        def answer() -> None:
-            nonlocal before
-            before = _questions(counted, _Answers(silos, missing, method), before)
-            _write(file, before.scenario(file, counted), refuse, quiet=quiet)
 
-        _until_right(None if asked else "all given", answer)
-        if not quiet:
-            line = printable(f"wrote {file}; run it with fedmq scenario {shlex.quote(str(file))}")
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+def _refuse_options(given: Mapping[str, object], allowed: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(option, str(value), allowed)
+
+
+def _check_new(file: Path, what: str, force: bool) -> None:
+    """Refuse a file that is not YAML or that exists."""
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        raise InputError(
+            "--site" if what == "site file" else "FILE", str(file), f"the path of a {what} to write (.yaml)"
+        )
+    if file.exists() and not force:
+        raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
+
+
+def _init_scenario(file: Path, data: str | None, given: _Answers, refuse: Refuse, force: bool, quiet: bool) -> None:
+    """Ask for what is not given, and write the scenario."""
+    _check_new(file, "scenario", force)
+    counted = _until_right(data, lambda: _counted(data, quiet=quiet))
+    _say(_lines_about(counted), quiet=quiet)
+    before = _Answers(min(4, _most(counted)), 0.0, None)
+
+    def answer() -> None:
+        nonlocal before
+        before = _questions(counted, given, before)
+        _write(file, before.scenario(file, counted), refuse, quiet=quiet)
+
+    _until_right(None if None in (given.silos, given.missing, given.method) else "all given", answer)
+    _say(printable(f"wrote {file}; run it with fedmq scenario {shlex.quote(str(file))}"), quiet=quiet)
+
+
+def _init_site(file: Path, data: str | None, name: str | None, connect: str | None, force: bool, quiet: bool) -> None:
+    """Ask for what is not given, and write the site file."""
+    from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
+    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
+    from fedmq.wire.keys import private_names  # noqa: PLC0415
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+
+    _check_new(file, "site file", force)
+    counted = _until_right(data, lambda: _counted(data, quiet=quiet, pictures_alone=True))
+    _say(_lines_about(counted), quiet=quiet)
+
+    def silo() -> str:
+        found = str(_answer("the silo's name", name, str, "silo-00"))
+        if not re.fullmatch(r"silo-\d{2,4}", found):
+            raise InputError("--name", found, "silo-00, silo-01, ...: as the coordinator's operator has assigned it")
+        return found
+
+    def address() -> str:
+        found = str(_answer("address of the coordinator", connect, str, CONNECT))
+        check_uri(found, "--connect")
+        return found
+
+    chosen, uri = _until_right(name, silo), _until_right(connect, address)
+    make_folder(file.parent)
+    write_text(file, starter.site_text(file, counted, chosen, uri))
+    keys, path = file.parent / "keys", shlex.quote(str(file))
+    new = (
+        []
+        if chosen in private_names(keys)
+        else [f"make its key: fedmq keys new {chosen} --keys {shlex.quote(str(keys))}"]
+    )
+    check = f"check it, OWN.yaml being the scenario of the run: fedmq preflight OWN.yaml --site {path}"
+    _say("\n".join(map(printable, (f"wrote {file}", *new, check))), quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -116,12 +195,17 @@ def _until_right(given: object, step: Callable[[], T]) -> T:
             print_line(f"{error}", error=True)
 
 
-def _counted(data: str | None, *, quiet: bool) -> OwnData:
+def _say(lines: str, *, quiet: bool) -> None:
+    if not quiet:
+        out.print(lines, highlight=False, markup=False, soft_wrap=True)
+
+
+def _counted(data: str | None, *, quiet: bool, pictures_alone: bool = False) -> OwnData:
     """The user's data, counted."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
 
     path = Path(_answer("pictures and captions (a folder or a file)", data, str, None))
-    return starter.count(path, None if quiet else later(bar()))
+    return starter.count(path, None if quiet else later(bar()), pictures_alone=pictures_alone)
 
 
 def _most(counted: OwnData) -> int:

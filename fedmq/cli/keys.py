@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.cli.console import out
+from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import print_line
 
@@ -34,7 +35,10 @@ def keys_new(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="silo-03, coordinator, evaluator.")],
     keys: _Keys = Path("keys"),
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the current key, which signs the request.")
+        bool,
+        typer.Option(
+            "--replace", help="Replace the current key, which signs the request; if it is encrypted, so is the new one."
+        ),
     ] = False,
     passphrase: Annotated[
         bool,
@@ -60,11 +64,11 @@ def keys_new(
     Example: [bold]fedmq keys new silo-03[/bold]
     """
     from fedmq.wire.key_requests import new_request  # noqa: PLC0415
-    from fedmq.wire.keys import given_passphrase, passphrase_in, passphrase_variable  # noqa: PLC0415
+    from fedmq.wire.keys import given_passphrase, is_encrypted, passphrase_in, passphrase_variable  # noqa: PLC0415
 
     secret = None if passphrase_file is None else passphrase_in(passphrase_file)
-    if secret is None and passphrase:
-        secret = given_passphrase() or typer.prompt("passphrase", hide_input=True, confirmation_prompt=True).encode()
+    if secret is None and (passphrase or (replace and is_encrypted(keys, name))):
+        secret = given_passphrase() or _typed_passphrase()
     if not _USUAL.fullmatch(name):
         print_line(
             f"{name} is not the name of a process of a run: these are silo-00, silo-01, ..., coordinator and evaluator;"
@@ -77,6 +81,18 @@ def keys_new(
         print_line(f"the private key is not encrypted: --passphrase encrypts it with the one in {variable}", error=True)
     _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
     _print_fingerprint(request.public_key)
+
+
+def _typed_passphrase() -> bytes:
+    """Ask for a passphrase, twice.
+
+    Raises:
+        InputError: there is no terminal to ask on.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        allowed = "one in FEDMQ_KEY_PASSPHRASE, in a file that FEDMQ_KEY_PASSPHRASE_FILE names, or typed on a terminal"
+        raise InputError("keys new", "no passphrase", allowed)
+    return str(typer.prompt("passphrase", hide_input=True, confirmation_prompt=True)).encode()
 
 
 @keys_app.command("accept")

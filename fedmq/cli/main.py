@@ -153,19 +153,9 @@ def _open_model(
     progress: Callable[[str, int, int], None],
     site: Path | None = None,
 ) -> Any:
-    import protocols  # noqa: PLC0415 - imports torch
-    from coordinator.final_request import final_evaluation_request  # noqa: PLC0415
-    from fedmq.retrieval import select_model  # noqa: PLC0415
-    from silos.personal_model import personal_model_of  # noqa: PLC0415
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415 - imports torch
 
-    return select_model.opened(
-        run,
-        device,
-        silo,
-        select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of),
-        progress,
-        site,
-    )
+    return open_run_model(run, device, silo, progress, site)
 
 
 def _fits(scenario: Scenario, folder: Path) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _WATCH_SECONDS = 2.0
 #: Age after which a status of a run in progress is reported as old [s].
 _OLD_SECONDS = 10.0
-_ENDED = ("done", "stopped")
 
 
 def add_status(app: typer.Typer) -> None:
@@ -65,6 +64,8 @@ def add_status(app: typer.Typer) -> None:
         """
         if run is not None and connect is not None:
             raise InputError("status", f"{run} and --connect", "one of the two")
+        from fedmq.runs.status import ENDED_PHASES  # noqa: PLC0415 - imports pydantic, which --help does without
+
         read = _from_folder(run) if connect is None else _from_coordinator(connect, keys, name)
         while True:
             status = read()
@@ -76,7 +77,7 @@ def add_status(app: typer.Typer) -> None:
                     out.clear()
                 # The clock of the coordinator's machine may differ, so ages are counted from its time stamp.
                 _show(status, datetime.now(UTC) if connect is None else datetime.fromisoformat(status.written))
-            if not watch or status.phase in _ENDED:
+            if not watch or status.phase in ENDED_PHASES:
                 return
             time.sleep(_WATCH_SECONDS)
 
@@ -181,19 +182,21 @@ def _ago(at: str | None, now: datetime) -> str:
 
 def _show(status: StatusFile, now: datetime) -> None:
     from fedmq.evaluation.metrics import BRIEF, metric_of  # noqa: PLC0415 - imports numpy; --help does without
-    from fedmq.runs.status import SiloPhase  # noqa: PLC0415
+    from fedmq.runs.status import ENDED_PHASES, SiloPhase  # noqa: PLC0415
     from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
     age = (now - datetime.fromisoformat(status.written)).total_seconds()
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
     out.print(text, highlight=False, markup=False)
+    if status.error:
+        out.print(f"ended by: {printable(status.error)}", style="red", highlight=False, markup=False, soft_wrap=True)
     if measured := ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.4f}" for name in BRIEF if name in status.metrics
     ):
         of = "" if status.metrics_round is None else f" (of round {status.metrics_round})"
         out.print(f"metrics: {measured}{of}", highlight=False, markup=False)
-    if status.phase not in _ENDED and age > _OLD_SECONDS:
+    if status.phase not in ENDED_PHASES and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow", highlight=False)
     refused = f", {_refused(status, now)}" if status.refused else ""

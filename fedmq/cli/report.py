@@ -47,7 +47,7 @@ def add_report(app: typer.Typer) -> None:
             raise InputError("--out", str(page), "--out only with several runs; report.html is written into the run")
         folders = [open_run(run) for run in runs]
         for folder in folders:
-            reason = complete_report(folder, bar())
+            reason = complete_report(folder, bar(), damaged=False)
             if reason is not None:
                 line = f"{folder.root}: no examples in the report: {reason}"
                 err.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -58,22 +58,27 @@ def add_report(app: typer.Typer) -> None:
             out.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
-def complete_report(folder: RunFolder, progress: Progress | None) -> str | None:
+def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bool = True) -> str | None:
     """Write a run's report with examples, the shared space and the silos' holdings if the data are available.
 
     Args:
         folder: folder of a finished run.
         progress: called during long steps; None shows nothing.
+        damaged: leave out lines of message logs that are not records; otherwise refuse them.
 
     Returns:
         Why they are missing from the report; None if it has them.
+
+    Raises:
+        InputError: the run is not finished, its files are invalid, or a log is damaged where that is refused.
     """
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
-    from fedmq.runs import html_report  # noqa: PLC0415
+    from fedmq.runs import html_report, report_logs, results  # noqa: PLC0415
 
-    reason = None
+    results.read_summary(folder)  # before the logs, which may be long
+    logged, reason = report_logs.read_logs(folder, progress, damaged=damaged), None
     try:
         release = open_release(folder.root, "auto")
         if release.scenario.data is None:
@@ -82,5 +87,5 @@ def complete_report(folder: RunFolder, progress: Progress | None) -> str | None:
             report_data.write(release, progress)
     except InputError as error:
         reason = str(error)
-    html_report.write(folder)
+    html_report.write(folder, logged)
     return reason

@@ -71,8 +71,7 @@ AtSite = Annotated[
     typer.Option(
         "--site",
         metavar="FILE",
-        help="Use the personal model of this site's silo, for a run on sites' own data; the default gallery is the "
-        "site's data.",
+        help="Use the personal model of this site's silo and the site's data, for a run on sites' own data.",
         show_default=False,
     ),
 ]
@@ -87,17 +86,40 @@ def _released(
         InputError: it is neither, or a model without its run has no personal models.
     """
     import protocols  # noqa: F401, PLC0415 - registers the objectives
-    from fedmq.config.site import read_site  # noqa: PLC0415
     from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
 
-    if site is not None and (cache := read_site(site).cache) is not None:
-        os.environ["FEDMQ_CACHE"] = str(cache)
+    if site is not None:
+        _adopt_site(site)
     if not is_model(folder):
         return opened(folder, device, silo, show, site)
     for option, given in (("--silo", silo), ("--site", site)):
         if given is not None:
             raise InputError(option, str(given), f"no {option}: personal models need the run folder, RUN")
     return open_model(folder, device)
+
+
+def _adopt_site(file: Path) -> str | None:
+    """Use the cache that a site file names; returns the name of its silo, if it has one."""
+    from fedmq.config.site import read_site  # noqa: PLC0415
+
+    site = read_site(file)
+    if site.cache is not None:
+        os.environ["FEDMQ_CACHE"] = str(site.cache)
+    return site.name
+
+
+def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) -> list[Runs]:
+    """The runs of a plot, named after the silo if a personal model is used.
+
+    Raises:
+        InputError: several runs with a site file, whose state is that of one run; or they are not found.
+    """
+    from fedmq.runs import find_runs  # noqa: PLC0415
+
+    if site is not None and len(runs) > 1:
+        raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
+    name = None if site is None else _adopt_site(site)
+    return find_runs.named(runs, silo or name)
 
 
 class Side(StrEnum):
@@ -312,6 +334,7 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
             str, typer.Option("--top", metavar="N,N,...", help="Cut-offs N of precision and recall at N.")
         ] = "1,5,10,20,50,100,200,500,1000",
         silo: OwnModel = None,
+        site: AtSite = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -324,15 +347,16 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         Example: [bold]fedmq curves runs/fedcmr runs/fedscmr --silo silo-03[/bold]
 
+        Example: [bold]fedmq curves runs/own --site silo.yaml[/bold]
+
         Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
         from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import find_runs  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = pr_curves.parse_cutoffs(top)
         show = bar()
-        models = _models(find_runs.named(runs, silo), lambda run: opened(run, device, silo, show))
+        models = _models(_finished_runs(runs, silo, site), lambda run: opened(run, device, silo, show, site))
         folder = make_folder(out_dir or runs[0] / "curves")
         total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
         found = []
@@ -375,6 +399,7 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         ] = 10,
         side: Annotated[Side | None, typer.Option("--side", help="Only images or only texts; by default both.")] = None,
         silo: OwnModel = None,
+        site: AtSite = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -384,15 +409,16 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         of a comparison, the first run is shown.
 
         Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
+
+        Example: [bold]fedmq tsne runs/own --site silo.yaml[/bold]
         """
         from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
         from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import find_runs  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         show, planes = bar(), []
-        first = [replace(each, folders=each.folders[:1]) for each in find_runs.named(runs, silo)]
-        models = _models(first, lambda run: opened(run, device, silo, show))
+        first = [replace(each, folders=each.folders[:1]) for each in _finished_runs(runs, silo, site)]
+        models = _models(first, lambda run: opened(run, device, silo, show, site))
         folder = make_folder(out_dir or runs[0] / "tsne")
         sides = [each for each in MODALITIES if side in (None, each)]
         for done, (name, (release,)) in enumerate(models):

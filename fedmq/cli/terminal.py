@@ -17,7 +17,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
-from fedmq.runs.result_warnings import items_left_out, name_some, training_warnings
+from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, name_some, training_warnings
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
@@ -309,7 +309,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"
         f"traffic: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
-        f"{summary.messages.refused} messages refused\n"
+        f"{summary.messages.refused} message{'' if summary.messages.refused == 1 else 's'} refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
@@ -321,7 +321,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         markup=False,
         soft_wrap=True,
     )
-    for line in items_left_out(summary):
+    for line in (*chosen_by_validation(summary), *items_left_out(summary)):
         say(console, line, "yellow")
     print_warnings(summary, folder, console)
 

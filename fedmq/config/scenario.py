@@ -85,10 +85,10 @@ class Data(Part):
     split_seed: int = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
     frames: Count = Field(12, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
-    missing: Literal["refuse", "skip"] = Field(
+    missing: Literal["refuse", "skip", "keep"] = Field(
         "refuse",
-        description="items without a picture or a caption: refuse the data set, or skip them; a manifest's items that "
-        "name no picture or no caption are kept, unless skipped",
+        description="items without a picture or a caption: refuse the data set, skip them, or keep pictures without "
+        "captions; a manifest's items that name no picture or no caption are kept, unless skipped",
     )
     labelled: bool = Field(False, description="leave out items without a label")
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(

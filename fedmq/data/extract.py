@@ -181,6 +181,7 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     """The set without incomplete items if ``data.missing`` is ``skip``; otherwise every item must be complete.
 
     In a set that states which modalities each item has, items without a picture or without captions are complete, too.
+    If ``data.missing`` is ``keep``, so are pictures without captions.
 
     Raises:
         InputError: an item lacks its picture or its text (``data.missing: refuse``), or the kind of text is invalid.
@@ -196,6 +197,8 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
         if len(raw) - len(left_out) < 2:
             raise InputError(raw.place, f"{len(raw) - len(left_out)} items with picture and caption", "at least 2")
         return raw.subset([row for row in range(len(raw)) if row not in left_out]) if left_out else raw
+    if data.missing == "keep" and no_caption:
+        raw = replace(raw, unpaired=True)
     hint = "data.missing: skip leaves out those without"
     if no_picture:
         others = f" and {len(no_picture) - 1} more" if len(no_picture) > 1 else ""
@@ -203,7 +206,7 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
         raise DataItemError(place, "no such file", f"a picture for each item of {raw.place} ({hint})")
     if no_caption and not raw.unpaired:
         place = f"{raw.place}: {raw.keys[no_caption[0]]}"
-        raise DataItemError(place, "no caption", f"items with at least one ({hint})")
+        raise DataItemError(place, "no caption", f"items with at least one ({hint}, keep uses their pictures alone)")
     return raw
 
 

@@ -173,7 +173,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def checked(raw: RawSet) -> RawSet:
-    """Validate a reader's result and return it.
+    """Validate a reader's result and return it, without captions in which nothing is visible.
 
     Raises:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
@@ -195,7 +195,13 @@ def checked(raw: RawSet) -> RawSet:
             raise InputError(f"{raw.place}: {key!a}", raw.pictures.name(row), "the name of a file") from None
     for name in raw.label_names:
         whole(name, f"{raw.place}: labels")
-    return raw
+    visible = tuple(tuple(filter(_is_visible, captions)) for captions in raw.captions)
+    return raw if visible == raw.captions else replace(raw, captions=visible)
+
+
+def _is_visible(caption: str) -> bool:
+    """Whether a text has a character other than spaces and signs without width, such as U+200B."""
+    return any(each.isprintable() and not each.isspace() for each in caption)
 
 
 def whole(text: str, place: str) -> str:

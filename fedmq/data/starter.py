@@ -1,11 +1,11 @@
-"""A first scenario for a user's own data: which reader fits them, and settings that fit their number."""
+"""A first scenario or site file for a user's own data: the reader that fits them, and settings for their number."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,12 @@ _FORMS = (
 )
 
 
-def reader_of(path: Path) -> str:
+def reader_of(path: Path, *, pictures_alone: bool = False) -> str:
     """The ``data.name`` that reads a file or folder, judged by names alone.
+
+    Args:
+        path: the file or folder.
+        pictures_alone: whether a folder may have pictures without any caption.
 
     Raises:
         InputError: it does not exist, or no reader fits it.
@@ -60,7 +64,7 @@ def reader_of(path: Path) -> str:
     if found & set(parquet.ENDINGS):
         return "parquet"
     lists = sorted(file for file in path.iterdir() if file.suffix.lower() in manifest.READERS)
-    if found & IMAGE_ENDINGS and ".txt" in found:
+    if found & IMAGE_ENDINGS and (".txt" in found or (pictures_alone and not lists)):
         return "folder"
     if lists:
         raise InputError("--data", str(path), f"the list itself: {', '.join(map(str, lists[:3]))}")
@@ -81,6 +85,7 @@ class OwnData:
         alone: files of captions without a picture.
         example: one item with its captions and labels, in a line; empty if captions are unknown as text.
         unopened: number of pictures that were not opened, because there are very many.
+        missing: the ``data.missing`` with which these items are read; empty for the default.
         split: number of training and of test pairs, of data that define the split or whose split is always drawn in
             these proportions; None if the scenario can say how many to draw.
     """
@@ -95,6 +100,7 @@ class OwnData:
     alone: tuple[str, ...] = ()
     example: str = ""
     unopened: int = 0
+    missing: str = ""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -103,32 +109,37 @@ class OwnData:
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
             (self.alone, f"text files without a picture next to them ({len(self.alone)}): {few(self.alone)}"),
+            (self.missing == "keep", f"pictures without captions, used as pictures only: {self.items - self.pairs}"),
             (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
         )
         return tuple(line for held, line in notes if held)
 
 
-def count(path: Path, progress: Progress | None = None) -> OwnData:
+def count(path: Path, progress: Progress | None = None, *, pictures_alone: bool = False) -> OwnData:
     """Read the annotations of a user's data and open the pictures, as :func:`unreadable` does.
 
     Args:
         path: path of the data.
         progress: called while pictures are opened.
+        pictures_alone: whether pictures without captions count as items; otherwise they are left out.
 
     Raises:
         InputError: no reader fits the data, they are malformed, or a picture cannot be read.
     """
     path = path.expanduser()
     path = Path(whole(str(path), "--data")).absolute()
-    name = reader_of(path)
+    name = reader_of(path, pictures_alone=pictures_alone)
     if name == "features":
         read = read_features(path, 0)
         both = np.ones(len(read.image), np.bool_) if read.present is None else read.present[:, 0] & read.present[:, 1]
         return OwnData(
             name, path, len(both), int(read.captions.sum()), int(both.sum()), _train_and_test(read.split, both)
         )
-    raw = catalogue.find(name).read(Data(name=name, path=path, missing="skip"))
+    raw = catalogue.find(name).read(Data(name=name, path=path, missing="keep" if pictures_alone else "skip"))
     incomplete = _incomplete(raw)
+    alone = pictures_alone and bool(incomplete) and not any(map(raw.pictures.missing, incomplete))
+    if alone:
+        raw, incomplete = replace(raw, unpaired=True), {}
     left_out = tuple(f"{raw.keys[row]} ({reason})" for row, reason in incomplete.items())
     kept = raw.subset([row for row in range(len(raw)) if row not in incomplete]) if incomplete else raw
     if len(kept) <= LEAST:
@@ -142,7 +153,8 @@ def count(path: Path, progress: Progress | None = None) -> OwnData:
     split = None if kept.split is None else _train_and_test(kept.split, both)
     captions = sum(map(len, kept.captions))
     pairs, unopened = int(both.sum()), int(kept.pictured.sum()) - opened.tried
-    return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened)
+    missing = "keep" if alone else "skip" if left_out else ""
+    return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened, missing)
 
 
 def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -227,7 +239,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     else:
         dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: distributed at random."
     backbone = "features" if data.name == "features" else "lite"
-    kept = ", missing: skip" if data.left_out else ""
+    kept = f", missing: {data.missing}" if data.missing else ""
     lines = [
         f"# {data.items} items with {data.captions} captions, {trained} pairs of them to train on.",
         f"name: {plain_name(name)}",
@@ -248,6 +260,48 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         "training: {learning_rate: 1.0e-3, batch_size: 32}",
         "# Measured on the test items, after every fifth round and the last one.",
         "evaluation: {every: 5, split: test}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def site_text(file: Path, data: OwnData, silo: str, address: str) -> str:
+    """A site file for a silo with its own data, as YAML with comments.
+
+    Args:
+        file: the site file, at whose folder relative paths start.
+        data: the site's data.
+        silo: name of the silo.
+        address: address of the coordinator.
+    """
+    folder = file.absolute().parent
+    place = data.path.relative_to(folder) if data.path.is_relative_to(folder) else data.path
+    notes = {
+        "keep": ["# Pictures without captions are used as pictures only; missing: skip would leave them out."],
+        "skip": ["# Items without a picture or a caption are left out."],
+    }
+    kept = f", missing: {data.missing}" if data.missing else ""
+    lines = [
+        f"# A silo with its own data: {data.items} items with {data.captions} captions.",
+        "# Relative paths start at the folder of this file. docs/howto/own_sites.md explains the keys.",
+        "# The silo's name in this run: silo-00, silo-01, ... Each site has another one.",
+        f"name: {silo}",
+        "# The data stay on this machine.",
+        *notes.get(data.missing, ()),
+        f"data: {{name: {data.name}, path: {json.dumps(str(place), ensure_ascii=False)}{kept}}}",
+        "# Use only the images, or only the captions, of these data:",
+        "# modalities: [image]",
+        "# Folder of the silo's private key and of the coordinator's public key.",
+        "keys: keys",
+        "# Address of the coordinator: tcp://HOST:PORT.",
+        f"connect: {json.dumps(address, ensure_ascii=False)}",
+        "# Folder for the message log and the personal state. Keep it: a restarted silo continues from it.",
+        "out: run",
+        "# auto, cpu, cuda or cuda:N; by default the device in the scenario:",
+        "# device: auto",
+        "# Folder of extracted features; by default $FEDMQ_CACHE, else ~/.cache/fedmq:",
+        "# cache: cache",
+        "# What the silo may send; docs/policies/own_sites.yaml is an example:",
+        "# policy: policy.yaml",
     ]
     return "\n".join(lines) + "\n"
 

@@ -32,6 +32,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
+from fedmq.wire.scenario_query import ScenarioComparison
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _log_and_channel(
     arguments: EvaluatorArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
 ) -> tuple[MessageLog, Channel]:
     """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
-    clock, run = WallClock(), arguments.run.id
+    clock, run, plain = WallClock(), arguments.run.id, arguments.scenario.model_dump(mode="json")
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
     log.note(NoteKind.STARTED, run=run)
     return log, Channel(
@@ -219,7 +220,7 @@ def _log_and_channel(
         now=now,
         progress=logger.warning,
         options=arguments.scenario.wire,
-        scenario=arguments.scenario.model_dump(mode="json"),
+        comparison=ScenarioComparison(arguments.connect, identity, accepted, plain),
     )
 
 

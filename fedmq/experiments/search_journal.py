@@ -39,7 +39,7 @@ class SearchJournal:
     """
 
     def __init__(self, path: Path, search: object) -> None:
-        self._path, self._together = path, False
+        self.path, self._together = path, False
         self._operations, self._step = list[Operation](), list[Operation]()
         self._last = last = hashlib.sha256(json.dumps(search, sort_keys=True).encode()).hexdigest()
         raw = read_regular(path, _ALLOWED, _MOST_BYTES) if os.path.lexists(path) else b""
@@ -62,7 +62,7 @@ class SearchJournal:
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError):  # not JSON, or not an object
             text = None
         if text is None or text.encode() != line:
-            raise InputError(f"{self._path}: line {number}", "a damaged or misplaced line", _ALLOWED)
+            raise InputError(f"{self.path}: line {number}", "a damaged or misplaced line", _ALLOWED)
         return operation, digest
 
     @contextmanager
@@ -93,7 +93,7 @@ class SearchJournal:
         for place, operation in enumerate(self._step, 1):
             line, self._last = _sealed({**operation, _MORE: len(self._step) - place}, self._last)
             text += f"{line}\n"
-        with writing(self._path), self._path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -12,7 +12,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -24,9 +23,10 @@ from fedmq.clock import Clock, WallClock
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
+from fedmq.experiments.recorded_trials import Attributes, TrialState, checked_storage, distribution_of
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.experiments.search_journal import SearchJournal
-from fedmq.experiments.tune_file import Range, TunedMethod, TunePlan, as_settings
+from fedmq.experiments.tune_file import TunedMethod, TunePlan, as_settings
 from fedmq.extras import package
 from fedmq.runs import results
 from fedmq.runs.appended_lines import AppendedLines
@@ -35,16 +35,6 @@ from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2
-_STATE, _REASON, _SEEDS = "state", "reason", "seeds"  # attributes of trials
-
-
-class TrialState(StrEnum):
-    """The outcome of a trial; only a finished one can be the best."""
-
-    FINISHED = "finished"
-    PRUNED = "pruned"
-    REFUSED = "refused"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -184,8 +174,8 @@ def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], pla
 
 def _studies(optuna: Any, plan: TunePlan, journal: SearchJournal) -> dict[str, Any]:
     """Optuna's studies by method, those in the journal or new ones."""
-    storage = optuna.storages.JournalStorage(journal)
-    known = optuna.study.get_all_study_names(storage)
+    storage = checked_storage(optuna, journal, plan)
+    known = {study.study_name for study in storage.get_all_studies()}
     direction = "maximize" if _maximise(plan) else "minimize"
     studies = {}
     for method in plan.methods:
@@ -205,8 +195,7 @@ def _maximise(plan: TunePlan) -> bool:
 def _trial_of(method: str, frozen: Any) -> Trial:
     """An Optuna trial that is over."""
     values = {key: _value(value) for key, value in frozen.params.items()}
-    state = TrialState(frozen.user_attrs[_STATE])
-    reason = frozen.user_attrs.get(_REASON, "")
+    state, reason = TrialState(frozen.user_attrs["state"]), frozen.user_attrs.get("reason", "")
     return Trial(method, frozen.number, state, frozen.value, values, reason)
 
 
@@ -266,7 +255,7 @@ class _Search:
             for number in range(begun, min(full, self._plan.spec.trials)):
                 study.sampler = self._sampler(method, number)
                 with self._journal.step():
-                    study.ask({key: self._distribution(values) for key, values in method.space.items()})
+                    study.ask({key: distribution_of(self._optuna, values) for key, values in method.space.items()})
                 left.append(self._attempt(method, number))
             batch += left
         return batch
@@ -277,14 +266,6 @@ class _Search:
         if spec.sampler == "random":
             return samplers.RandomSampler(seed=seed)
         return samplers.TPESampler(seed=seed, n_startup_trials=spec.startup)
-
-    def _distribution(self, values: Range | tuple[Any, ...]) -> Any:
-        kinds = self._optuna.distributions
-        if not isinstance(values, Range):
-            return kinds.CategoricalDistribution([json.dumps(value, sort_keys=True) for value in values])
-        if values.whole:
-            return kinds.IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
-        return kinds.FloatDistribution(float(values.low), float(values.high), log=values.log, step=values.step)
 
     def _attempt(self, method: TunedMethod, number: int) -> _Attempt:
         study = self._studies[method.name]
@@ -385,10 +366,9 @@ class _Search:
         states = self._optuna.trial.TrialState
         study, number = self._studies[attempt.method.name], attempt.trial.number
         with self._journal.step():
-            attempt.trial.set_user_attr(_STATE, str(state))
-            if reason:
-                attempt.trial.set_user_attr(_REASON, reason)
-            attempt.trial.set_user_attr(_SEEDS, values)
+            recorded = Attributes(state=state, reason=reason, seeds=values)
+            for name, value in recorded.model_dump(mode="json", exclude_defaults=True).items():
+                attempt.trial.set_user_attr(name, value)
             if state is TrialState.FINISHED:
                 study.tell(number, sum(values) / len(values))
             else:

@@ -21,9 +21,8 @@ from fedmq.config.scenario import Data, Scenario
 from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
-from fedmq.data.label_levels import fine_columns
 from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, sentences
+from fedmq.data.remarks import Remarks, of_labels, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
@@ -406,12 +405,6 @@ def _with_refusal(facts: DataFacts, checks: Callable[[], None]) -> DataFacts:
     return facts
 
 
-def _shared_by_all(facts: DataFacts) -> list[str]:
-    """Labels that all items have."""
-    names = list(facts.labels)
-    return [names[column] for column in fine_columns(names) if facts.labels[names[column]] == facts.items]
-
-
 def show(facts: DataFacts, out: Console) -> None:
     """Print the facts of :func:`check`."""
     splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
@@ -423,9 +416,8 @@ def show(facts: DataFacts, out: Console) -> None:
     out.print(line, highlight=False, markup=False)
     if facts.example:
         out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
-    for label in _shared_by_all(facts):
-        line = f"every item has the label {printable(label)}, so each item is relevant to all others"
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in of_labels(facts.labels, facts.items):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),

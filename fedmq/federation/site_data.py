@@ -23,7 +23,7 @@ from fedmq.storage.logs import Logger
 from fedmq.text import printable
 from fedmq.wire.channel import DISPLACED, Channel
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, SiloModalities
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
@@ -82,6 +82,11 @@ class SiteData:
     def content(self) -> str:
         """The salted digest of the data."""
         return self.statement[0].data
+
+    @property
+    def held(self) -> str:
+        """The modalities that the silo states, in words."""
+        return {IMAGE: "images only", TEXT: "captions only"}.get(self.statement[0].mask, "images and captions")
 
     @property
     def samples(self) -> int:
@@ -171,11 +176,11 @@ def raise_refused(message: Message, name: str) -> None:
 
     Raises:
         RunError: the coordinator refused its data.
-        InputError: another process has joined with its key.
+        InputError: another process takes part with its key.
     """
     for payload in message.payloads:
         if isinstance(payload, Error) and payload.code == DISPLACED:
             allowed = "one process of each name; this one ends, the other one takes part"
-            raise InputError(name, "another process that has joined with this key", allowed)
+            raise InputError(name, "another process that takes part with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
             raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

@@ -58,18 +58,27 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
 
 
 def labelled_population(release: Release, progress: Progress | None = None) -> Population:
-    """Load a run's data, checked to have labels.
+    """Load a run's data, or those of the site whose personal model is used, checked to have labels.
 
     Args:
         release: the run.
         progress: called while data are prepared.
 
     Raises:
-        InputError: the data are not those of the run, or have no labels, or only the sites have them.
+        InputError: the data are not those of the run, or have no labels, or only the sites have them, or the site has
+            no pair to evaluate.
     """
     scenario = release.scenario
+    if release.site is not None:
+        if not release.site.prepared.label_names:
+            raise InputError("--site", "a site whose data have no labels", "data with labels")
+        if not len(release.site.evaluated):
+            split = scenario.evaluation.split
+            raise InputError("--site", f"a site without a pair in its {split} split", f"a site with {split} pairs")
+        return release.site
     release.check_one_data_set(
-        "a run on one data set; summary.json has the metrics of the silos' held-out items under own_heldout"
+        "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
+        "metrics of the silos' held-out items under own_heldout"
     )
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)

@@ -19,7 +19,7 @@ from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.heldout import load_inference
-from fedmq.federation.population import device_of
+from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build_towers
 from fedmq.models.two_tower import TwoTower
@@ -241,12 +241,14 @@ class Release:
         scenario: the resolved scenario.
         files: its released model.
         own: the personal model to use instead of the shared model; None uses the shared one.
+        site: in a run on sites' own data the site whose personal model it is, with its data; None without one.
     """
 
     run: RunFolder
     scenario: Scenario
     files: ModelFolder
     own: PersonalModel | None = None
+    site: Population | None = None
 
     @property
     def config(self) -> ReleaseConfig:

@@ -114,12 +114,12 @@ def _at_site(release: Release, silo: str | None, file: Path, programs: Programs,
     if programs.traits_of(scenario).personal_only:
         _check_trained(release, population, name)
     folder = release.run if site.out is None else RunFolder(site.out)
-    return replace(release, own=programs.own(release, population, message, folder))
+    return replace(release, own=programs.own(release, population, message, folder), site=population)
 
 
 def _refuse_personal(release: Release, silo: str | None, *, personal_only: bool) -> None:
     """Refuse to rebuild a personal model of a run whose data only the sites have."""
-    allowed = "--site FILE with search or export: a personal model is rebuilt at the site, which has its data and state"
+    allowed = "--site FILE: a personal model is rebuilt at the site, which has its data and state"
     if personal_only:
         found = f"{release.scenario.protocol.label}, whose models are personal, on sites' own data"
         raise InputError(str(release.run.root), found, allowed)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from fedmq import seeds
 from fedmq.config.sections import Modality
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.embedding import embed
@@ -82,7 +81,7 @@ def placed(
     rows = np.flatnonzero(shown.any(axis=1))
     if len(rows) > items:
         rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
-    dataset = load_silo_dataset(prepared, population.evaluated[rows], image=True, text=True)
+    dataset = population.load(population.evaluated[rows], image=True, text=True)
     embedded = embed(model.encoders, dataset, binary=model.binary)
     vectors = {"image": embedded.image, "text": embedded.first_captions}
     points = np.concatenate([vectors[side] for side in sides])

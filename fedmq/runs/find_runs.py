@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedmq.errors import InputError
+from fedmq.runs.tables import csv_text
 from fedmq.storage.run_folder import RunFolder
 
 
@@ -61,7 +62,8 @@ def _rows(comparison: Path) -> list[Runs]:
     try:
         with table.open(encoding="utf-8", newline="") as text:
             for record in csv.DictReader(text):
-                name, digest, folder = (record.get(key) for key in ("name", "model_digest", "folder"))
+                cells = (record.get(key) for key in ("name", "model_digest", "folder"))
+                name, digest, folder = (None if cell is None else csv_text(cell) for cell in cells)
                 if not name or not folder or digest is None:
                     raise InputError(str(table), "a line without name, model_digest or folder", allowed)
                 if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later
@@ -70,8 +72,8 @@ def _rows(comparison: Path) -> list[Runs]:
         raise InputError(str(table), str(error), allowed) from None
     if not rows:
         raise InputError(str(table), "no run", allowed)
-    for folder in (folder for folders in rows.values() for folder in folders):
-        if not os.path.isdir(folder):  # noqa: PTH112 - unlike Path, False for names that are too long
+    for each in (folder for folders in rows.values() for folder in folders):
+        if not os.path.isdir(each):  # noqa: PTH112 - unlike Path, False for names that are too long
             where = "an existing folder; relative ones are looked up from the working directory"
-            raise InputError(str(table), str(folder), where)
+            raise InputError(str(table), str(each), where)
     return [Runs(name, tuple(folders), comparison) for name, folders in rows.items()]

@@ -82,8 +82,8 @@ class Gallery:
             )
         if self.smallest < COARSE:
             found.append(
-                f"coarse metrics ({self.items}): one query more or less changes R@1 by {2 * self.step:.2g} "
-                f"in its direction and by {self.step:.2g} in the mean of both"
+                f"few items ({self.items}): a single query changes the R@1 of its direction by {2 * self.step:.2g}, "
+                f"and the mean of both directions by {self.step:.2g}"
             )
         return found
 

@@ -16,6 +16,8 @@ from typing import Any, cast
 import jinja2
 from markupsafe import Markup
 
+from fedmq.text import printable_on_a_page
+
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Significant digits of numbers in figures, more than a screen can show.
 _DIGITS = 6
@@ -27,6 +29,8 @@ COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00",
     "#56B4E9", "#8C6BB1", "#7F7F7F", "#B2762A", "#3CA3A3",
 )  # fmt: skip
+#: The one attribute of a trace whose text has tags.
+_TEMPLATE = "hovertemplate"
 _numbers = count()
 
 
@@ -82,16 +86,21 @@ class Figure:
 
 
 def _plain(value: object) -> Any:
-    """Values for JSON: arrays as lists, numbers rounded to what can be seen, NaN and infinities as null."""
+    """Values for JSON: arrays as lists, numbers rounded to what can be seen, NaN and infinities as null.
+
+    Text is escaped, as plotly.js would read tags in it, e.g. links; only hover templates have tags of ours.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     match value:
         case float():
             return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
         case Mapping():
-            return {str(key): _plain(each) for key, each in value.items()}
+            return {str(key): each if key == _TEMPLATE else _plain(each) for key, each in value.items()}
         case list() | tuple():
             return [_plain(each) for each in value]
+        case str():
+            return printable_on_a_page(value).replace("&", "&amp;").replace("<", "&lt;")
         case _:
             return value
 
@@ -99,8 +108,17 @@ def _plain(value: object) -> Any:
 @cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
+
+
+def _shown(value: object) -> object:
+    """A value of a template; text of any origin does not change the direction of what follows it."""
+    return printable_on_a_page(value) if type(value) is str else value
 
 
 @cache

@@ -7,27 +7,31 @@ from datetime import datetime
 
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
-from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
 from fedmq.runs import report_figures
 from fedmq.runs.gallery_size import gallery_of, meaningful
 from fedmq.runs.html_page import Figure, render
-from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, read_facts, timeline
+from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, timeline
+from fedmq.runs.report_logs import LoggedFacts, read_logs
 from fedmq.runs.report_records import ReportData
-from fedmq.runs.result_warnings import items_left_out, training_warnings
+from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, training_warnings
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import size_text
-from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sent_payloads import sent_payloads
+from fedmq.wire.sent_payloads import SentPayloads
 
 
-def write(folder: RunFolder) -> None:
-    """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message log.
+def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
+    """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message logs.
+
+    Args:
+        folder: folder of a finished run.
+        logged: what its logs show; None reads them, and leaves out damaged lines.
 
     Raises:
         InputError: the run is not finished, or its files are invalid.
@@ -43,7 +47,8 @@ def write(folder: RunFolder) -> None:
     if not evaluations and not summary.unevaluated:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
     untrained = evaluations[0].metrics if evaluations else {}
-    facts, data = read_facts(folder.messages(COORDINATOR)), _data_of(folder, summary)
+    logged, data = logged or read_logs(folder), _data_of(folder, summary)
+    facts = logged.course
     scenario, own = load(folder.scenario), tuple(summary.own_metrics.values())
     clock = RUN_TIME if summary.seconds.virtual is None else VIRTUAL_TIME
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
@@ -64,13 +69,13 @@ def write(folder: RunFolder) -> None:
         staleness=report_figures.staleness(merges),
         traffic=report_figures.traffic(facts, summary),
         spaces=_spaces(data),
-        privacy=_privacy(folder, summary, scenario),
+        privacy=_privacy(logged.sent, summary, scenario),
         metrics=_metric_table(summary, untrained, own),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         resumed=facts.resumed,
         digests=_digests(summary),
-        scenario_text=read_text(folder.scenario),
+        scenario_text=read_regular(folder.scenario, "a run's scenario").decode("utf-8", "replace"),
     )
     write_text(folder.report, page)
 
@@ -114,7 +119,7 @@ def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
     """What limits the meaning of the result, as the terminal shows it."""
     gallery = gallery_of(summary)
     coarse = [] if gallery is None else gallery.remarks(summary.metrics)
-    return [*coarse, *items_left_out(summary), *training_warnings(summary, untrained)]
+    return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary, untrained)]
 
 
 def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:
@@ -186,25 +191,22 @@ def _spaces(data: ReportData | None) -> list[Figure]:
     return [report_figures.space(title, found) for title, found in titled if found is not None]
 
 
-def _left(folder: RunFolder, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:
+def _left(sent: SentPayloads, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:
     """What left the silos, as ``fedmq audit`` counts it: kind, number of silos, number of payloads, tensor bytes."""
     if not summary.messages.logged:
         return [(kind.replace("_", " "), "", "", size_text(size)) for kind, size in sorted(summary.bytes.up.items())]
-    logs = sorted((folder.root / "messages").glob("*.jsonl"))
-    records = (record for log in logs for _, record in read_log(log) if isinstance(record, MessageRecord))
-    found = sent_payloads(records, {log.stem for log in logs})
-    silos = [name for name in found.number if name not in (COORDINATOR, EVALUATOR)]
+    silos = [name for name in sent.number if name not in (COORDINATOR, EVALUATOR)]
     rows: list[tuple[str, int | str, str, str]] = []
-    for kind in sorted({kind for name in silos for kind in found.number[name]}):
-        counts = [found.number[name][kind] for name in silos if found.number[name][kind]]
-        size = sum(found.bytes[name][kind] for name in silos)
+    for kind in sorted({kind for name in silos for kind in sent.number[name]}):
+        counts = [sent.number[name][kind] for name in silos if sent.number[name][kind]]
+        size = sum(sent.bytes[name][kind] for name in silos)
         rows.append(
             (kind.replace("_", " "), len(counts), f"{sum(counts):,}", size_text(size) if size else "numbers only")
         )
     return rows
 
 
-def _privacy(folder: RunFolder, summary: RunSummary, scenario: Scenario) -> dict[str, object]:
+def _privacy(sent: SentPayloads, summary: RunSummary, scenario: Scenario) -> dict[str, object]:
     """What left the silos, and what protects it."""
     privacy = scenario.privacy
     if privacy.clip_norm is None:
@@ -219,7 +221,7 @@ def _privacy(folder: RunFolder, summary: RunSummary, scenario: Scenario) -> dict
             f"Updates were clipped to norm {privacy.clip_norm} and noised (multiplier {privacy.noise_multiplier}); "
             f"the noise comes from {source}. fedmq audit computes epsilon."
         )
-    return {"sent": _left(folder, summary), "protection": protection, "logged": summary.messages.logged}
+    return {"sent": _left(sent, summary), "protection": protection, "logged": summary.messages.logged}
 
 
 def _metric_table(

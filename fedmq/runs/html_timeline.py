@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fedmq.runs.html_page import Figure
 from fedmq.wire.log_records import (
@@ -15,7 +14,6 @@ from fedmq.wire.log_records import (
     MessageRecord,
     NoteKind,
     NoteRecord,
-    read_log,
     record_of,
 )
 from fedmq.wire.messages import EVALUATOR, Kind
@@ -113,31 +111,16 @@ class LogFacts:
     resumed: bool = False
 
 
-def read_facts(path: Path) -> LogFacts:
-    """Read a coordinator's message log; lines that are not records are skipped (``fedmq audit`` names them).
-
-    Args:
-        path: the log; without the file, there are no facts.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    facts = LogFacts()
-    if path.is_file():
-        for _, record in read_log(path):
-            _add(facts, record)
-    return facts
-
-
 def add_records(facts: LogFacts, lines: Iterable[bytes]) -> None:
-    """Add further lines of the log to the facts."""
+    """Add further lines of the log to the facts; lines that are not records are left out."""
     for line in lines:
-        _add(facts, record_of(line + b"\n"))
+        record = record_of(line + b"\n")
+        if record is not None:
+            add_record(facts, record)
 
 
-def _add(facts: LogFacts, record: LogRecord | None) -> None:
-    if record is None:
-        return
+def add_record(facts: LogFacts, record: LogRecord) -> None:
+    """Add a further record of the log to the facts."""
     facts.began = facts.began or record.wall
     match record:
         case MessageRecord():

@@ -51,6 +51,9 @@ _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "r
 CONNECTIONS = 64
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
+#: A report is a file that came with its folder: whatever script is in it, it cannot read the board or other runs.
+_REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": "sandbox allow-scripts allow-downloads allow-modals"}
+
 
 @dataclass
 class GrowingRun:
@@ -292,7 +295,7 @@ def board_app(root: Path, token: str) -> Any:
         if folder is None:
             return responses.PlainTextResponse("no such run", 404)
         if folder.report.is_file():
-            return responses.HTMLResponse(folder.report.read_text(encoding="utf-8"), headers=_HEADERS)
+            return responses.HTMLResponse(folder.report.read_text(encoding="utf-8"), headers=_REPORT_HEADERS)
         events = f"/events/{quote(folder.root.name, safe='')}"
         return responses.HTMLResponse(_live_page(folder, events, token), headers=_HEADERS)
 

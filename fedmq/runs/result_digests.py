@@ -10,7 +10,14 @@ from fedmq.storage.regular_files import open_regular
 from fedmq.storage.run_folder import RunFolder
 
 #: Files of a run folder that nothing changes after the run has ended, unless it is resumed or extended.
-FILES = ("scenario.yaml", "agreement.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
+FILES = (
+    "scenario.yaml",
+    "agreement.json",
+    "metrics.jsonl",
+    "model/config.json",
+    "model/model.safetensors",
+    "model/README.md",
+)
 SUMMARY = "summary.json"
 _BLOCK = 1 << 20  # bytes per read
 #: Keys of a summary that the command completes after the coordinator has ended: real times, and memory.

@@ -52,6 +52,19 @@ def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> It
         )
 
 
+def chosen_by_validation(summary: RunSummary) -> Iterator[str]:
+    """Lines on the best version by validation, and on a run that early stopping ended."""
+    if summary.stopped_early:
+        rounds = "" if summary.rounds is None else f" of {summary.rounds}"
+        yield (
+            f"ended early, after {summary.versions}{rounds} rounds: mean R@1 did not rise in the last evaluations "
+            "(evaluation.patience)"
+        )
+    if summary.best is not None:
+        title = metric_of(summary.best.metric).heading
+        yield f"best version by validation: {summary.best.version}, {title} {summary.best.value:.4f}, in best/model"
+
+
 def items_left_out(summary: RunSummary) -> Iterator[str]:
     """Lines on the items that were not trained on, and on the items and personal models that were not evaluated."""
     ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}

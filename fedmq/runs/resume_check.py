@@ -50,6 +50,9 @@ def check(
         raise InputError(place, "a finished run", allowed)
     if extend and not any(folder.checkpoints.glob("version-*")):
         raise InputError(place, "a run without a checkpoint", "a run with its checkpoints, which `fedmq prune` removes")
+    if extend and folder.summary.exists() and read_summary(folder).stopped_early:
+        found = f"a run that evaluation.patience ended after {read_summary(folder).versions} rounds"
+        raise InputError(place, found, "no --extend, which would end at once; a new run with a higher patience")
     started_inline = _started_inline(folder.messages(COORDINATOR))
     if started_inline is not None and started_inline != inline:
         found, allowed = (

@@ -29,6 +29,12 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
+#: Phase in ``status.json`` of a run that an error has ended; the other phases are those of the rounds' state machine.
+FAILED = "failed"
+#: Phases in which no coordinator runs.
+ENDED_PHASES = ("done", "stopped", FAILED)
+
+
 class SiloPhase(StrEnum):
     """What a silo is doing, as the coordinator sees it."""
 
@@ -37,7 +43,7 @@ class SiloPhase(StrEnum):
     TRAINING = "training"  # has a task and has not replied
     OVERDUE = "overdue"  # connected, but its last task exceeded its limit; not selected until it replies or rejoins
     LOST = "lost"  # disconnected; its task is sent again when it rejoins
-    STOPPED = "stopped"  # was connected when the run stopped
+    STOPPED = "stopped"  # was connected when the run stopped or failed
     DONE = "done"  # is connected, and all rounds are merged
     GIVEN_UP = "given up"  # stayed away; not selected until it rejoins
 
@@ -90,7 +96,8 @@ class StatusFile(Stored):
     Args:
         run: id of the run.
         written: date and time of this status, UTC.
-        phase: phase of the rounds' state machine.
+        phase: phase of the rounds' state machine, or ``failed``.
+        error: the error that ended the run; empty without one, and in files of older releases.
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
@@ -114,6 +121,7 @@ class StatusFile(Stored):
     run: str
     written: DateTime
     phase: str
+    error: str = ""
     round: _Count
     rounds: _Count
     loss: _Number | None

@@ -31,6 +31,7 @@ from fedmq.runs.run_records import (
     OwnHeldOutLine,
     PersonalLine,
 )
+from fedmq.runs.tables import csv_cell
 from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import RunFolder
 
@@ -225,7 +226,7 @@ def _write_table(path: Path, head: Sequence[str], rows: Any) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(head)
-        writer.writerows(rows)
+        writer.writerows(map(csv_cell, row) for row in rows)
 
 
 # ----------------------------------------------------------------------------------------------------- TensorBoard

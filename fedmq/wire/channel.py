@@ -10,16 +10,16 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire import rekeying
+from fedmq.wire import connection_troubles, rekeying
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
-from fedmq.wire.keys import AcceptedKeys, Identity, words
+from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -31,7 +31,6 @@ from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_
 from fedmq.wire.transports.base import Connection, Trouble
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
-from fedmq.wire.transports.tcp import unknown_host
 
 BEAT_SECONDS = 2.0
 #: Code of the error with which a coordinator ends the session of a peer whose key was removed.
@@ -59,8 +58,6 @@ _DEFAULTS = Wire()
 _MESSAGES_PER_STEP = 256
 #: Steps after which a message that does not fit into the queue is dropped and its session ended.
 _MAX_SEND_STEPS = int(BEAT_SECONDS / STEP_SECONDS)
-#: What to do about another scenario.
-_SAME = "both sides need the same file and the same --set and --seed"
 
 
 class Channel:
@@ -81,7 +78,7 @@ class Channel:
         patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
         options: what this side hides of its messages, and when a session gets new keys.
-        scenario: the scenario as plain data; to find the keys that differ from a coordinator's; None does not.
+        comparison: finds the keys of the scenario that differ from a coordinator's; None does not.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -102,10 +99,10 @@ class Channel:
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
         options: Wire = _DEFAULTS,
-        scenario: Mapping[str, object] | None = None,
+        comparison: ScenarioComparison | None = None,
     ) -> None:
         self._options, self._keys_since = options, 0.0
-        self._comparison = ScenarioComparison(uri, identity, accepted, scenario, tells=forbidden is None)
+        self._comparison = comparison
         self._rekeying: rekeying.Rekeying | None = None
         self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
         self._forbidden = forbidden
@@ -251,13 +248,7 @@ class Channel:
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                why = (
-                    "no coordinator listens there yet, or it is busy; a coordinator of an earlier release is also "
-                    f"silent if it does not accept this key or has another run than {self._run}"
-                )
-                if host := unknown_host(self._uri):
-                    why = f"the name {host} is unknown on this machine"
-                self._report_once(f"no answer from {self._uri} for {_QUIET_SECONDS:.0f} s: {why}")
+                self._report_once(connection_troubles.silent(self._uri, self._run, _QUIET_SECONDS))
                 if minutes := int((now - self._unanswered_since) // 60):
                     after = "60 s" if minutes == 1 else f"{minutes} min"
                     self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
@@ -309,11 +300,12 @@ class Channel:
         if isinstance(self._accepted, AcceptedKeys):
             self._accepted.refresh()  # the operator may have accepted a new key of the coordinator
         frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now(), options=self._options)
+        changed = COORDINATOR in self._accepted and connection.use_keys(self._connection_keys)
         mute = now - self._unanswered_since > MUTE_SECONDS
         self._unanswered_since = min(self._unanswered_since, now)
         self._hello_at, self._connections = now, max(1, connection.established())
         self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
-        if (mute and not renewed) or not connection.send(frames):
+        if changed or (mute and not renewed) or not connection.send(frames):
             self._connections = connection.established() + 1  # the new one
             connection.reconnect()
             connection.send(frames)
@@ -469,31 +461,12 @@ class Channel:
                 self._report_foreign()
 
     def _report_foreign(self) -> None:
-        self._report_once(
-            f"what listens at {self._uri} does not have the coordinator's key in the folder accepted/ here "
-            f"({_words(self._accepted)}): it is another process, or the coordinator has a new key"
-        )
+        self._report_once(connection_troubles.foreign(self._uri, self._accepted))
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
-        name, keys = self._identity.name, self._comparison.keys(refusal)
+        keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
         self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
-        match refusal.reason:
-            case Reason.UNKNOWN_SENDER:
-                ask = f"its operator accepts it with `fedmq keys accept` ({words(self._identity)})"
-                ask += ", or this process was started with the wrong key file (--keys)"
-                self._report_once(f"the coordinator at {self._uri} does not accept this key of {name}: {ask}")
-            case Reason.WRONG_RUN:
-                which = f"{refusal.detail}{f', with other values of {keys}' if keys else ''}"
-                self._report_once(f"the coordinator at {self._uri} has another scenario: {which}; {_SAME}")
-            case _:
-                why = f"{refusal.reason}: {refusal.detail}"
-                self._report_once(f"the coordinator at {self._uri} refuses the handshake: {why}")
-
-
-def _words(accepted: Accepted) -> str:
-    """Fingerprint of the accepted key of the coordinator, in words."""
-    key = accepted.get(COORDINATOR)
-    return "which has none" if key is None else words(key)
+        self._report_once(connection_troubles.refused(self._uri, self._identity, refusal, keys))

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
 
+from fedmq.errors import InputError
 from fedmq.storage.json_files import DateTime, Digest, Stored
 from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
 from fedmq.wire.fields import FieldError
@@ -440,6 +441,30 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
     with open_regular(path, "a readable message log") as file:
         for number, line in bounded_lines(path, file, "a message log"):
             yield number, record_of(line)
+
+
+def read_records(path: Path, *, damaged: bool) -> Iterator[tuple[LogRecord, int]]:
+    """Read the records of a log, each with the size of the log up to its end [bytes].
+
+    Args:
+        path: the log.
+        damaged: leave out lines that are not records; otherwise, only an incomplete last line may be left out.
+
+    Raises:
+        InputError: the file cannot be read, a line is too long, or one is damaged where that is refused.
+    """
+    at, bad = 0, 0
+    with open_regular(path, "a readable message log") as file:
+        for number, line in bounded_lines(path, file, "a message log"):
+            if bad and not damaged:
+                raise InputError(
+                    f"{path}: line {bad}", "not a record", "an undamaged log; fedmq audit names all damage"
+                )
+            at, record = at + len(line), record_of(line)
+            if record is None:
+                bad = bad or number
+            else:
+                yield record, at
 
 
 def last_head(path: Path) -> tuple[int, str] | None:

@@ -19,6 +19,8 @@ from fedmq.wire.payloads import Error
 OTHER_SCENARIO = "other_scenario"
 #: Time to wait for the answer [s].
 _PATIENCE_SECONDS = 5.0
+#: Maximum number of inquiries about a run: a coordinator that does not tell would be asked again and again.
+_MOST_ASKED = 3
 
 
 class _Coordinator(Stored):
@@ -50,7 +52,7 @@ class ScenarioComparison:
         uri: URI at which it listens.
         identity: this process, a silo of its run or the evaluator.
         accepted: accepted public keys, with that of the coordinator.
-        scenario: this side's scenario as plain data; None finds nothing.
+        scenario: this side's scenario as plain data.
         tells: tell the coordinator.
     """
 
@@ -59,32 +61,37 @@ class ScenarioComparison:
         uri: str,
         identity: Identity,
         accepted: Accepted,
-        scenario: Mapping[str, object] | None,
+        scenario: Mapping[str, object],
         *,
         tells: bool = True,
     ) -> None:
         self._uri, self._identity, self._accepted, self._scenario = uri, identity, accepted, scenario
         self._tells = tells
-        self._found: tuple[str, str] = ("", "")
+        self._found, self._times_asked = ("", ""), 0
 
     def keys(self, refusal: HelloRefusedError) -> str:
         """The keys in one line; empty if the refusal has another reason, or the coordinator does not tell.
 
-        It waits some seconds for the coordinator's answer, once for each run that the coordinator names.
+        It waits some seconds for the coordinator's answer, for each run that the coordinator names: until there is an
+        answer, but a few times at most.
         """
-        if refusal.reason != Reason.WRONG_RUN or self._scenario is None:
+        if refusal.reason != Reason.WRONG_RUN:
             return ""
         run, keys = self._found
-        if run != refusal.detail or not keys:
-            self._found = refusal.detail, named(self._asked(self._scenario))
+        if run != refusal.detail:
+            keys, self._times_asked = "", 0
+        if not keys and self._times_asked < _MOST_ASKED:
+            self._times_asked += 1
+            keys = named(self._asked())
+        self._found = refusal.detail, keys
         return self._found[1]
 
-    def _asked(self, scenario: Mapping[str, object]) -> tuple[str, ...]:
+    def _asked(self) -> tuple[str, ...]:
         found: tuple[str, ...] = ()
 
         def report(answer: str) -> Error | None:
             nonlocal found
-            found = differing_keys(answer, scenario)
+            found = differing_keys(answer, self._scenario)
             return Error(OTHER_SCENARIO, "\n".join(found[:MOST_NAMED])) if found and self._tells else None
 
         try:

@@ -37,7 +37,7 @@ def read_folder(data: Data) -> RawSet:
         refuse_keys(data, ("images", "annotations"), "a folder with metadata.csv or metadata.jsonl")
         return of_items(str(folder), _listed(folder, lists, checked_column(data)), data)
     refuse_keys(data, ("images", "column"), "a folder of pictures with .txt files")
-    return _beside(folder, data.annotations or folder)
+    return _beside(folder, data.annotations or folder, pictures_alone=data.missing == "keep")
 
 
 def _lists(folder: Path) -> list[Path]:
@@ -71,8 +71,14 @@ def check_inside(place: str, file: Path | None, folder: Path) -> None:
         raise InputError(place, os.path.relpath(file, folder), "the path of a picture in the folder")
 
 
-def _beside(folder: Path, texts: Path) -> RawSet:
-    """The pictures below a folder with the captions in the text files of the same names."""
+def _beside(folder: Path, texts: Path, *, pictures_alone: bool) -> RawSet:
+    """The pictures below a folder with the captions in the text files of the same names.
+
+    Args:
+        folder: the folder of the pictures.
+        texts: the folder of the text files.
+        pictures_alone: whether there may be no caption at all.
+    """
     inside = files_below(folder, leave=False)
     pictures = sorted(path for path in inside if path.suffix.lower() in IMAGE_ENDINGS)
     if not pictures:
@@ -81,8 +87,11 @@ def _beside(folder: Path, texts: Path) -> RawSet:
     written = {path.relative_to(texts).with_suffix(""): path for path in found}
     inner = [path.relative_to(folder) for path in pictures]
     captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
-    if not any(captions):
-        allowed = "a text file next to each picture (a.txt for a.jpg) with one caption per line, or metadata.csv"
+    if not any(captions) and not pictures_alone:
+        allowed = (
+            "a text file next to each picture (a.txt for a.jpg) with one caption per line, or metadata.csv; "
+            "data.missing: keep uses pictures without captions"
+        )
         raise InputError(str(folder), f"{len(pictures)} images, none with captions", allowed)
     first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
     keys = tuple(path.as_posix() for path in inner)

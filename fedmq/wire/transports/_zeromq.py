@@ -113,7 +113,7 @@ class ZeroMQConnection(Connection):
     """A DEALER socket; made by :func:`dial`.
 
     Args:
-        make: makes a socket, with or without IPv6.
+        make: makes a socket, with or without IPv6, for a connection with these keys.
         context: closed with the connection; None if other sockets share it.
         uri: URI of the listener.
         name: ZeroMQ's name of the listener.
@@ -125,7 +125,7 @@ class ZeroMQConnection(Connection):
 
     def __init__(
         self,
-        make: Callable[[bool], zmq.Socket[bytes]],
+        make: Callable[[bool, ConnectionKeys | None], zmq.Socket[bytes]],
         context: zmq.Context[zmq.Socket[bytes]] | None,
         uri: str,
         name: str,
@@ -152,7 +152,7 @@ class ZeroMQConnection(Connection):
 
     def _begin(self) -> None:
         """Make the socket, and connect it."""
-        self._socket = self._make(self._ipv6)
+        self._socket = self._make(self._ipv6, self._keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
@@ -200,11 +200,18 @@ class ZeroMQConnection(Connection):
 
         It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
-        self._redial, self._failed, self._under_way = False, 0, False
+        self._redial, self._failed, self._under_way, self._trouble = False, 0, False, None
         if self._monitor is not None:
             self._end_monitor()
             self._socket.close(0)
             self._begin()
+
+    def use_keys(self, keys: ConnectionKeys) -> bool:
+        """See the interface."""
+        if self._keys is None or keys == self._keys:
+            return False
+        self._keys = keys
+        return True
 
     def trouble(self) -> Trouble | None:
         """See the interface."""
@@ -328,7 +335,7 @@ def dial(
     """
     context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
 
-    def made(ipv6: bool) -> zmq.Socket[bytes]:
+    def made(ipv6: bool, keys: ConnectionKeys | None) -> zmq.Socket[bytes]:
         socket = _socket(context, zmq.DEALER, max_frame, queue, ipv6=ipv6)
         if keys is not None:
             _present(socket, curve_secret(keys.key), keys)

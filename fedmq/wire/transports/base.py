@@ -18,6 +18,7 @@ from typing import TypeVar
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.codec import MAX_BODY, BytesLike
 from fedmq.wire.messages import Reason
+from fedmq.wire.transports.curve_keys import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
 FRAMES = 2
@@ -142,6 +143,11 @@ class Connection(ABC):
 
     def reconnect(self) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """Drop the connection, if there is one, and make a new one; what is queued may be lost."""
+
+    def use_keys(self, keys: ConnectionKeys) -> bool:
+        """Use other keys from the next :meth:`reconnect` on, if this connection uses keys; whether they differ."""
+        del keys
+        return False
 
     def trouble(self) -> Trouble | None:
         """Why the connection was not admitted since the last call; None if it was, or is not decided yet."""

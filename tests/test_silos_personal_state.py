@@ -1,0 +1,35 @@
+"""A silo notes whether its folder has its personal state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedmq.clock import WallClock
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.message_log import MessageLog
+from silos.personal_state import StateNotes, StateStore
+
+
+def noted(folder: Path, *tasks: tuple[int, int, bool]) -> list[NoteKind]:
+    """Notes of a silo in a new folder, given its tasks: number, last merged task, whether a state is stored."""
+    with MessageLog(folder / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        store = StateStore(folder / "silo-00")
+        notes = StateNotes(store, log)
+        for number, settled, stored in tasks:
+            store.keep(number, {"w": torch.ones(2)} if stored else {}, settled)
+            notes.after_task(number, settled)
+    return [record.text for _, record in read_log(folder / "silo-00.jsonl") if isinstance(record, NoteRecord)]
+
+
+def test_a_silo_in_a_new_folder_says_that_its_state_is_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept, gone = NoteKind.STATE_KEPT, NoteKind.STATE_GONE
+    assert noted(tmp_path / "first", (1, 0, True), (4, 1, True)) == [kept]
+    assert not capfd.readouterr().err
+    assert noted(tmp_path / "second", (7, 4, True), (9, 7, True)) == [gone, kept]
+    assert "its reply to task 4 was sent from another folder than this --out" in capfd.readouterr().err
+    assert noted(tmp_path / "begins later", (7, 4, False), (9, 7, True)) == [kept], "the method had no state before"

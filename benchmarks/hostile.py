@@ -2,8 +2,8 @@
 
 For each attack the processes of ``scenarios/smoke.yaml``, without the last of five silos, are started over TCP on this
 machine, and the coordinator is attacked until it ends. Printed are the model's digest, the coordinator's peak memory,
-the most file descriptors that it had open, and the size of its log; the exit code is 1 if a digest differs from that of the undisturbed run, or a run
-does not end.
+the most file descriptors that it had open, and the size of its log. The exit code is 1 if a digest differs from that of
+the undisturbed run, or a run does not end.
 """
 
 from __future__ import annotations

@@ -326,6 +326,10 @@ class Silo:
             match header["kind"]:
                 case "stop":
                     return
+                case "error":
+                    raise SystemExit(
+                        "the coordinator ended the session: {code}: {text}".format(**plain["payloads"][0][1])
+                    )
                 case "layout":
                     self.layout = plain["layout"]
                 case "task":

@@ -111,7 +111,7 @@ def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
         )
     )
     assert (
-        "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x\\x1b" in screen.getvalue()
+        "waiting for  silo-03" in screen.getvalue() and "1 gap; the last: silo-02: [red]x\\x1b" in screen.getvalue()
     )
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.data.duplicates import first_of_equals
 from fedmq.data.item_modalities import Present, presence
+from fedmq.data.readers.cells import one_spelling
 from fedmq.data.readers.features import MAX_LABELS
 from fedmq.encoders.images import Files, Pictures
 from fedmq.encoders.pictures_with_gaps import WithGaps
@@ -224,7 +225,7 @@ def whole(text: str, place: str) -> str:
 def multi_hot(
     labels: Sequence[Collection[str]], names: Sequence[str] | None = None
 ) -> tuple[U8 | None, tuple[str, ...]]:
-    """Encode each item's label names as a multi-hot array.
+    """Encode each item's label names as a multi-hot array; without ``names``, equal labels get one spelling.
 
     Args:
         labels: label names of each of the n items.
@@ -233,6 +234,8 @@ def multi_hot(
     Returns:
         uint8 [n, L] and the L names; None and an empty tuple if there are no labels.
     """
+    if names is None:
+        labels = one_spelling(labels)
     names = tuple(sorted({name for item in labels for name in item}) if names is None else names)
     if not names:
         return None, ()

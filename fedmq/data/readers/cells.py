@@ -76,6 +76,16 @@ def one_label(place: str, text: str) -> str:
     return one_text(place, text, label=True)
 
 
+def one_of_many(place: str, text: str) -> None:
+    """Refuse a caption of a collection, in which any text occurs, that is a list as a whole.
+
+    Raises:
+        InputError: it is a list of quoted texts, which would be taken for one caption.
+    """
+    if text[:1] in "[({" and _TEXTS.fullmatch(text.strip()) and _ITEM.search(text):
+        raise InputError(place, text[:80], "a list of texts, not a text that holds a list")
+
+
 def _list_of(place: str, cell: str, pattern: re.Pattern[str]) -> list[str] | None:
     """Items of a list in a text; None if the text is not a list."""
     text = cell.strip()

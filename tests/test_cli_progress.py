@@ -110,9 +110,7 @@ def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
             "title",
         )
     )
-    assert (
-        "waiting for  silo-03" in screen.getvalue() and "1 gap; the last: silo-02: [red]x\\x1b" in screen.getvalue()
-    )
+    assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last: silo-02: [red]x\\x1b" in screen.getvalue()
 
 
 def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:

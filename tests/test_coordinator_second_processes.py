@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,8 +81,15 @@ def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends) -> None:
 
 def test_the_successor_of_a_killed_process_joins_at_once(ends: Ends) -> None:
     here, there = connect("memory://limits"), connect("memory://limits")
-    joined(ends, here)
+    first = joined(ends, here)
+    here.send(flat(seal_message(first, Message(header(first, Kind.HEARTBEAT, 0)))))
+    arrived = ends.listener.receive(1.0)
+    assert arrived is not None
+    ends.roster.take(*arrived)
     here.close()
+    until = time.monotonic() + 20
+    while ends.listener.send(arrived[0], (b"is it", b"open?")) and time.monotonic() < until:
+        time.sleep(0.01)
     joined(ends, there)
     assert ends.roster.online(SILO) and not ends.roster.joining()
     there.close()

@@ -78,7 +78,7 @@ class Gallery:
         if hidden:
             found.append(
                 f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
-                f"with {self.smallest} items to retrieve from, any model reaches 1"
+                f"with {_count(self.smallest, 'item')} to retrieve from, any model reaches 1"
             )
         if self.smallest < COARSE:
             found.append(

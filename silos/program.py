@@ -314,7 +314,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, uri=arguments.connect, samples=start.samples)
+        receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at

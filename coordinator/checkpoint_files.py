@@ -123,7 +123,8 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
         to_disk(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"{target}: the checkpoint could not be written: {error}") from error
+        reason = error.strerror or error
+        raise RunError(f"{target}: the checkpoint could not be written: {reason}") from error
     for old in _existing(folder)[:-KEPT]:
         shutil.rmtree(old)
     return target

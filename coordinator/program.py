@@ -45,7 +45,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
-from fedmq.storage.run_folder import RunFolder, write_json, write_text
+from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_json, write_text
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -281,6 +281,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
         write_text(folder.scenario, arguments.scenario.dump())
     logger = open_log(arguments.logs, COORDINATOR)
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
+    if saved:
+        remove_unfinished(folder.root, folder.model)
     kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+from fedmq.storage.run_folder import load_aligned, remove_unfinished, write_atomically, write_tensors
 from fedmq.text import print_line, printable
 from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -77,6 +77,7 @@ class StateStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        remove_unfinished(folder)
         self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def _path(self, sequence: int) -> Path:

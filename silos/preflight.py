@@ -21,11 +21,10 @@ from fedmq.audit.policy_guard import PolicyGuard, guard_of, kinds_needed
 from fedmq.config.scenario import Scenario
 from fedmq.config.scenario_digests import named
 from fedmq.data.extract import left_out
-from fedmq.data.remarks import sentences
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
-from fedmq.federation.population import build_population, device_of
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
@@ -43,6 +42,7 @@ from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 from protocols._missing_branch import shortened
 from silos.program import Silo, SiloArguments
+from silos.start_checks import check_device
 
 #: Advice if the scenarios differ.
 _SAME = "both sides need the same file and the same --set and --seed"
@@ -132,7 +132,7 @@ def preflight(
         except FedmqError as error:
             yield Check("policy", Verdict.FAILED, str(error))
     try:
-        device_of(_here(arguments).device)
+        check_device(arguments.device, arguments.scenario.device, arguments.site)
     except InputError as error:
         yield Check("device", Verdict.FAILED, str(error))
         return
@@ -147,7 +147,7 @@ def preflight(
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
-    for line in sentences(silo.population.prepared.meta.remarks, equal=False):
+    for line in silo.population.prepared.remarks:
         yield Check("remark", Verdict.WARNING, line)
     if lacking := _left_out(arguments, silo):
         yield Check("items", Verdict.WARNING, lacking)

@@ -21,7 +21,7 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
 from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
@@ -48,6 +48,7 @@ from fedmq.wire.scenario_query import ScenarioComparison
 from protocols._missing_branch import shortened
 from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
+from silos.start_checks import check_device, check_name
 from silos.training_slots import Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -314,7 +315,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples)
+        receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples, **start.held)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at
@@ -347,10 +348,8 @@ def run_silo(
 
 def _check_start(arguments: SiloArguments) -> None:
     """Check the silo's name and its device, before anything is written or sent."""
-    names = arguments.scenario.silo_names
-    if arguments.name not in names:
-        raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
-    device_of(arguments.device or arguments.scenario.device, names.index(arguments.name))
+    scenario, site = arguments.scenario, arguments.site
+    check_device(arguments.device, scenario.device, site, check_name(arguments.name, scenario.silo_names, site))
 
 
 def _log_and_channel(
@@ -432,6 +431,11 @@ class SiloStart:
         items = item_digests(population.prepared, scenario.dealt)
         statement = population.statement(population.facts(name), items, run.id)
         return cls(arguments, identity, (statement,), len(silo.dataset), population.prepared.content, silo)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """The modalities of a silo with its own data, for the log."""
+        return {} if self.data is None else {"data": self.data.held}
 
     def agreed(self, message: Message) -> Silo:
         """The silo, once the silos have agreed on labels and inputs.

@@ -75,7 +75,7 @@ def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -
     assert found["silo-00"].heard is not None and found["silo-02"].heard is None
     threads[1].start()
     wait_for(lambda: ended)
-    assert "another process that has joined with this key" in ended[0]
+    assert "another process that takes part with this key" in ended[0]
     assert status(run).silos["silo-00"].phase is SiloPhase.WAITING, "the second one"
     run.start("silo-02")
     for thread in (*threads, coordinator):

@@ -15,7 +15,7 @@ from PIL import Image
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import FeatureSet, read_features
-from fedmq.data.remarks import sentences
+from fedmq.data.remarks import of_labels, sentences
 from fedmq.encoders import clip
 from fedmq.errors import InputError
 
@@ -157,3 +157,21 @@ def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: 
     text = word * count
     kept = clip.tokenise("ViT-B-32", [text, f"{text} and an end"])
     assert clip.cut("ViT-B-32", [text]) == [bool((kept[0] == kept[1]).all())] or kept[0][-1] == 49407
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"a": 4, "b": 1}, "every item has the label a, so each item is relevant to all others"),
+        ({"a": 2, "b": 0, "c": 0}, "2 of 3 labels have no item: b, c"),
+        ({"a": 1, "b": 1, "coarse:x": 4}, "no label has two items, so only an item's own texts are relevant to it"),
+        ({"Dog": 2, "dog": 3, "cat": 2}, "2 labels differ only in case: Dog, dog"),
+        ({"None": 2, "N/A": 1, "cat": 2}, "3 items have a label that often stands for a missing value: None, N/A"),
+    ],
+)
+def test_labels_that_are_probably_unintended_are_reported(counts: dict[str, int], line: str) -> None:
+    assert of_labels(counts, 4) == [line]
+
+
+def test_ordinary_labels_get_no_remark() -> None:
+    assert of_labels({"cat": 3, "dog": 2, "coarse:pet": 4}, 4) == of_labels({}, 4) == []

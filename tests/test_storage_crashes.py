@@ -21,12 +21,13 @@ from coordinator.checkpoint_records import RoundsRecord
 from coordinator.counters import Counters
 from coordinator.fault_injection import FaultInjector
 from fedmq.clock import VirtualClock, WallClock
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DiskError, InputError, RunError
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 from silos.training_slots import Slots, slots_folder
@@ -107,6 +108,18 @@ def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written
     assert whole == ["0 silo-00 1", "2 silo-00 3"]
 
 
+def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "messages" / "silo-00.jsonl"
+    with MessageLog(path, "silo-00", WallClock()) as log:
+        log.note(NoteKind.STARTED)
+        path.parent.rename(tmp_path / "moved")
+        log.note(NoteKind.RESUMED)  # it still has a name
+        (tmp_path / "moved" / path.name).unlink()
+        with pytest.raises(DiskError, match=r"silo-00\.jsonl: was deleted while silo-00 was writing it"):
+            log.note(NoteKind.ENDED)
+        assert log.records == 2
+
+
 @pytest.mark.slow
 def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -120,6 +133,21 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
     assert "could not be written: File too large" in done.stdout
     assert path.read_text() == '{"a": 1}\n'
+
+
+def test_files_that_killed_processes_left_unfinished_are_removed(tmp_path: Path) -> None:
+    dead, huge = 10**9, 10**30  # no process has these numbers
+    left = [f".task-000000001.safetensors.{dead}", f".summary.json.{dead}", f".report.html.{huge}"]
+    others = [f".summary.json.{os.getpid()}", ".summary.json.0", ".note.txt.1", "summary.json", f"x.json.{dead}"]
+    for name in (*left, *others):
+        (tmp_path / name).touch()
+    (tmp_path / f".folder.json.{dead}").mkdir()
+    run_folder.remove_unfinished(tmp_path, tmp_path / "none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, f".folder.json.{dead}"])
+    state = tmp_path / "silo-00" / left[0]
+    state.parent.mkdir()
+    state.touch()
+    assert StateStore(state.parent).empty and not state.exists()
 
 
 def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable, size_text
+from fedmq.text import counted, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -332,7 +332,7 @@ def _heldout(summary: RunSummary) -> str:
     if not counts:
         return ""
     few, most = min(counts), max(counts)
-    return f" ({few if few == most else f'{few} to {most}'} items each)"
+    return f" ({counted(few, 'item') if few == most else f'{few} to {most} items'} each)"
 
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.duplicates import same_rows
+from fedmq.data.label_levels import fine_columns
 from fedmq.storage.json_files import Stored
 
 
@@ -35,6 +38,10 @@ class Remarks(Stored):
     first_cut: str = ""
 
 
+#: Labels, in lower case, with which spreadsheets and databases write a missing value.
+_MISSING = ("none", "null", "n/a", "na", "#n/a", "nil", "-", "?")
+#: Labels that a sentence names.
+_NAMED = 5
 #: For a data set without remarks.
 NOTHING = Remarks()
 
@@ -82,3 +89,36 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
         (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
     )
     return [f"{count:,} {what}" for count, what in notes if count]
+
+
+def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
+    """One line for each property of labels that is probably unintended.
+
+    Args:
+        counts: number of items of each label.
+        items: number of items.
+    """
+    names = list(counts)
+    fine = [names[column] for column in fine_columns(names)]
+    lines = [
+        f"every item has the label {name}, so each item is relevant to all others"
+        for name in fine
+        if counts[name] == items
+    ]
+    if unused := [name for name in fine if counts[name] == 0]:
+        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {_some(unused)}")
+    if items > 1 and max((counts[name] for name in fine), default=0) == 1:
+        lines.append("no label has two items, so only an item's own texts are relevant to it")
+    alike = defaultdict[str, list[str]](list)
+    for name in fine:
+        alike[name.casefold()].append(name)
+    lines += [f"{len(same)} labels differ only in case: {_some(same)}" for same in alike.values() if len(same) > 1]
+    if missing := [name for name in fine if name.strip().lower() in _MISSING and counts[name]]:
+        held = sum(counts[name] for name in missing)
+        lines.append(f"{held} items have a label that often stands for a missing value: {_some(missing)}")
+    return lines
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

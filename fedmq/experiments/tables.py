@@ -188,10 +188,21 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
         where = f"on the validation split, seed {plan.select_seed}{length}"
         notes.append(f"chosen: best of the candidates tried, by {metric} {where}")
+        notes += measured_where_chosen(plan)
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
     notes += _made_otherwise(rows)
     return tuple(notes)
+
+
+def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
+    """A warning if the chosen candidates are evaluated on the split on which they were chosen."""
+    if not plan.measured_on_validation:
+        return []
+    return [
+        "evaluation.split is val, on which --select chooses, so figures of chosen candidates are too high; "
+        "evaluation.split=test measures them on other items"
+    ]
 
 
 def _summaries(row: Row) -> list[RunSummary]:

@@ -13,7 +13,6 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.data.remarks import sentences
 from fedmq.data.splits import SPLITS
 from fedmq.errors import DataItemError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
@@ -24,7 +23,7 @@ from fedmq.storage.logs import Logger
 from fedmq.text import printable
 from fedmq.wire.channel import DISPLACED, Channel
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, SiloModalities
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
@@ -81,13 +80,18 @@ class SiteData:
 
     @property
     def remarks(self) -> list[str]:
-        """One line for each kind of content that is probably unintended, such as captions that are cut."""
-        return sentences(self.prepared.meta.remarks, equal=False)
+        """One line for each kind of content that is probably unintended, such as cut captions."""
+        return self.prepared.remarks
 
     @property
     def content(self) -> str:
         """The salted digest of the data."""
         return self.statement[0].data
+
+    @property
+    def held(self) -> str:
+        """The modalities that the silo states, in words."""
+        return {IMAGE: "images only", TEXT: "captions only"}.get(self.statement[0].mask, "images and captions")
 
     @property
     def samples(self) -> int:
@@ -180,11 +184,11 @@ def raise_refused(message: Message, name: str) -> None:
 
     Raises:
         RunError: the coordinator refused its data.
-        InputError: another process has joined with its key.
+        InputError: another process takes part with its key.
     """
     for payload in message.payloads:
         if isinstance(payload, Error) and payload.code == DISPLACED:
             allowed = "one process of each name; this one ends, the other one takes part"
-            raise InputError(name, "another process that has joined with this key", allowed)
+            raise InputError(name, "another process that takes part with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
             raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

@@ -7,7 +7,6 @@ from datetime import datetime
 
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
-from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
 from fedmq.runs import report_figures
@@ -20,6 +19,7 @@ from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, tra
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -75,7 +75,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         resumed=facts.resumed,
         digests=_digests(summary),
-        scenario_text=read_text(folder.scenario),
+        scenario_text=read_regular(folder.scenario, "a run's scenario").decode("utf-8", "replace"),
     )
     write_text(folder.report, page)
 

@@ -46,6 +46,9 @@ _DRAWING_SHARE = 0.02
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
 #: What a run in a phase is doing, for readers who do not know the rounds' states; other phases are shown as they are.
 _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "running", "merging": "running"}
+#: Connections that may be open, each a file descriptor of a process that supervises a run. The oldest are closed, first
+#: those that wait for a request; a browser opens its stream of updates again by itself.
+CONNECTIONS = 64
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
 #: A report is a file that came with its folder: whatever script is in it, it cannot read the board or other runs.
@@ -353,7 +356,15 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     except OSError as error:
         listener.close()
         raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None
-    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        http=_bounded_protocol(),
+        # At most so many are accepted before those above the limit are closed.
+        backlog=CONNECTIONS,
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -363,6 +374,24 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
         server.should_exit = True
         thread.join(5.0)
         listener.close()
+
+
+def _bounded_protocol() -> Any:
+    """Makes the protocol of each new connection, and ends older ones if there are too many."""
+    make = package("uvicorn.protocols.http.h11_impl", "live", "--live").H11Protocol
+    opened: list[Any] = []
+
+    def protocol(**options: Any) -> Any:
+        # A connection that was accepted just now has no transport yet.
+        opened[:] = [each for each in opened if each.transport is None or not each.transport.is_closing()]
+        made = [each for each in opened if each.transport is not None]
+        if len(made) >= CONNECTIONS:
+            waiting = (each for each in made if each.cycle is None or each.cycle.response_complete)
+            next(waiting, made[0]).transport.abort()
+        opened.append(new := make(**options))
+        return new
+
+    return protocol
 
 
 def new_token() -> str:

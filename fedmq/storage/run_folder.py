@@ -29,6 +29,9 @@ _BAD_PLACE = frozenset(
     }
 )  # fmt: skip
 
+#: Name of a file that a process is writing, by its number.
+_TEMPORARY = re.compile(r"\..+\.(?:html|json|jsonl|md|safetensors|yaml)\.([1-9]\d*)")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -197,6 +200,30 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(*folders: Path) -> None:
+    """Remove what processes that were killed had begun to write with :func:`write_atomically`.
+
+    Args:
+        folders: folders in which no process of another computer writes; a file of a process that runs here is left.
+    """
+    for folder in folders:
+        for path in folder.glob(".*.*"):
+            name = _TEMPORARY.fullmatch(path.name)
+            if name is not None and not _runs(int(name[1])):
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

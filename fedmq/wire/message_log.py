@@ -78,7 +78,7 @@ class MessageLog:
     """Appends records to a process's log; may be used from all of its threads.
 
     If a record cannot be written, the recording method raises the errors of ``storage.run_folder.writing`` and the log
-    ends with the record before it.
+    ends with the record before it. A log that was deleted, with its folder or alone, counts as such.
 
     Args:
         path: path of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
@@ -108,6 +108,7 @@ class MessageLog:
             open_regular(path, "a message log").close()
         with writing(path):
             self._file = path.open("ab", buffering=0)
+        self._names = min(1, os.fstat(self._file.fileno()).st_nlink)  # 0 on file systems that do not count them
         try:
             self._lock(patience)
             self._continue()
@@ -199,6 +200,8 @@ class MessageLog:
             record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._last_hash, **values)
             line = record.line
             with writing(self.path):
+                if os.fstat(self._file.fileno()).st_nlink < self._names:
+                    raise DiskError(f"{self.path}: was deleted while {self.process} was writing it")
                 try:
                     write_all(self._file, line)
                 except BaseException:

@@ -48,10 +48,11 @@ class SecondProcesses:
     def refused(self, alive: Peer) -> Peer | None:
         """The waiting session that a heartbeat of the earlier one refuses; it is forgotten.
 
-        A heartbeat that was in transit when the new session began proves nothing.
+        A heartbeat that was in transit when the new session began proves nothing: a proxy may deliver it seconds later,
+        when its process has begun the new session itself.
         """
         peer, since = self._waiting.get(alive.name, (None, 0.0))
-        if peer is None or peer is alive or self._clock.stopwatch() - since < self._beat / 2:
+        if peer is None or peer is alive or self._clock.stopwatch() - since < LOST_BEATS * self._beat:
             return None
         del self._waiting[alive.name]
         return peer

@@ -335,9 +335,10 @@ class Roster:
         earlier = self._by_name.get(peer.name)
         probe = Message(self.header(peer.name, Kind.HEARTBEAT))
         # Sending fails if the connection is closed, as that of a process that was killed.
-        if earlier is not None and self._second.must_wait(peer, earlier) and self._send(earlier, probe):
+        if self._second.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
             self._joining[peer.name] = self._by_address[peer.address] = peer
             return None
+        self._second.forget(peer)
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
         returned = earlier is not None and earlier is not peer

@@ -41,7 +41,7 @@ _HALF_BYTES = 1 << 20
 #: Handshakes on one connection, and messages in one session.
 _SESSIONS, _MESSAGES = 20, 2000
 #: Connections that are kept open with an accepted key.
-_HELD = 30
+_HELD = 16
 
 
 def free_port() -> int:

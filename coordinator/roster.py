@@ -214,7 +214,8 @@ class Roster:
 
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
-        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
+        who = "" if name == UNKNOWN else f"{name}: "
+        self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
 
     def removed_keys(self, now: float) -> list[str]:
         """Peers whose keys have been removed from the folder since the last call; it is read once a second."""

@@ -15,7 +15,8 @@ from PIL import Image
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import FeatureSet, read_features
-from fedmq.data.remarks import of_labels, sentences
+from fedmq.data.remarks import of_labels, of_vectors, sentences
+from fedmq.data.splits import SPLITS
 from fedmq.encoders import clip
 from fedmq.errors import InputError
 
@@ -102,7 +103,9 @@ def test_rows_of_an_image_apart_in_the_file_or_in_two_splits(tmp_path: Path) -> 
     assert joined.captions.tolist() == [2] * 6
     assert np.array_equal(joined.text[1], text[0, 0] + 1)
     split = np.array(["train"] * 6 + ["test"] * 6)
-    assert len(read(tmp_path, **twice, split=split).image) == 12
+    apart = read(tmp_path, **twice, split=split)
+    assert len(apart.image) == 12
+    assert "6 items of val and test have the image vector of a training item" in sentences(apart.remarks, equal=False)
     keyed = read(tmp_path, **twice, keys=np.array([f"k{i}" for i in range(12)]))
     assert len(keyed.image) == 12
     assert (keyed.split[:6] == keyed.split[6:]).all()
@@ -157,6 +160,14 @@ def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: 
     text = word * count
     kept = clip.tokenise("ViT-B-32", [text, f"{text} and an end"])
     assert clip.cut("ViT-B-32", [text]) == [bool((kept[0] == kept[1]).all())] or kept[0][-1] == 49407
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=20))
+def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(items: list[tuple[int, int]]) -> None:
+    image, split = np.eye(6)[[picture for picture, _ in items]], np.array([code for _, code in items], np.uint8)
+    found = of_vectors(image, image, np.ones(len(items), np.int64), split=split)
+    trained = {picture for picture, code in items if SPLITS[code] == "train"}
+    assert found.known == sum(SPLITS[code] in ("val", "test") and picture in trained for picture, code in items)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
     def init_command(
         file: Annotated[
             Path | None,
-            typer.Argument(metavar="[FILE]", help="The scenario to write; mine.yaml by default.", show_default=False),
+            typer.Argument(metavar="FILE", help="The scenario to write; mine.yaml by default.", show_default=False),
         ] = None,
         data: Annotated[
             str | None,

@@ -36,7 +36,7 @@ def add_status(app: typer.Typer) -> None:
     def status_command(
         run: Annotated[
             Path | None,
-            typer.Argument(metavar="[RUN]", help="A run folder; not needed with --connect.", show_default=False),
+            typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False),
         ] = None,
         connect: Annotated[
             str | None,
@@ -221,7 +221,7 @@ def _refused(status: StatusFile, now: datetime) -> str:
     count = f"{total} message{'s' if total > 1 else ''} refused"
     if status.last_refused_at is None:
         return count
-    return f"{count}, the last {_ago(status.last_refused_at, now)} ago of {printable(status.last_refused)}"
+    return f"{count}, the last {_ago(status.last_refused_at, now)} ago: {printable(status.last_refused)}"
 
 
 def _task(silo: SiloStatus) -> str:

@@ -61,10 +61,10 @@ def _refused(status: Status) -> str:
     reasons, last = status.refused
     if not any(status.refused) or status.refused_ago > _REFUSED_SECONDS:
         return ""
-    ago = f", {status.refused_ago:.0f} s ago," if status.refused_ago >= _FRESH_SECONDS else ""
+    ago = f", {status.refused_ago:.0f} s ago" if status.refused_ago >= _FRESH_SECONDS else ""
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     last = printable(last)
-    return f"{counts}; the last{ago} of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
+    return f"{counts}; the last{ago}: {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
 
 
 def waited_for(status: Status) -> str:

@@ -350,7 +350,7 @@ def prepare_raw(
             **save_present(into, raw.present(todo.kind)),
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
-        remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
+        remarks = of_vectors(image, text, counts, split=todo.split).model_copy(update=_cut(raw, todo.text))
         described = partial(finish, column=raw.column, vocabulary=_words(todo), remarks=remarks)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 

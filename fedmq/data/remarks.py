@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
+from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Stored
 
 
@@ -24,6 +25,7 @@ class Remarks(Stored):
         zero_texts: captions with a vector of zeros.
         same_images: items whose image vector equals an earlier item's.
         same_texts: captions whose vector equals a caption's of an earlier item.
+        known: items of val and test whose image vector equals a training item's.
         cut: captions that are longer than the text encoder reads.
         first_cut: key of the first item with such a caption.
     """
@@ -34,6 +36,7 @@ class Remarks(Stored):
     zero_texts: int = 0
     same_images: int = 0
     same_texts: int = 0
+    known: int = 0
     cut: int = 0
     first_cut: str = ""
 
@@ -51,6 +54,7 @@ def of_vectors(
     text: npt.NDArray[Any],
     counts: npt.NDArray[np.int64],
     present: npt.NDArray[np.bool_] | None = None,
+    split: npt.NDArray[np.uint8] | None = None,
 ) -> Remarks:
     """Counts of zeros and of equal vectors.
 
@@ -59,6 +63,7 @@ def of_vectors(
         text: [N, ...] captions of all items one after the other, one row for an item without captions.
         counts: int64 [n], number of captions of each item.
         present: bool [n, 2], whether each item has an image and captions; None if all have.
+        split: uint8 [n], indices into ``SPLITS``; None counts nothing over splits.
     """
     held = np.repeat(counts > 0, np.maximum(counts, 1))
     owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
@@ -68,16 +73,21 @@ def of_vectors(
         return found
     blank = np.array([not row.any() for row in image])
     zero = int((blank if present is None else blank & present[:, 0]).sum())
-    same = int((same_rows(image) < np.arange(len(image))).sum())
-    return found.model_copy(update={"zero_images": zero, "same_images": same})
+    first = same_rows(image)
+    same, known = int((first < np.arange(len(image))).sum()), 0
+    if split is not None:
+        train, *heldout = (SPLITS.index(name) for name in ("train", "val", "test"))
+        known = int((np.isin(split, heldout) & np.isin(first, first[split == train])).sum())
+    return found.model_copy(update={"zero_images": zero, "same_images": same, "known": known})
 
 
-def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
+def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> list[str]:
     """One line for each count that is not 0.
 
     Args:
         remarks: remarks on a data set.
         equal: also report equal vectors, which many data sets have.
+        known: also report the number of held-out items with the image of a training item.
     """
     notes = (
         (remarks.padding, "rows of zeros after the captions were treated as padding"),
@@ -86,6 +96,7 @@ def sentences(remarks: Remarks, *, equal: bool = True) -> list[str]:
         (remarks.zero_texts, "caption vectors are zeros"),
         (remarks.same_images * equal, "image vectors equal that of an earlier item"),
         (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
+        (remarks.known * known, "items of val and test have the image vector of a training item"),
         (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
     )
     return [f"{count:,} {what}" for count, what in notes if count]

@@ -15,6 +15,7 @@ from fedmq.experiments.grid import ComparisonPlan, shown
 from fedmq.experiments.summary import Row
 from fedmq.runs.results import Statistic, made_otherwise
 from fedmq.runs.run_records import RunSummary
+from fedmq.text import printable
 
 _DIFFERENCE = "difference"
 _BORDERS = 3  # width of a column's borders on a terminal: a line and two spaces
@@ -267,12 +268,17 @@ def markdown(table: Grid, command: str) -> str:
         ),
     ]
     before = "".join(f"    {line}\n" for line in command.splitlines())
-    return f"{before}\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+    return f"{before}\n" + "\n".join(lines) + f"\n\n{markdown_text('; '.join(table.notes))}.\n"
 
 
 def markdown_cell(text: str) -> str:
     """Escape a text for a cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return markdown_text(text).replace("|", "\\|")
+
+
+def markdown_text(text: str) -> str:
+    """A text for Markdown on one line, in which a ``<`` begins no HTML."""
+    return printable(" ".join(text.split())).replace("<", "&lt;")
 
 
 def latex(table: Grid, command: str) -> str:
@@ -290,7 +296,7 @@ def latex(table: Grid, command: str) -> str:
     return "\n".join(
         [
             *(f"% {line}" for line in command.splitlines()),
-            *(f"% {note}" for note in table.notes),
+            *(f"% {printable(note)}" for note in table.notes),
             f"\\begin{{tabular}}{{{columns}}}",
             "  \\toprule",
             head,
@@ -304,7 +310,7 @@ def latex(table: Grid, command: str) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in text)
+    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
 
 
 def plain(rows: Sequence[Row]) -> list[dict[str, object]]:

@@ -427,7 +427,7 @@ def show(facts: DataFacts, out: Console) -> None:
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
-    for line in () if facts.remarks is None else sentences(facts.remarks):
+    for line in () if facts.remarks is None else sentences(facts.remarks, known=False):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())

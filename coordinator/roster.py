@@ -342,12 +342,11 @@ class Roster:
         self._second.forget(peer)
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
-        returned = earlier is not None and earlier is not peer
-        if earlier is not None and returned:
+        if earlier is not None and earlier is not peer:
             self.drop(peer.name)
             self._displaced.add(earlier, peer.address)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
-        return Ready(peer.name, returned)
+        return Ready(peer.name, returned=earlier is not None and earlier is not peer)
 
     def _turn_away(self, peer: Peer, error: RemoteWireError, code: str = "") -> None:
         """End the session of a peer that cannot join, after sending it the reason; ``code`` is that of the error."""

@@ -55,7 +55,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"  # the silo can join, but the reader should know
-    WARNING = "warning"  # it can join with fewer items than the data have
+    WARNING = "warning"  # it can join, and its data have fewer usable items or other content than intended
     SKIPPED = "skipped"  # not possible, e.g. because the coordinator is not running yet
     FAILED = "failed"
 
@@ -147,6 +147,8 @@ def preflight(
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
+    for line in silo.population.prepared.remarks:
+        yield Check("remark", Verdict.WARNING, line)
     if lacking := _left_out(arguments, silo):
         yield Check("items", Verdict.WARNING, lacking)
     yield _disk(arguments, silo, limits)

@@ -123,6 +123,7 @@ class Silo:
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         folder, logs = RunFolder(arguments.out), arguments.logs
         self.store = StateStore(folder.silo_state(self.facts.name))
+        self.epochs = self.store.epochs(self._clock)  # of the last task
         console = logs is not None and logs.console  # has the error
         shown = console and logs is not None and logs.level is LogLevel.DEBUG
         self.errors = ErrorFile(folder.errors(self.facts.name), line=not console, shown=shown)
@@ -199,7 +200,8 @@ class Silo:
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         try:
-            local = replace(self.local(self.store.before(header.sequence)), epochs=self.store.epochs(self._clock))
+            self.epochs = self.store.epochs(self._clock)
+            local = replace(self.local(self.store.before(header.sequence)), epochs=self.epochs)
             trained = self.protocol.train(local, task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
@@ -313,7 +315,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, uri=arguments.connect, samples=start.samples, **start.held)
+        receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples, **start.held)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at
@@ -488,4 +490,6 @@ def reply_to(
     link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
     personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
     done = "trained" if header.kind is Kind.TASK else personal
+    if header.kind is Kind.TASK and silo.epochs.epochs_before:
+        what["continued_after_epoch"] = silo.epochs.epochs_before
     logger.info(done, seconds=round(time.monotonic() - began, 1), **what)

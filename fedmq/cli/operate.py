@@ -101,7 +101,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
         found = "no status.json in it: the run has ended, and an earlier fedmq kept no status"
         raise InputError(str(run), found, f"a run with a status; `fedmq report {run}` shows the results of this one")
     if not path.exists():
-        found = "no status.json in it: the run has not started yet, as not all of its silos have joined"
+        found = "no status.json in it: the run has not started yet, or it ended before its silos had joined"
         raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 

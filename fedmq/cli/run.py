@@ -175,19 +175,15 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
         run: the run.
         created: run folder to remove if the data are refused.
         inline: prepare them in this process.
-        quiet: print nothing.
+        quiet: show no progress.
     """
-    from fedmq.data.label_levels import counts_of  # noqa: PLC0415
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
-    from fedmq.data.remarks import of_labels, sentences  # noqa: PLC0415
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
 
     prepare = processes.population_here if inline else supervisor.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
-    prepared = open_prepared(data)
-    labels = counts_of(prepared.labels, prepared.label_names)
-    for line in () if quiet else (*sentences(prepared.meta.remarks, equal=False), *of_labels(labels, prepared.n)):
+    for line in open_prepared(data).remarks:
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
 

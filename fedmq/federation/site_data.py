@@ -79,6 +79,11 @@ class SiteData:
         return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
 
     @property
+    def remarks(self) -> list[str]:
+        """One line for each kind of content that is probably unintended, such as cut captions."""
+        return self.prepared.remarks
+
+    @property
     def content(self) -> str:
         """The salted digest of the data."""
         return self.statement[0].data
@@ -142,16 +147,19 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
 
-def begin(link: Channel, logger: Logger, **facts: object) -> Callable[[], Message | None]:
+def begin(link: Channel, logger: Logger, data: SiteData | None, **facts: object) -> Callable[[], Message | None]:
     """Start to connect; returns the function that receives the first message.
 
     That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
 
     Args:
         link: channel to the coordinator.
-        logger: the log for operators.
+        logger: the log for operators, which gets the remarks on the data.
+        data: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
+    for line in [] if data is None else data.remarks:
+        logger.warning("remark on the data", found=line)
     link.start()
     logger.info("connecting", **facts)
 

@@ -162,7 +162,16 @@ def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: 
     assert clip.cut("ViT-B-32", [text]) == [bool((kept[0] == kept[1]).all())] or kept[0][-1] == 49407
 
 
+@pytest.mark.slow
+def test_captions_that_stand_for_a_missing_value_are_counted(tmp_path: Path) -> None:
+    texts = ["None", " n/a", "NULL", "none of the dogs", "nandu"]
+    remarks = prepare(photos(tmp_path, texts), Backbone(name="lite"), tmp_path / "cache").meta.remarks
+    assert remarks.placeholders == 3
+    assert any(line.startswith("3 captions say None") for line in sentences(remarks, equal=False))
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=20))
+@settings(max_examples=40, deadline=None)
 def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(items: list[tuple[int, int]]) -> None:
     image, split = np.eye(6)[[picture for picture, _ in items]], np.array([code for _, code in items], np.uint8)
     found = of_vectors(image, image, np.ones(len(items), np.int64), split=split)

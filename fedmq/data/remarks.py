@@ -26,6 +26,7 @@ class Remarks(Stored):
         same_images: items whose image vector equals an earlier item's.
         same_texts: captions whose vector equals a caption's of an earlier item.
         known: items of val and test whose image vector equals a training item's.
+        placeholders: captions such as ``None`` or ``N/A``, which often stand for a missing value.
         cut: captions that are longer than the text encoder reads.
         first_cut: key of the first item with such a caption.
     """
@@ -37,12 +38,13 @@ class Remarks(Stored):
     same_images: int = 0
     same_texts: int = 0
     known: int = 0
+    placeholders: int = 0
     cut: int = 0
     first_cut: str = ""
 
 
-#: Labels, in lower case, with which spreadsheets and databases write a missing value.
-_MISSING = ("none", "null", "n/a", "na", "#n/a", "nil", "-", "?")
+#: Texts, in lower case, with which spreadsheets, databases and programs write a missing value.
+_MISSING = frozenset(("none", "null", "nan", "<na>", "n/a", "na", "#n/a", "nil", "-", "?"))
 #: Labels that a sentence names.
 _NAMED = 5
 #: For a data set without remarks.
@@ -97,9 +99,15 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         (remarks.same_images * equal, "image vectors equal that of an earlier item"),
         (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
         (remarks.known * known, "items of val and test have the image vector of a training item"),
+        (remarks.placeholders, "captions say None, N/A or the like, which often stands for a missing value"),
         (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
     )
     return [f"{count:,} {what}" for count, what in notes if count]
+
+
+def is_placeholder(text: str) -> bool:
+    """Whether a caption or label is a text that often stands for a missing value."""
+    return text.strip().lower() in _MISSING
 
 
 def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
@@ -124,7 +132,7 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
     for name in fine:
         alike[name.casefold()].append(name)
     lines += [f"{len(same)} labels differ only in case: {_some(same)}" for same in alike.values() if len(same) > 1]
-    if missing := [name for name in fine if name.strip().lower() in _MISSING and counts[name]]:
+    if missing := [name for name in fine if is_placeholder(name) and counts[name]]:
         held = sum(counts[name] for name in missing)
         lines.append(f"{held} items have a label that often stands for a missing value: {_some(missing)}")
     return lines

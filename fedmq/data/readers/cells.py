@@ -114,10 +114,10 @@ def one_spelling(labels: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
     Equal are whole numbers, ``1`` and ``1.0``, as a column of numbers with gaps becomes floating-point in pandas; and
     texts that differ only in white space or in Unicode's form of a character, such as an accent.
     """
-    spelling: dict[str, str] = {}
-    for name in sorted({name for item in labels for name in item}, key=lambda name: (len(name), name)):
-        spelling.setdefault(_canonical(name), name)
-    return [tuple(dict.fromkeys(spelling[_canonical(name)] for name in item)) for item in labels]
+    names = sorted({name for item in labels for name in item}, key=lambda name: (len(name), name))
+    shortest: dict[str, str] = {}
+    spelling = {name: shortest.setdefault(_canonical(name), name) for name in names}
+    return [tuple(dict.fromkeys(spelling[name] for name in item)) for item in labels]
 
 
 def _canonical(label: str) -> str:

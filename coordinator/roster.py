@@ -336,17 +336,17 @@ class Roster:
         earlier = self._by_name.get(peer.name)
         probe = Message(self.header(peer.name, Kind.HEARTBEAT))
         # Sending fails if the connection is closed, as that of a process that was killed.
-        if earlier is not None and self._second.must_wait(peer, earlier) and self._send(earlier, probe):
+        if self._second.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
             self._joining[peer.name] = self._by_address[peer.address] = peer
             return None
+        self._second.forget(peer)
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
-        returned = earlier is not None and earlier is not peer
-        if earlier is not None and returned:
+        if earlier is not None and earlier is not peer:
             self.drop(peer.name)
             self._displaced.add(earlier, peer.address)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
-        return Ready(peer.name, returned)
+        return Ready(peer.name, returned=earlier is not None and earlier is not peer)
 
     def _turn_away(self, peer: Peer, error: RemoteWireError, code: str = "") -> None:
         """End the session of a peer that cannot join, after sending it the reason; ``code`` is that of the error."""

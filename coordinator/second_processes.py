@@ -25,17 +25,16 @@ class SecondProcesses:
         self._clock, self._beat = clock, BEAT_SECONDS * patience
         self._waiting: dict[str, tuple[Peer, float]] = {}
 
-    def must_wait(self, peer: Peer, earlier: Peer) -> bool:
+    def must_wait(self, peer: Peer, earlier: Peer | None) -> bool:
         """Whether a session waits until it is clear whether the earlier one of its name goes on.
 
         Args:
             peer: the new session.
-            earlier: the session with which the name has joined.
+            earlier: the session with which the name has joined; None if there is none.
         """
         now = self._clock.stopwatch()
         # A process that begins a session on the same connection has ended the earlier one.
-        if earlier.address == peer.address or now - earlier.heard > LOST_BEATS * self._beat:
-            self._waiting.pop(peer.name, None)
+        if earlier is None or earlier.address == peer.address or now - earlier.heard > LOST_BEATS * self._beat:
             return False
         if not self.waits(peer):
             self._waiting[peer.name] = peer, now
@@ -44,6 +43,10 @@ class SecondProcesses:
     def waits(self, peer: Peer) -> bool:
         """Whether a session waits."""
         return self._waiting.get(peer.name, (None, 0.0))[0] is peer
+
+    def forget(self, peer: Peer) -> None:
+        """A session of this name joins, so none waits any longer."""
+        self._waiting.pop(peer.name, None)
 
     def refused(self, alive: Peer) -> Peer | None:
         """The waiting session that a heartbeat of the earlier one refuses; it is forgotten.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.peers import Ready
 from fedmq.wire.channel import BEAT_SECONDS, DISPLACED, LOST_BEATS
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
@@ -24,9 +25,12 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
     yield from opened_ends(tmp_path)
 
 
-def beat(ends: Ends, connection: Connection, session: Session) -> None:
-    """A heartbeat of a process, and the coordinator's answer to it."""
-    assert ends.passes(connection, flat(seal_message(session, Message(header(session, Kind.HEARTBEAT, 0))))) is not None
+def took(ends: Ends, connection: Connection, session: Session) -> object:
+    """What the roster returns for a heartbeat of a process."""
+    connection.send(flat(seal_message(session, Message(header(session, Kind.HEARTBEAT, 0)))))
+    arrived = ends.listener.receive(1.0)
+    assert arrived is not None
+    return ends.roster.take(*arrived)
 
 
 def joined(ends: Ends, connection: Connection) -> Session:
@@ -43,17 +47,17 @@ def received(connection: Connection, session: Session) -> list[Message]:
     return found
 
 
-def test_the_first_process_keeps_its_place(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_process_keeps_its_place(ends: Ends) -> None:
     here, there = connect("memory://limits"), connect("memory://limits")
     first = joined(ends, here)
     ends.clock.at += BEAT_SECONDS
     second = joined(ends, there)
     assert [each.header.kind for each in received(here, first)] == [Kind.HEARTBEAT], "the coordinator's probe"
     for _ in range(LOST_BEATS):
-        beat(ends, here, first)  # it may have been in transit when the second session began
+        assert took(ends, here, first) is None  # it may have been in transit when the second session began
         assert not received(there, second)
         ends.clock.at += BEAT_SECONDS
-    beat(ends, here, first)
+    assert took(ends, here, first) is None
     (told,) = received(there, second)
     assert [each.code for each in told.payloads if isinstance(each, Error)] == [DISPLACED]
     assert ends.roster.refusal == "silo-00: started twice; the first process takes part"
@@ -62,16 +66,19 @@ def test_the_first_process_keeps_its_place(ends: Ends, capfd: pytest.CaptureFixt
         connection.close()
 
 
-def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends, lost: bool) -> None:
     here, there = connect("memory://limits"), connect("memory://limits")
     joined(ends, here)
     second = joined(ends, there)
     assert ends.roster.joining() == {SILO: ends.clock.at}
     ends.clock.at += LOST_BEATS * BEAT_SECONDS + 0.1
-    beat(ends, there, second)
+    if lost:
+        ends.roster.drop(SILO)
+    assert took(ends, there, second) == Ready(SILO, returned=not lost)
     assert ends.roster.online(SILO) and not ends.roster.joining()
     ends.clock.at += BEAT_SECONDS
-    beat(ends, there, second)
+    assert took(ends, there, second) is None, "it joins once"
     for connection in (here, there):
         connection.close()
 

@@ -147,7 +147,7 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
 
-def begin(link: Channel, logger: Logger, data: SiteData | None, **facts: object) -> Callable[[], Message | None]:
+def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: object) -> Callable[[], Message | None]:
     """Start to connect; returns the function that receives the first message.
 
     That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
@@ -155,10 +155,10 @@ def begin(link: Channel, logger: Logger, data: SiteData | None, **facts: object)
     Args:
         link: channel to the coordinator.
         logger: the log for operators, which gets the remarks on the data.
-        data: the site's own data; None in a simulated partition.
+        own: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
-    for line in [] if data is None else data.remarks:
+    for line in [] if own is None else own.remarks:
         logger.warning("remark on the data", found=line)
     link.start()
     logger.info("connecting", **facts)

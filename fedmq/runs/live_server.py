@@ -51,8 +51,12 @@ _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "r
 CONNECTIONS = 64
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
-#: A report is a file that came with its folder: whatever script is in it, it cannot read the board or other runs.
-_REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": "sandbox allow-scripts allow-downloads allow-modals"}
+#: A report is a file that came with its folder. A script in it can neither read other pages nor send anything.
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-downloads allow-modals; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:"
+)
+_REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": _REPORT_POLICY}
 
 
 @dataclass

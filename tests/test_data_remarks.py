@@ -68,9 +68,9 @@ def test_zeros_and_equal_vectors_are_counted(tmp_path: Path) -> None:
     found = read(tmp_path, image=image, text=text[:, 0], keys=np.array([f"k{i}" for i in range(12)])).remarks
     assert (found.zero_images, found.zero_texts, found.same_images, found.same_texts) == (2, 3, 0, 1)
     assert sentences(found) == [
-        "2 image vectors are zeros",
-        "3 caption vectors are zeros",
-        "1 caption vectors equal one of an earlier item",
+        "2 image vectors are zero",
+        "3 caption vectors are zero",
+        "1 caption vector equals one of an earlier item",
     ]
 
 
@@ -186,7 +186,7 @@ def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(ite
         ({"a": 2, "b": 0, "c": 0}, "2 of 3 labels have no item: b, c"),
         ({"a": 1, "b": 1, "coarse:x": 4}, "no label has two items, so only an item's own texts are relevant to it"),
         ({"Dog": 2, "dog": 3, "cat": 2}, "2 labels differ only in case: Dog, dog"),
-        ({"None": 2, "N/A": 1, "cat": 2}, "3 items have a label that often stands for a missing value: None, N/A"),
+        ({"None": 2, "N/A": 1, "cat": 2}, "3 items with a label that often stands for a missing value: None, N/A"),
     ],
 )
 def test_labels_that_are_probably_unintended_are_reported(counts: dict[str, int], line: str) -> None:

@@ -174,5 +174,5 @@ def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     failed = [check for check in found.values() if check["verdict"] == "failed"]
     assert not failed and found["coordinator"]["verdict"] == "skipped"
     assert held in found["data"]["detail"]
-    assert found["remark"]["verdict"] == "warning" and found["remark"]["detail"] == "1 image vectors are zeros"
+    assert found["remark"]["verdict"] == "warning" and found["remark"]["detail"] == "1 image vector is zero"
     assert not (tmp_path / "run").exists()

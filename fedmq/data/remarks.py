@@ -13,6 +13,7 @@ from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Stored
+from fedmq.text import counted
 
 
 class Remarks(Stored):
@@ -91,18 +92,21 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         equal: also report equal vectors, which many data sets have.
         known: also report the number of held-out items with the image of a training item.
     """
+    heldout = "item of val and test has", "items of val and test have"
+    placeholder = "caption says", "captions say"
+    cut = f"as the text encoder reads only the beginning; first: {remarks.first_cut}"
     notes = (
-        (remarks.padding, "rows of zeros after the captions were treated as padding"),
-        (remarks.merged, "rows with the image of an earlier row were read as captions of one item"),
-        (remarks.zero_images, "image vectors are zeros"),
-        (remarks.zero_texts, "caption vectors are zeros"),
-        (remarks.same_images * equal, "image vectors equal that of an earlier item"),
-        (remarks.same_texts * equal, "caption vectors equal one of an earlier item"),
-        (remarks.known * known, "items of val and test have the image vector of a training item"),
-        (remarks.placeholders, "captions say None, N/A or the like, which often stands for a missing value"),
-        (remarks.cut, f"captions were cut, as the text encoder reads only their beginning; first: {remarks.first_cut}"),
+        (remarks.padding, ("row of zeros", "rows of zeros"), "after the captions treated as padding"),
+        (remarks.merged, ("row", "rows"), "with the image of an earlier row read as captions of one item"),
+        (remarks.zero_images, ("image vector is", "image vectors are"), "zero"),
+        (remarks.zero_texts, ("caption vector is", "caption vectors are"), "zero"),
+        (remarks.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
+        (remarks.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
+        (remarks.known * known, heldout, "the image vector of a training item"),
+        (remarks.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
+        (remarks.cut, ("caption was cut,", "captions were cut,"), cut),
     )
-    return [f"{count:,} {what}" for count, what in notes if count]
+    return [f"{count:,} {one if count == 1 else many} {rest}" for count, (one, many), rest in notes if count]
 
 
 def is_placeholder(text: str) -> bool:
@@ -134,7 +138,7 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
     lines += [f"{len(same)} labels differ only in case: {_some(same)}" for same in alike.values() if len(same) > 1]
     if missing := [name for name in fine if is_placeholder(name) and counts[name]]:
         held = sum(counts[name] for name in missing)
-        lines.append(f"{held} items have a label that often stands for a missing value: {_some(missing)}")
+        lines.append(f"{counted(held, 'item')} with a label that often stands for a missing value: {_some(missing)}")
     return lines
 
 

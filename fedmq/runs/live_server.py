@@ -363,7 +363,7 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     config = uvicorn.Config(
         app,
         http=_bounded_protocol(),
-        # At most so many are accepted before those above the limit are closed.
+        # The kernel queues at most this many connections; those above the limit are closed once accepted.
         backlog=CONNECTIONS,
         log_level="error",
         access_log=False,

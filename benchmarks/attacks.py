@@ -40,6 +40,8 @@ _HALF_SENT = 40
 _HALF_BYTES = 1 << 20
 #: Handshakes on one connection, and messages in one session.
 _SESSIONS, _MESSAGES = 20, 2000
+#: Connections that are kept open with an accepted key.
+_HELD = 16
 
 
 def free_port() -> int:
@@ -210,6 +212,22 @@ def messages_with_key(target: Target) -> None:
     connection.close()
 
 
+def held_connections_with_key(target: Target) -> None:
+    """Keep many connections of an accepted key open, and send noise on each; those that are closed connect again."""
+
+    def hold() -> None:
+        connection = _with_key(target)
+        while not target.over.wait(0.2):
+            connection.send((b"x" * 200, b"y" * 200))
+        connection.close()
+
+    threads = [threading.Thread(target=hold, daemon=True) for _ in range(_HELD)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
 ATTACKS: Mapping[str, Callable[[Target], None]] = {
     "idle connections": idle_connections,
     "endless multipart": endless_multipart,
@@ -219,6 +237,7 @@ ATTACKS: Mapping[str, Callable[[Target], None]] = {
     "flood with a key": flood_with_key,
     "new sessions with a key": new_sessions_with_key,
     "messages with a key": messages_with_key,
+    "held connections with a key": held_connections_with_key,
 }
 
 

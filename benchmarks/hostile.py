@@ -1,9 +1,9 @@
 """Attacks on the coordinator of an honest run: ``python -m benchmarks.hostile [--only A,B] [--limit-s 600]``.
 
 For each attack the processes of ``scenarios/smoke.yaml``, without the last of five silos, are started over TCP on this
-machine, and the coordinator is attacked until it ends. Printed are the model's digest, the peak memory of the
-coordinator and the size of its log; the exit code is 1 if a digest differs from that of the undisturbed run, or a run
-does not end.
+machine, and the coordinator is attacked until it ends. Printed are the model's digest, the coordinator's peak memory,
+the most file descriptors that it had open, and the size of its log. The exit code is 1 if a digest differs from that of
+the undisturbed run, or a run does not end.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Outcome:
         digest: of the released model; empty if the run did not end.
         seconds: until the coordinator ended.
         memory: peak resident memory of the coordinator [MiB].
+        descriptors: most file descriptors that the coordinator had open.
         log: size of the coordinator's message log [KiB].
     """
 
     digest: str
     seconds: float
     memory: float
+    descriptors: int
     log: float
 
 
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in names[1:] if name not in (*_RELAYS, *ATTACKS)]:
         parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join((*_RELAYS, *ATTACKS))}")
     run = resolve(read(_SCENARIO, HOSTILE_SETTINGS), protocols).id
-    columns = ("attack", "digest", "seconds", "peak memory", "growth", "log", "growth")
+    columns = ("attack", "digest", "seconds", "peak memory", "growth", "descriptors", "log", "growth")
     table = Table(*columns, title="coordinator of smoke under attack; growth over the undisturbed run")
     began, console, outcomes = time.monotonic(), Console(width=110), dict[str, Outcome]()
     for name in names:
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         honest = outcomes[_UNDISTURBED]
         more = f"{outcome.memory - honest.memory:+.0f} MiB", f"{outcome.log - honest.log:+.0f} KiB"
         digest = outcome.digest[:12] or "did not end"
-        table.add_row(name, digest, f"{outcome.seconds:.0f}", memory, more[0], log, more[1])
+        table.add_row(name, digest, f"{outcome.seconds:.0f}", memory, more[0], str(outcome.descriptors), log, more[1])
     console.print(table)
     digests = {outcome.digest for outcome in outcomes.values()}
     return int(digests == {""} or len(digests) > 1)
@@ -102,7 +104,7 @@ def _run(attack: str, run: str) -> Outcome:
             common = ("--connect", uri, "--keys", keys, "--out", out)
             processes.append(_start(folder, "evaluator", *common))
             processes += [_start(folder, "silo", "--name", f"silo-0{index}", *common) for index in range(4)]
-            memory = _peak(processes[0])
+            memory, descriptors = _peak(processes[0])
         finally:
             over.set()
             for process in processes:
@@ -113,7 +115,7 @@ def _run(attack: str, run: str) -> Outcome:
         digest = json.loads(summary.read_text())["model_digest"] if summary.exists() else ""
         log = RunFolder(out).messages(COORDINATOR)
         size = log.stat().st_size / 1024 if log.exists() else 0.0
-        return Outcome(digest, time.monotonic() - began, memory / 2**20, size)
+        return Outcome(digest, time.monotonic() - began, memory / 2**20, descriptors, size)
 
 
 def _start(folder: Path, program: str, *options: object) -> subprocess.Popen[bytes]:
@@ -134,16 +136,17 @@ def _wait_for(port: int) -> None:
             return
 
 
-def _peak(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process to end; returns its peak resident memory [bytes]."""
-    peak, until = 0, time.monotonic() + _RUN_SECONDS
+def _peak(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Wait for a process to end; returns its peak resident memory [bytes] and most open file descriptors."""
+    peak, descriptors, until = 0, 0, time.monotonic() + _RUN_SECONDS
     while process.poll() is None and time.monotonic() < until:
         try:
             peak = max(peak, psutil.Process(process.pid).memory_info().rss)
+            descriptors = max(descriptors, psutil.Process(process.pid).num_fds())
         except psutil.NoSuchProcess:
             break
         time.sleep(0.1)
-    return peak
+    return peak, descriptors
 
 
 if __name__ == "__main__":

@@ -130,11 +130,16 @@ def check_robust(run_context: RunContext) -> None:
         return
     allowed = f"at least {LEAST}, as with fewer no false one can be identified; or norm_bound with a bound"
     if (wanted := plan.wanted(1)) < LEAST:
-        raise InputError(f"aggregation.robust.rule: {robust.rule}", f"merges of {wanted} replies", allowed)
+        raise InputError(
+            f"aggregation.robust.rule: {robust.rule}",
+            f"merges of {wanted} {'reply' if wanted == 1 else 'replies'}",
+            allowed,
+        )
     for modality in ("image", "text"):
         silos = [silo.name for silo in judged if getattr(silo, modality)]
         if robust.rule in ("median", "trimmed_mean") and 0 < len(silos) < LEAST:
-            found = f"{len(silos)} silos that train {modality}: {', '.join(silos)}"
+            what = "silo that trains" if len(silos) == 1 else "silos that train"
+            found = f"{len(silos)} {what} {modality}: {', '.join(silos)}"
             raise InputError(f"aggregation.robust.rule: {robust.rule}", found, allowed)
 
 

@@ -62,6 +62,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     method = protocols.create(scenario.protocol, context)
     split, counts = scenario.evaluation.split, data.evaluated
     samples, pairs = _samples(scenario, data, method), data.pairs(split)
+    _check_own_galleries(scenario, data)
     evaluated = None if counts is None else EvaluatedItems(split=split, images=counts[0], captions=counts[1])
     run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs, evaluated)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
@@ -116,6 +117,15 @@ def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tu
             what = f"{silo.name} with a single pair, which has no negatives"
             raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
     return tuple(samples)
+
+
+def _check_own_galleries(scenario: Scenario, data: RunData) -> None:
+    """Refuse a gallery of a silo's own that has a single pair, in which every model finds the right item."""
+    pairs = data.pairs(scenario.evaluation.split)
+    lone = [silo.name for silo, count in zip(data.silos, pairs, strict=True) if count == 1]
+    if scenario.evaluation.silo_gallery == "own" and lone:
+        found = f"own with {lone[0]}, whose gallery has a single pair, so R@1 is 1 for any model"
+        raise InputError("evaluation.silo_gallery", found, "whole, fewer silos, or more held-out items")
 
 
 def _check_labels(scenario: Scenario, data: RunData) -> None:

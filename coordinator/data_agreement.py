@@ -125,6 +125,9 @@ def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log
     write_json(folder.agreement, admission.record().plain())
     silos = sum(silo.image or silo.text for silo in data.silos)
     log.note(NoteKind.AGREED, data_digest=data.digest, silos=silos, labels=len(data.label_names))
+    for silo in data.silos:
+        if silo.image != silo.text:  # its operator may have forgotten the other modality
+            log.logger.info(f"{silo.name} has {'images' if silo.image else 'captions'} only")
     roster.offer()
     return data
 

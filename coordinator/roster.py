@@ -14,6 +14,7 @@ from coordinator.inquiries import Inquiries
 from coordinator.peer_sessions import Peer, PendingHandshake
 from coordinator.peers import HeaderMaker, Ready, Unusable
 from coordinator.scenario_reports import ScenarioReports
+from coordinator.second_processes import SecondProcesses
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
@@ -94,6 +95,7 @@ class Roster:
         self.inquiries: Inquiries | None = None
         self._reports = ScenarioReports(log)
         self._displaced = DisplacedSessions(clock, patience, log.logger)
+        self._second = SecondProcesses(clock, patience)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -212,7 +214,8 @@ class Roster:
 
     def _count(self, name: str, error: RemoteWireError) -> None:
         self.refused[error.reason] += 1
-        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
+        who = "" if name == UNKNOWN else f"{name}: "
+        self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
 
     def removed_keys(self, now: float) -> list[str]:
         """Peers whose keys have been removed from the folder since the last call; it is read once a second."""
@@ -328,27 +331,39 @@ class Roster:
         if not self.online(name):
             self.failures[name] = f"another scenario: {keys}"
 
-    def _admit(self, peer: Peer) -> Ready:
-        """Replace an older session of the peer's name with this one."""
+    def _admit(self, peer: Peer) -> Ready | None:
+        """Replace an older session of the peer's name with this one, unless a process may still use the older one."""
+        earlier = self._by_name.get(peer.name)
+        probe = Message(self.header(peer.name, Kind.HEARTBEAT))
+        # Sending fails if the connection is closed, as that of a process that was killed.
+        if self._second.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
+            self._joining[peer.name] = self._by_address[peer.address] = peer
+            return None
+        self._second.forget(peer)
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
-        earlier = self._by_name.get(peer.name)
-        returned = earlier is not peer and self.drop(peer.name)
-        if returned and earlier is not None:
+        if earlier is not None and earlier is not peer:
+            self.drop(peer.name)
             self._displaced.add(earlier, peer.address)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
-        return Ready(peer.name, returned)
+        return Ready(peer.name, returned=earlier is not None and earlier is not peer)
 
-    def _turn_away(self, peer: Peer, error: RemoteWireError) -> None:
-        """End the session of a peer that cannot join, after sending it the reason."""
-        self._send(
-            peer, Message(self.header(peer.name, Kind.ERROR), (Error.saying(str(Reason(error.reason)), error.detail),))
-        )
+    def _turn_away(self, peer: Peer, error: RemoteWireError, code: str = "") -> None:
+        """End the session of a peer that cannot join, after sending it the reason; ``code`` is that of the error."""
+        reason = Error.saying(code or str(Reason(error.reason)), error.detail)
+        self._send(peer, Message(self.header(peer.name, Kind.ERROR), (reason,)))
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
         if self._joining.get(peer.name) is peer:
             del self._joining[peer.name]
         self._by_address.pop(peer.address, None)
+
+    def _refuse_second(self, alive: Peer) -> None:
+        """Refuse the session of a second process with the key of a peer whose session goes on."""
+        if (second := self._second.refused(alive)) is not None:
+            error = RemoteWireError(Reason.UNEXPECTED, "started twice; the first process takes part")
+            self.refuse(alive.name, error, 0)
+            self._turn_away(second, error, DISPLACED)
 
     def _stated(self, peer: Peer, message: Message) -> Ready | None:
         """Handle what a peer states about its data, or confirms."""
@@ -407,8 +422,9 @@ class Roster:
         self.received += 1
         self._log.message("received", message, opened.tag, size)
         if message.header.kind is Kind.HEARTBEAT:
+            self._refuse_second(peer)
             self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
-            return None
+            return self._admit(peer) if self._second.waits(peer) else None
         if message.header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
             return self._stated(peer, message)
         return message

@@ -17,8 +17,8 @@ from fedmq.clock import Clock
 from fedmq.errors import DivergedError, FedmqError
 from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
-from fedmq.runs.gallery_size import gallery_with, meaningful
-from fedmq.runs.run_records import MergeLine
+from fedmq.runs.gallery_size import gallery_with, meaningful, own_gallery
+from fedmq.runs.run_records import MergeLine, OwnHeldOutLine
 from fedmq.runs.status import ERROR_CHARACTERS, FAILED, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.storage.logs import Logger
 from fedmq.storage.run_folder import write_json
@@ -70,7 +70,7 @@ class StatusReport:
         self._seen = set[str]()
         self._error: FedmqError | None = None
         self.latest: StatusFile | None = None
-        self._metrics = evaluation.metrics
+        self._reported = evaluation.metrics_version
         known = run_context.evaluated
         self._gallery = None if known is None else gallery_with(known)
 
@@ -103,11 +103,10 @@ class StatusReport:
             force: report it in any case.
         """
         now, self._seen = self._clock.stopwatch(), seen
-        if self._evaluation.metrics is not self._metrics:
-            self._metrics = self._evaluation.metrics
-            found = self._meaningful()
+        if (version := self._latest_round()) != self._reported:
+            self._reported, found = version, self._latest()
             brief = {name: round(found[name], 4) for name in BRIEF if name in found}
-            self._logger.info("evaluated", round=self._evaluation.metrics_version, **brief)
+            self._logger.info("evaluated", round=version, **brief)
         if force or now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             self._show(self._status(rounds, seen, now))
@@ -119,9 +118,20 @@ class StatusReport:
                     self._run_context.folder.status, self.latest.model_dump(mode="json", exclude={"coordinator"})
                 )
 
-    def _meaningful(self) -> dict[str, float]:
-        """The latest metrics without recalls that every model reaches."""
-        return meaningful(self._evaluation.metrics, self._gallery)
+    @property
+    def _own(self) -> OwnHeldOutLine | None:
+        """The latest evaluation on the silos' own held-out items, which counts in a run without an evaluator."""
+        return None if self._evaluation.evaluators else self._evaluation.own.last
+
+    def _latest_round(self) -> int | None:
+        """The latest round evaluated; None before the first evaluation."""
+        return self._evaluation.metrics_version if self._own is None else self._own.version
+
+    def _latest(self) -> dict[str, float]:
+        """Its metrics, without recalls that every model reaches."""
+        if self._own is None:
+            return meaningful(self._evaluation.metrics, self._gallery)
+        return meaningful(self._own.metrics, own_gallery(self._own))
 
     def _status(self, rounds: Rounds, seen: set[str], now: float) -> Status:
         roster, counters = self._roster, self._counters
@@ -136,8 +146,8 @@ class StatusReport:
             online=sum(map(roster.online, self._names)),
             lost=sum(not roster.online(name) for name in seen),
             loss=self._loss,
-            metrics=self._meaningful(),
-            metrics_round=self._evaluation.metrics_version,
+            metrics=self._latest(),
+            metrics_round=self._latest_round(),
             bytes=counters.up.total() + counters.down.total(),
             now=self._clock.now(),
             elapsed=now - self._began,
@@ -167,8 +177,8 @@ class StatusReport:
             rounds=self._run_context.scenario.rounds,
             loss=self._loss,
             diverged=isinstance(self._error, DivergedError),
-            metrics=self._meaningful(),
-            metrics_round=self._evaluation.metrics_version,
+            metrics=self._latest(),
+            metrics_round=self._latest_round(),
             evaluated=self._run_context.evaluated,
             up=counters.up.total(),
             down=counters.down.total(),

@@ -116,8 +116,9 @@ class Snapshots:
         if saved:
             identity = identity_of(self._local, self._task, self._base)
             resumed = restore(saved, identity, self._local.model, self._optimisers, self._generator, self._dropout)
-            if resumed is not None:
+            if resumed is not None and self._store is not None:
                 epochs, sums = resumed
+                self._store.resumed(epochs)
                 return epochs, sums[0].to(total.device), int(sums[1])
         return 0, total, 0
 

@@ -160,6 +160,7 @@ class TaskEpochs:
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path, self._clock, self._last = path, clock, clock.stopwatch()
+        self.epochs_before = 0  # of the task, done by an earlier process
 
     def load(self) -> Mapping[str, torch.Tensor]:
         """The snapshot that an earlier process kept; empty if there is none, or it is damaged."""
@@ -169,6 +170,10 @@ class TaskEpochs:
             return _load(self._path)
         except (OSError, SafetensorError, InputError):
             return {}
+
+    def resumed(self, epochs: int) -> None:
+        """Note that training continues after this number of epochs."""
+        self.epochs_before = epochs
 
     def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep a snapshot, if the last one or the start of the task was long ago."""

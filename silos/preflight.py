@@ -24,7 +24,7 @@ from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
-from fedmq.federation.population import build_population, device_of
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
 from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
@@ -42,6 +42,7 @@ from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 from protocols._missing_branch import shortened
 from silos.program import Silo, SiloArguments
+from silos.start_checks import check_device
 
 #: Advice if the scenarios differ.
 _SAME = "both sides need the same file and the same --set and --seed"
@@ -54,7 +55,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"  # the silo can join, but the reader should know
-    WARNING = "warning"  # it can join with fewer items than the data have
+    WARNING = "warning"  # it can join, and its data have fewer usable items or other content than intended
     SKIPPED = "skipped"  # not possible, e.g. because the coordinator is not running yet
     FAILED = "failed"
 
@@ -131,7 +132,7 @@ def preflight(
         except FedmqError as error:
             yield Check("policy", Verdict.FAILED, str(error))
     try:
-        device_of(_here(arguments).device)
+        check_device(arguments.device, arguments.scenario.device, arguments.site)
     except InputError as error:
         yield Check("device", Verdict.FAILED, str(error))
         return
@@ -146,6 +147,8 @@ def preflight(
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
+    for line in silo.population.prepared.remarks:
+        yield Check("remark", Verdict.WARNING, line)
     if lacking := _left_out(arguments, silo):
         yield Check("items", Verdict.WARNING, lacking)
     yield _disk(arguments, silo, limits)

@@ -21,7 +21,7 @@ from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
-from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import update_transforms
 from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
@@ -48,6 +48,7 @@ from fedmq.wire.scenario_query import ScenarioComparison
 from protocols._missing_branch import shortened
 from silos.failure_reports import FailureReport
 from silos.personal_state import StateNotes, StateStore
+from silos.start_checks import check_device, check_name
 from silos.training_slots import Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -122,6 +123,7 @@ class Silo:
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         folder, logs = RunFolder(arguments.out), arguments.logs
         self.store = StateStore(folder.silo_state(self.facts.name))
+        self.epochs = self.store.epochs(self._clock)  # of the last task
         console = logs is not None and logs.console  # has the error
         shown = console and logs is not None and logs.level is LogLevel.DEBUG
         self.errors = ErrorFile(folder.errors(self.facts.name), line=not console, shown=shown)
@@ -198,7 +200,8 @@ class Silo:
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         try:
-            local = replace(self.local(self.store.before(header.sequence)), epochs=self.store.epochs(self._clock))
+            self.epochs = self.store.epochs(self._clock)
+            local = replace(self.local(self.store.before(header.sequence)), epochs=self.epochs)
             trained = self.protocol.train(local, task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
@@ -312,7 +315,7 @@ def run_silo(
         silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, uri=arguments.connect, samples=start.samples)
+        receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples, **start.held)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             last_message["sent_at"] = message.header.sent_at
@@ -345,10 +348,8 @@ def run_silo(
 
 def _check_start(arguments: SiloArguments) -> None:
     """Check the silo's name and its device, before anything is written or sent."""
-    names = arguments.scenario.silo_names
-    if arguments.name not in names:
-        raise InputError("--name", arguments.name, f"{names[0]} to {names[-1]}")
-    device_of(arguments.device or arguments.scenario.device, names.index(arguments.name))
+    scenario, site = arguments.scenario, arguments.site
+    check_device(arguments.device, scenario.device, site, check_name(arguments.name, scenario.silo_names, site))
 
 
 def _log_and_channel(
@@ -431,6 +432,11 @@ class SiloStart:
         statement = population.statement(population.facts(name), items, run.id)
         return cls(arguments, identity, (statement,), len(silo.dataset), population.prepared.content, silo)
 
+    @property
+    def held(self) -> dict[str, str]:
+        """The modalities of a silo with its own data, for the log."""
+        return {} if self.data is None else {"data": self.data.held}
+
     def agreed(self, message: Message) -> Silo:
         """The silo, once the silos have agreed on labels and inputs.
 
@@ -484,4 +490,6 @@ def reply_to(
     link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
     personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
     done = "trained" if header.kind is Kind.TASK else personal
+    if header.kind is Kind.TASK and silo.epochs.epochs_before:
+        what["continued_after_epoch"] = silo.epochs.epochs_before
     logger.info(done, seconds=round(time.monotonic() - began, 1), **what)

@@ -102,7 +102,7 @@ class Sites:
 
     def _give_keys(self, folder: Path, name: str) -> None:
         accepted = folder / "keys" / "accepted"
-        accepted.mkdir(parents=True, exist_ok=True)
+        accepted.mkdir(0o755, parents=True, exist_ok=True)
         for public in (self.root / "all" / "accepted").iterdir():
             (accepted / public.name).write_bytes(public.read_bytes())
         private = folder / "keys" / f"{name}.key"

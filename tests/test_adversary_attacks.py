@@ -184,6 +184,7 @@ def test_a_refused_peer_learns_the_reason_and_the_coordinator_logs_its_name_and_
     listener.close()
     assert "127.0.0.1: a key that is not accepted" in refused[0]
     assert f"claims to be silo-01, with the unknown key SHA256 {fingerprint(stranger.public_key())}" in refused[1]
+    assert refused[1].endswith("`fedmq keys accept` accepts its request")
 
 
 @pytest.mark.slow

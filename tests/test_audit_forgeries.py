@@ -513,7 +513,7 @@ def test_keys_made_at_the_sites_prove_who_signed_and_a_missing_one_is_no_differe
     assert (code, found["findings"], found["without_key"]) == (0, [], ["coordinator"])
     assert f"`fedmq keys accept {keys} {keys}/coordinator.request` adds it" in found["not_proven"]
     shutil.rmtree(keys / "accepted")
-    (keys / "accepted").mkdir()
+    (keys / "accepted").mkdir(0o755)
     with pytest.raises(InputError, match="no keys"):
         CliRunner().invoke(cli.app, ["audit", str(run), "--keys", str(keys)], catch_exceptions=False)
 

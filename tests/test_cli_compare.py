@@ -59,6 +59,10 @@ def test_the_help_shows_a_plain_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--select-rounds", "1"], "--select-rounds: found"),
         (["compare", "TINY", "--select-seed", "1"], "--select-seed: found"),
         (["compare", "TINY", "--select", "training.learning_rate=1,1.0"], "candidates that differ"),
+        (["compare", "TINY", "--select", "device=cpu,auto"], "it trains the same model as device"),
+        (["compare", "TINY", "--select", "evaluation.fold_size=10,20"], "it trains the same model as"),
+        (["compare", "TINY", "--select", "silos.slots=1,2"], "it trains the same model as"),
+        (["compare", "TINY", "--select", "wire.padding=true,false"], "it trains the same model as"),
         (["compare", "TINY", "--metric", "bytes.sideways"], "--metric: found"),
         (["compare", "TINY", "--metric", "fairness.wurst_r1"], "fairness with one of worst_r1"),
         (["compare", "TINY", "--target", "mean_r1=50"], "a value from 0 to 1"),
@@ -285,6 +289,19 @@ def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
     lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[04]-*.yaml"))]
     assert sorted(lengths) == [3, 3, 3, 4]
     assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_choice_on_the_evaluated_split_is_reported_before_and_with_the_results(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, split: str
+) -> None:
+    app, _ = simulated_runs
+    options = ["--select", "training.learning_rate=0.1,0.3", "--set", f"evaluation.split={split}", "--seeds", "0"]
+    done = CliRunner().invoke(app, ["compare", str(tiny), *options, "--metric", "mean_r1", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.stderr
+    warning = "evaluation.split is val, on which --select chooses"
+    for text in (done.stderr, (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()):
+        assert (warning in text) == (split == "val")
 
 
 def test_the_results_of_a_comparison_file_record_its_command(

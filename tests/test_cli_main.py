@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -409,7 +410,13 @@ def test_an_address_that_cannot_be_bound_writes_nothing(
     assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
     out, taken = tmp_path / "out", "tcp://192.0.2.1:5555"
     assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
-    assert "an address that is free and belongs to this machine" in capfd.readouterr().err
+    assert "an address that is free and belongs to this machine\n" in capfd.readouterr().err
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        taken = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
+    assert "another process listens there, e.g. another coordinator" in capfd.readouterr().err
     assert not out.exists()
 
 

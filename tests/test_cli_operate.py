@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -115,8 +117,6 @@ def test_an_unfinished_run_is_not_pruned(tiny: Path, tmp_path: Path) -> None:
 
 def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> None:
     status = read_status(finished / "status.json")
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match="--metrics-port"):
@@ -131,3 +131,32 @@ def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> No
     assert 'fedmq_silos{phase="done"} 4.0' in text
     assert f'fedmq_payload_bytes_total{{direction="up"}} {float(status.up)}' in text
     assert 'fedmq_metric{metric="mean_r1"}' in text
+
+
+def test_metrics_are_not_served_under_another_name_or_to_any_number_of_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    close = prometheus.serve(port, lambda: None)
+
+    def status_for(host: str) -> int:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    try:
+        own = (f"127.0.0.1:{port}", "localhost", "[::1]:9400", "192.0.2.1", socket.gethostname())
+        assert [status_for(host) for host in own] == [200] * len(own)
+        assert [status_for(host) for host in ("rebound.example", f"rebound.example:{port}", "127.0.0.1.example")] == [
+            403
+        ] * 3
+        idle = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(prometheus.CONNECTIONS + 1)]
+        idle[0].settimeout(10)
+        assert idle[0].recv(1) == b"", "the oldest is closed"
+        assert status_for("localhost") == 200
+        for each in idle:
+            each.close()
+    finally:
+        close()

@@ -48,7 +48,7 @@ def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) 
             show(Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed))
         show(Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
     shown = screen.getvalue().splitlines()[1:]
-    refused_frames = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b\\nround 4/4"
+    refused_frames = "3 bad_signature, 4 wrong_run; the last: unknown: run [red]a, here b\\nround 4/4"
     assert shown[:2] == [
         f"waiting for silo-02, silo-03 and the evaluator  refused: {refused_frames}",
         f"waiting for the evaluator  refused: {refused_frames}",
@@ -82,8 +82,8 @@ def test_the_last_refusal_is_shown_with_its_age_and_only_for_a_minute(tiny: Path
             show(Status("collecting", 1, 4, 3, (), wrong, 4, 0, None, {}, 0, 0.0, at, refused_ago=ago))
     shown = [line.partition("  refused: ")[2] for line in screen.getvalue().splitlines()[1:]]
     assert shown == [
-        "8 unknown_sender; the last of silo-09: no such key",
-        "8 unknown_sender; the last, 34 s ago, of silo-09: no such key",
+        "8 unknown_sender; the last: silo-09: no such key",
+        "8 unknown_sender; the last, 34 s ago: silo-09: no such key",
         "",
     ]
 
@@ -110,9 +110,7 @@ def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
             "title",
         )
     )
-    assert (
-        "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x\\x1b" in screen.getvalue()
-    )
+    assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last: silo-02: [red]x\\x1b" in screen.getvalue()
 
 
 def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_perfect_score_on_five_items_is_shown_with_their_number_and_without_ce
     for text in (printed(found), model_card(CONFIG, found, "FedAvg", "test")):
         assert "5 test images, 5 captions" in text
         assert "R@5 and R@10 are not shown" in text.replace("recall@", "R@")
-        assert "oarse metrics (5 test images, 5 captions)" in text
+        assert "ew items (5 test images, 5 captions)" in text
     rows = [line for line in printed(found).splitlines() if line.startswith("│")]
     assert [row.split("│")[2:5] for row in rows[-3:]] == [[" 1.0000 ", " -   ", " -    "]] * 3
     card = model_card(CONFIG, found, "FedAvg", "test")
@@ -95,7 +95,9 @@ def test_without_an_evaluator_the_galleries_of_the_silos_are_stated() -> None:
         assert "16 held-out pairs, 4 to 12" in " ".join(text.split())
         assert "R@5 and R@10 are not shown: with 4 items to retrieve from" in " ".join(text.split())
         # 16 queries a direction: one of them is a sixteenth of a direction's R@1, and half of that of the mean.
-        assert "changes R@1 by 0.062 in its direction and by 0.031 in the mean" in " ".join(text.split())
+        assert "changes the R@1 of its direction by 0.062, and the mean of both directions by 0.031" in " ".join(
+            text.split()
+        )
 
 
 def test_every_line_of_a_result_fits_80_columns() -> None:

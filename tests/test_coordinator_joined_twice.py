@@ -17,6 +17,7 @@ from fedmq.storage.logs import LogFormat, LogOptions
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import load_accepted, load_identity
 from silos.program import SiloArguments, run_silo
+from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,9 @@ def lines(path: Path) -> list[str]:
 
 
 def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -> None:
-    run = OwnRun(tmp_path, {"rounds": 1})
+    held = of_hospital(arrays(), HOSPITALS[0])
+    held["image"][1] = 0
+    run = OwnRun(tmp_path, {"rounds": 1}, data={"silo-00": held})
     log, first, second = (tmp_path / f"{name}.log" for name in ("coordinator", "first", "second"))
     files = {path: LogOptions(file=path, console=False, format=LogFormat.JSON) for path in (log, first, second)}
     ended: list[str] = []
@@ -64,6 +67,7 @@ def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -
     threads = [threading.Thread(target=silo, args=each) for each in (("one", first), ("two", second))]
     threads[0].start()
     run.start("silo-01")
+    wait_for(lambda: "remark on the data" in lines(first))
     waiting = "accepted by the coordinator; waiting for the other silos"
     wait_for(lambda: waiting in lines(first) and run.stated("silo-01"))
     found = status(run).silos
@@ -71,7 +75,7 @@ def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -
     assert found["silo-00"].heard is not None and found["silo-02"].heard is None
     threads[1].start()
     wait_for(lambda: ended)
-    assert "another process that has joined with this key" in ended[0]
+    assert "another process that takes part with this key" in ended[0]
     assert status(run).silos["silo-00"].phase is SiloPhase.WAITING, "the second one"
     run.start("silo-02")
     for thread in (*threads, coordinator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_labels_separated_by_bars_and_lists_of_labels_are_read(cell: str, labels
 @pytest.mark.parametrize(
     "cell",
     ["dog,sky", "dog; sky", "dog\nsky", "['dog' 'sky']", "['dog', sky]", "[dog, sky]", "{'dog': 1}", "['dog'", "[1 2]",
+     "dog\uff0csky", "dog\u3001sky", "dog\uff1bsky", "<dog><sky>", "[b'dog', b'sky']", "b'dog'",
      "array(['dog'])", "Index(['dog'], dtype='object')", "['dog', nan]", "[['dog'], ['sky']]", "['dog', '\\x']"],
 )  # fmt: skip
 def test_cells_that_look_like_several_labels_but_cannot_be_read_are_refused(cell: str) -> None:
@@ -53,8 +55,9 @@ def test_captions_may_hold_commas_and_brackets_but_lists_of_them_are_read() -> N
     assert captions_of("here", "[applause]") == ["[applause]"]
     assert captions_of("here", "['a, dog', \"it's\"]") == ["a, dog", "it's"]
     assert captions_of("here", "nan") == []
-    with pytest.raises(InputError, match="list of quoted texts"):
-        captions_of("here", "['a dog' 'a cat']")
+    for cell in ("['a dog' 'a cat']", "b'a dog'", "[b'a dog', b'a cat']"):
+        with pytest.raises(InputError, match="list of quoted texts"):
+            captions_of("here", cell)
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["C"]), min_size=1)))
@@ -78,6 +81,15 @@ def test_whole_numbers_with_and_without_decimals_are_one_label() -> None:
     assert one_spelling([("1",), ("1.0",), ("2.0", "dog"), ("2.5",), ("01",)]) == [
         ("1",), ("1",), ("2.0", "dog"), ("2.5",), ("01",)
     ]  # fmt: skip
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1), st.text(" \t\xa0\u3000", min_size=1))
+def test_labels_that_differ_only_in_spaces_or_forms_of_characters_are_one(word: str, space: str) -> None:
+    forms = [unicodedata.normalize(form, f"{word}{space}{word}") for form in ("NFC", "NFD")]
+    several = [*forms, f"{word} {word}", f" {forms[1]}{space}"]
+    found = one_spelling([(each,) for each in several])
+    assert len(set(found)) == 1 and found[0][0] in several
+    assert one_spelling([("Dog",), ("dog",)]) == [("Dog",), ("dog",)]
 
 
 def test_a_column_of_numbers_that_pandas_wrote_with_gaps_has_the_labels_it_had_before(tmp_path: Path) -> None:

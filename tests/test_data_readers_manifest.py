@@ -20,6 +20,14 @@ def test_paths_in_a_jsonl_manifest_are_relative_to_its_folder(tmp_path: Path) ->
     assert found.pictures.frames(1)[0].shape == (16, 16, 3)
 
 
+def test_captions_in_which_nothing_is_visible_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"image": "a.png", "captions": ["\u200b", "\u2060 \ufeff", "a dog", "\U0001f415"]},
+        {"image": "b.png", "caption": "\xad"},
+    ]
+    assert read("manifest", data_set_folders.manifest(tmp_path, rows)).captions == (("a dog", "\U0001f415"), ())
+
+
 def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
     whole = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
     path = data_set_folders.write(

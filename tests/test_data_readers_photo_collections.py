@@ -139,6 +139,42 @@ def test_parquet_files_named_after_splits_and_labels_with_names_are_understood(t
         read("parquet", tmp_path / "paths.parquet")
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"labels": ["['dog', 'sky']", "dog", "sky"]},
+        {"labels": ["dog,sky", "dog", "sky"]},
+        {"labels": [["dog"], ["['sky']"], []]},
+        {"caption": ["['a dog', 'a cat']", "a", "b"]},
+        {"caption": [["a"], ['["a dog", "a cat"]'], ["b"]]},
+    ],
+)
+def test_texts_that_hold_a_list_are_refused_in_collections(columns: dict[str, list[Any]], tmp_path: Path) -> None:
+    made = table(tmp_path)
+    for name, values in columns.items():
+        rest = made.drop_columns([name]) if name in made.column_names else made
+        pytest.importorskip("pyarrow.parquet").write_table(rest.append_column(name, [values]), tmp_path / "p.parquet")
+    with pytest.raises(InputError, match=r"p\.parquet.*allowed: .*list"):
+        read("parquet", tmp_path / "p.parquet")
+    with tarfile.open(tmp_path / "00000.tar", "w") as archive:
+        for row in range(3):
+            add(archive, f"{row}.png", (tmp_path / "src" / f"{row + 1}.png").read_bytes())
+            about = {"caption": "a"} | {name: values[row] for name, values in columns.items()}
+            add(archive, f"{row}.json", json.dumps(about).encode())
+    with pytest.raises(InputError, match=r"00000\.tar.*allowed: .*list"):
+        read("webdataset", tmp_path / "00000.tar")
+
+
+def test_labels_with_one_meaning_are_one_label_in_collections_and_odd_captions_stay(tmp_path: Path) -> None:
+    odd = ["['quoted' by a camera]", "[b]", "{a}"]
+    made = table(tmp_path, labels=[["caf\xe9"], ["cafe\u0301"], ["hot  dog", "hot dog"]]).drop_columns(["caption"])
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    write(made.append_column("caption", [odd]), tmp_path / "p.parquet")
+    found = read("parquet", tmp_path / "p.parquet")
+    assert found.label_names == ("caf\xe9", "hot dog")
+    assert found.captions == tuple((caption,) for caption in odd)
+
+
 def test_archives_with_the_same_names_are_joined_and_class_files_are_labels(tmp_path: Path) -> None:
     for number in (0, 1):
         with tarfile.open(tmp_path / f"0000{number}.tar", "w") as archive:

@@ -15,7 +15,8 @@ from PIL import Image
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import FeatureSet, read_features
-from fedmq.data.remarks import sentences
+from fedmq.data.remarks import of_labels, of_vectors, sentences
+from fedmq.data.splits import SPLITS
 from fedmq.encoders import clip
 from fedmq.errors import InputError
 
@@ -67,9 +68,9 @@ def test_zeros_and_equal_vectors_are_counted(tmp_path: Path) -> None:
     found = read(tmp_path, image=image, text=text[:, 0], keys=np.array([f"k{i}" for i in range(12)])).remarks
     assert (found.zero_images, found.zero_texts, found.same_images, found.same_texts) == (2, 3, 0, 1)
     assert sentences(found) == [
-        "2 image vectors are zeros",
-        "3 caption vectors are zeros",
-        "1 caption vectors equal one of an earlier item",
+        "2 image vectors are zero",
+        "3 caption vectors are zero",
+        "1 caption vector equals one of an earlier item",
     ]
 
 
@@ -102,7 +103,9 @@ def test_rows_of_an_image_apart_in_the_file_or_in_two_splits(tmp_path: Path) -> 
     assert joined.captions.tolist() == [2] * 6
     assert np.array_equal(joined.text[1], text[0, 0] + 1)
     split = np.array(["train"] * 6 + ["test"] * 6)
-    assert len(read(tmp_path, **twice, split=split).image) == 12
+    apart = read(tmp_path, **twice, split=split)
+    assert len(apart.image) == 12
+    assert "6 items of val and test have the image vector of a training item" in sentences(apart.remarks, equal=False)
     keyed = read(tmp_path, **twice, keys=np.array([f"k{i}" for i in range(12)]))
     assert len(keyed.image) == 12
     assert (keyed.split[:6] == keyed.split[6:]).all()
@@ -157,3 +160,38 @@ def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: 
     text = word * count
     kept = clip.tokenise("ViT-B-32", [text, f"{text} and an end"])
     assert clip.cut("ViT-B-32", [text]) == [bool((kept[0] == kept[1]).all())] or kept[0][-1] == 49407
+
+
+@pytest.mark.slow
+def test_captions_that_stand_for_a_missing_value_are_counted(tmp_path: Path) -> None:
+    texts = ["None", " n/a", "NULL", "none of the dogs", "nandu"]
+    remarks = prepare(photos(tmp_path, texts), Backbone(name="lite"), tmp_path / "cache").meta.remarks
+    assert remarks.placeholders == 3
+    assert any(line.startswith("3 captions say None") for line in sentences(remarks, equal=False))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(items: list[tuple[int, int]]) -> None:
+    image, split = np.eye(6)[[picture for picture, _ in items]], np.array([code for _, code in items], np.uint8)
+    found = of_vectors(image, image, np.ones(len(items), np.int64), split=split)
+    trained = {picture for picture, code in items if SPLITS[code] == "train"}
+    assert found.known == sum(SPLITS[code] in ("val", "test") and picture in trained for picture, code in items)
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"a": 4, "b": 1}, "every item has the label a, so each item is relevant to all others"),
+        ({"a": 2, "b": 0, "c": 0}, "2 of 3 labels have no item: b, c"),
+        ({"a": 1, "b": 1, "coarse:x": 4}, "no label has two items, so only an item's own texts are relevant to it"),
+        ({"Dog": 2, "dog": 3, "cat": 2}, "2 labels differ only in case: Dog, dog"),
+        ({"None": 2, "N/A": 1, "cat": 2}, "3 items with a label that often stands for a missing value: None, N/A"),
+    ],
+)
+def test_labels_that_are_probably_unintended_are_reported(counts: dict[str, int], line: str) -> None:
+    assert of_labels(counts, 4) == [line]
+
+
+def test_ordinary_labels_get_no_remark() -> None:
+    assert of_labels({"cat": 3, "dog": 2, "coarse:pet": 4}, 4) == of_labels({}, 4) == []

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.data.duplicates import first_of_equals
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
+from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split
 from fedmq.errors import InputError
 from fedmq.federation.data_check import check_raw
 from fedmq.seeds import numpy_generator
 from fedmq.storage.file_digests import file_digests
+from tests.read_data_sets import read
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +108,28 @@ def test_one_picture_is_never_in_two_splits_that_are_drawn(values: list[int], se
             set(values)
         )
         assert {SPLITS.index("train"), SPLITS.index("test")} <= set(split.tolist())
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=8), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_a_row_per_caption_in_any_order_is_the_data_set_of_a_row_per_picture(counts: list[int], random: Random) -> None:
+    pairs = [(picture, caption) for picture, count in enumerate(counts) for caption in range(count)]
+    random.shuffle(pairs)
+    expected = {picture: [c for p, c in pairs if p == picture] for picture in range(len(counts))}
+    with tempfile.TemporaryDirectory() as folder:
+        image = np.eye(len(counts), dtype=np.float32)[[picture for picture, _ in pairs]]
+        text = np.array([[1 + picture, 1 + caption] for picture, caption in pairs], dtype=np.float32)
+        np.savez(Path(folder) / "rows.npz", image=image, text=text)
+        found = read_features(Path(folder) / "rows.npz")
+        lines = "".join(f"{picture}.png,caption {caption}\n" for picture, caption in pairs)
+        (Path(folder) / "rows.csv").write_text(f"image,caption\n{lines}")
+        listed = read("manifest", Path(folder) / "rows.csv")
+    assert found.remarks.merged == len(pairs) - len(counts)
+    texts = np.split(found.text, np.cumsum(found.captions)[:-1])
+    vectors = {int(row.argmax()): [tuple(each) for each in own] for row, own in zip(found.image, texts, strict=True)}
+    assert vectors == {picture: [(1 + picture, 1 + c) for c in own] for picture, own in expected.items()}
+    captions = dict(zip(listed.keys, listed.captions, strict=True))
+    assert captions == {f"{picture}.png": tuple(f"caption {c}" for c in own) for picture, own in expected.items()}
 
 
 @given(st.integers(2, 80), st.integers(0, 9))

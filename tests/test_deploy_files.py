@@ -22,11 +22,20 @@ import yaml
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli.main import app
+from fedmq.config.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 FEDMQ = Path(sys.executable).parent / "fedmq"
+
+
+def test_the_scenario_of_the_four_terminals_has_the_silos_that_are_started() -> None:
+    page = (ROOT / "docs" / "howto" / "deploy.md").read_text().partition("## Four terminals")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"(?:^ {4}\w+: .*\n)+", page, flags=re.MULTILINE)
+    scenario = Scenario.model_validate(yaml.safe_load(text))
+    assert list(scenario.silo_names) == re.findall(r"^ {4}fedmq silo two\.yaml --name (\S+)", page, flags=re.MULTILINE)
+    assert f"fedmq keys init keys --silos {scenario.silos.count}\n" in page
 
 
 def compose() -> dict[str, Any]:

@@ -77,6 +77,7 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
     assert process.returncode == 0, printed
     for thread in threads:
         thread.join(30)
+    assert re.search(r"^metrics: R@1 .* \(of round 3\)$", typed("fedmq status coordinator/run"), flags=re.MULTILINE)
     copy, audit = block("cp ").splitlines()
     subprocess.run(copy, shell=True, check=True)
     assert "the logs are consistent" in typed(audit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,28 @@ def test_a_grey_picture_of_real_numbers_has_the_levels_of_its_range_or_is_refuse
     except InputError:
         return
     assert (np.diff(row) >= 0).all() and row.max() >= 4
+
+
+def png_of_16_bits(colours: Any) -> bytes:
+    """A PNG file of colours [height, width, 3] with 16 bits each, which Pillow does not write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = colours.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colours)
+    head = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("bits", range(8, 17))
+def test_colours_of_few_bits_in_16_are_refused_as_they_would_be_next_to_black(bits: int) -> None:
+    ramp = np.linspace(0, 2**bits - 1, 3 * 64).reshape(8, 8, 3)
+    if bits <= 12:
+        with pytest.raises(InputError, match="at most the lower 12 are used"):
+            decode_bytes(png_of_16_bits(ramp), "here")
+    else:
+        assert decode_bytes(png_of_16_bits(ramp), "here").max() == 2 ** (bits - 8) - 1
 
 
 def test_a_range_that_a_tiff_declares_is_used(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
+from fedmq.errors import InputError
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.evaluation.metrics import BUILT_IN
 from fedmq.federation.protocol import Encoders
 from fedmq.wire.payloads import Metrics
+from tests import in_process_run
+from tests.threaded_run import resolved
 
 WIDTH = 6
 UNCHANGED = Encoders(lambda x: x, lambda x: x)
@@ -87,3 +90,14 @@ def test_random_vectors_do_not_reach_recall_1_although_each_silo_has_one_item(
     found, _ = evaluated(scenario, split, [np.array([row]) for row in range(count)])
     assert np.mean([values["mean_r1"] for values in found.per_silo.values()]) < 0.3
     assert np.mean([values["mean_r1"] for values in found.per_silo.values()]) == pytest.approx(found.values["mean_r1"])
+
+
+@pytest.mark.parametrize(("silos", "refused"), [pytest.param(12, False, marks=pytest.mark.slow), (23, True)])
+def test_an_own_gallery_of_a_single_item_is_refused(tiny: Path, tmp_path: Path, silos: int, *, refused: bool) -> None:
+    settings = ("evaluation.silo_gallery=own", f"silos.count={silos}", "missing_modality.silos={}", "rounds=1")
+    chosen = resolved(tiny, *settings, "partition={kind: iid}")
+    if not refused:
+        in_process_run.run(chosen, tmp_path)
+        return
+    with pytest.raises(InputError, match=r"evaluation.silo_gallery: found 'own with silo-\d\d, whose gallery has a"):
+        in_process_run.run(chosen, tmp_path)

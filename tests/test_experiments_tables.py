@@ -198,6 +198,12 @@ def test_tables_have_the_same_content_in_every_format(study: Study) -> None:
     assert tables.latex(grid, broken).splitlines()[:2] == ["% fedmq compare --vary 'protocol=a,", "%   b'"]
     assert tables.markdown(grid, broken).startswith("    fedmq compare --vary 'protocol=a,\n      b'\n\n")
     assert tables.markdown_cell("a | b\nc") == "a \\| b c"
+    hostile = "\x1b[2J<b>\n\\input{secret}\u202e"
+    odd = replace(grid, notes=(hostile,), body=[[replace(cell, text=hostile) for cell in grid.body[0]]])
+    for form in (tables.latex(odd, "fedmq"), tables.markdown(odd, "fedmq")):
+        assert all(each.isprintable() or each == "\n" for each in form)
+        assert not any(line.startswith("\\input") for line in form.splitlines())
+    assert "<b>" not in tables.markdown(odd, "fedmq")
     assert [latex.count(rule) for rule in ("\\toprule", "\\midrule", "\\bottomrule")] == [1, 1, 1]
     assert all(line.count(" & ") == len(grid.head) - 1 for line in latex.splitlines() if line.endswith("\\\\"))
     records = list(csv.DictReader(io.StringIO(as_csv(tables.plain(rows)))))

@@ -18,7 +18,7 @@ from fedmq.storage.run_folder import RunFolder
 from silos.program import SiloArguments, run_silo
 from tests.command_line import completed
 from tests.in_process_run import run as run_inline
-from tests.own_data_sites import COMMON, HOSPITALS, PATIENCE, Sites, arrays, of_hospital, outputs
+from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, PATIENCE, Sites, arrays, of_hospital, outputs
 from tests.own_data_threads import OwnRun
 
 pytestmark = pytest.mark.slow
@@ -56,6 +56,7 @@ def test_processes_of_three_sites_compute_what_a_simulation_by_column_computes(
 ) -> None:
     sites, printed = finished
     assert "the coordinator has ended the run" in printed[1], printed
+    assert f"{IMAGE_ONLY} has images only" in printed[0], printed
     compare_with_simulation(sites.summary(), tmp_path, "rcsr")
 
 

@@ -126,7 +126,7 @@ def test_keys_that_others_could_read_or_replace_are_refused_in_one_line(mode: in
             "accepted": folder / "accepted",
         }[which]
         path.chmod(mode | (0o700 if which == "accepted" else 0o400))
-        wrong = mode & (0o077 if which == "private key" else 0o002)
+        wrong = mode & (0o077 if which == "private key" else 0o022)
         try:
             load_identity(folder, "silo-00")
             load_accepted(folder)

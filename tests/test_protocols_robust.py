@@ -241,7 +241,7 @@ def test_one_byzantine_silo_cannot_move_the_mean_of_any_number_of_replies_furthe
     ("rule", "more", "found"),
     [
         ("median", ("participation=0.5",), "merges of 2 replies"),
-        ("trimmed_mean", ("aggregation.mode=async",), "merges of 1 replies"),
+        ("trimmed_mean", ("aggregation.mode=async",), "merges of 1 reply"),
         ("krum", ("aggregation.mode=buffered", "aggregation.buffer=2"), "merges of 2 replies"),
         ("norm_bound", ("participation=0.5",), "merges of 2 replies"),
         (

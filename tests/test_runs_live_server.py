@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -59,8 +60,8 @@ def test_the_board_lists_runs_and_opens_their_pages(board: str) -> None:
     assert 'value="link"' not in page.text
     report = httpx.get(f"{board}/run/done", params={"token": TOKEN})
     assert "Retrieval on the held-out split" in report.text
-    assert report.headers["Content-Security-Policy"].startswith("sandbox ")  # its scripts cannot read other pages
-    assert "allow-same-origin" not in report.headers["Content-Security-Policy"]
+    policy = report.headers["Content-Security-Policy"]  # its scripts cannot read other pages, and send nothing
+    assert policy.startswith("sandbox ") and "default-src 'none'" in policy and "allow-same-origin" not in policy
     done = page.text.split("/run/done?")[1].split("</tr>")[0]
     assert ">features</td>" in done
     assert re.search(r"<td class=\"text\">\d+ test images, \d+ captions</td>", done)
@@ -126,6 +127,26 @@ def test_a_growing_run_reads_only_what_is_new_and_gives_the_figures_of_the_whole
     folder.metrics.write_bytes(folder.metrics.read_bytes().splitlines(keepends=True)[0])
     assert growing.update()
     assert len(growing.lines) == 1, "a resumed run cuts its metrics"
+
+
+def test_connections_beyond_a_number_are_closed_those_that_wait_for_a_request_first(tmp_path: Path) -> None:
+    def open_connection() -> socket.socket:
+        return socket.create_connection((live_server.HOST, int(address.rpartition(":")[2].partition("/")[0])), 10)
+
+    with live_server.serving(live_server.live_app(RunFolder(tmp_path), TOKEN), 0, TOKEN) as address:
+        stream = open_connection()
+        stream.sendall(f"GET /events?token={TOKEN} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert stream.recv(12) == b"HTTP/1.1 200"
+        idle = [open_connection() for _ in range(live_server.CONNECTIONS)]
+        for _ in range(2):  # after the first answer, the server has all connections before it
+            assert httpx.get(address).status_code == 200
+        idle[0].settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b"", "the oldest of them"
+        while b"data: " not in stream.recv(1 << 16):
+            pass
+        for each in (stream, *idle):
+            each.close()
 
 
 @pytest.mark.slow

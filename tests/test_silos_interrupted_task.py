@@ -59,8 +59,10 @@ def test_an_interrupted_task_gives_the_same_reply(
     kept = list((tmp_path / "cut" / "checkpoints" / "silos").glob("*/epochs.safetensors"))
     resumable = "dcmh" not in "".join(method)
     assert len(kept) == resumable
+    noted: list[int] = []
+    monkeypatch.setattr(personal_state.TaskEpochs, "resumed", lambda _, number: noted.append(number))
     again = run(scenario, tmp_path / "cut", resume=True).summary
-    assert again is not None
+    assert again is not None and noted == [epochs] * resumable
     assert again.model_digest == whole.model_digest
     assert done[0] == all_epochs + (0 if resumable else epochs), "the epochs that were done are not repeated"
     assert not list((tmp_path / "cut" / "checkpoints" / "silos").glob("*/epochs.safetensors")), "removed after the task"

@@ -160,6 +160,7 @@ def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", **COMMON, "partition": {"kind": "own"}}))
     lacks = ("text", "text_present") if name == IMAGE_ONLY else ()
     hospital = of_hospital(arrays(), HOSPITALS[int(name[-1])])
+    hospital["image"][1] = 0
     np.savez(tmp_path / "mine.npz", **{key: value for key, value in hospital.items() if key not in lacks})
     init_keys(tmp_path / "keys", ("coordinator", name))
     site = {"name": name, "data": {"name": "features", "path": "mine.npz"}, "keys": "keys", "out": "run"}
@@ -173,4 +174,5 @@ def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     failed = [check for check in found.values() if check["verdict"] == "failed"]
     assert not failed and found["coordinator"]["verdict"] == "skipped"
     assert held in found["data"]["detail"]
+    assert found["remark"]["verdict"] == "warning" and found["remark"]["detail"] == "1 image vector is zero"
     assert not (tmp_path / "run").exists()

@@ -205,11 +205,30 @@ def test_a_damaged_key_does_not_keep_a_removed_one_accepted(tmp_path: Path) -> N
     assert "silo-01.pub" in accepted.problem
 
 
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("place", ["accepted", "accepted/silo-00.pub"])
+def test_accepted_keys_of_another_user_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, *, linked: bool
+) -> None:
+    init_keys(tmp_path, ("silo-00",))
+    path = tmp_path / place
+    if linked:
+        target = path.rename(tmp_path / "target")
+        path.symlink_to(target)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    owner = path.stat().st_uid
+    assert set(load_accepted(tmp_path)) == {"silo-00"}  # by root, or by the owner
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(InputError, match=f"user {owner} as the owner.*chown"):
+        load_accepted(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["accepted", "accepted/silo-00.pub"])
 def test_accepted_keys_that_anyone_can_replace_are_refused(tmp_path: Path, place: str) -> None:
     init_keys(tmp_path, ("silo-00",))
     (tmp_path / place).chmod(0o777)
-    with pytest.raises(InputError, match=r"mode 0777.*chmod o-w"):
+    with pytest.raises(InputError, match=r"mode 0777.*chmod go-w"):
         load_accepted(tmp_path)
 
 

@@ -218,3 +218,20 @@ def test_text_not_encodable_in_utf_8_can_be_logged_and_read_back(tmp_path: Path)
     note, refused = (record for _, record in read_log(tmp_path / "log.jsonl"))
     assert isinstance(note, NoteRecord) and note.facts == {"error": r"no such file: x\udce9"}
     assert isinstance(refused, RefusedRecord) and refused.detail == r"x\udce9"
+
+
+def test_the_times_of_records_do_not_decrease_when_the_clock_of_the_machine_is_set_back(tmp_path: Path) -> None:
+    class Set(VirtualClock):
+        wall = "2026-11-27T12:00:00.000+00:00"
+
+        def utc(self, at: float | None = None) -> str:
+            return self.wall
+
+    clock, path = Set(), tmp_path / "silo-00.jsonl"
+    for wall in ("2026-11-27T15:00:00.000+00:00", "2026-11-27T10:00:00.000+00:00", "2026-11-28T00:00:00.000+00:00"):
+        clock.wall = wall
+        with MessageLog(path, "silo-00", clock) as log:  # a restart reads the last time from the log
+            log.note(NoteKind.STARTED)
+            log.note(NoteKind.ENDED)
+    found = [json.loads(line)["wall"][:13] for line in path.read_text().splitlines()]
+    assert found == ["2026-11-27T15"] * 4 + ["2026-11-28T00"] * 2

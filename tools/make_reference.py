@@ -196,7 +196,9 @@ def _is_option(parameter: Any) -> bool:
 
 
 def _argument(parameter: Any) -> str:
-    return str(parameter.metavar or parameter.name.upper())
+    """The name of an argument, in brackets if it may be left out."""
+    name = str(parameter.metavar or parameter.name.upper())
+    return name if parameter.required else f"[{name}]"
 
 
 def _parameter(parameter: Any) -> str:

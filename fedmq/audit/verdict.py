@@ -65,10 +65,11 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
     since = f" The heads are the noted ones: nothing was changed since the heads were noted{stamp}."
     but = ", except for the last records of each log" if audit.ends else ""
-    holds = (
-        f"{agree}. Each log is signed by its process and anchored in the logs of its peers, so that a change takes "
-        f"the keys of all {len(audit.records)} processes{but}.{since if evidence.heads else ''}"
-    )
+    signed = "Each log is signed by its process and anchored in the logs of its peers, so that a change takes the "
+    signed += f"keys of all {len(audit.records)} processes{but}"
+    if len(audit.records) == 1:
+        signed = "The log is signed by its process"
+    holds = f"{agree}. {signed}.{since if evidence.heads else ''}"
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
 
 
@@ -88,8 +89,9 @@ def _agreement(audit: Audit) -> str:
 
 def _inside(audit: Audit) -> str:
     """What holds of logs that nothing of the coordinator can be compared with."""
-    one = len(audit.records) == 1
-    return "no record of the log was changed" if one else f"no record of the {len(audit.records)} logs was changed"
+    signed = any(log.starts for log in audit.signatures.values())
+    which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
+    return f"the hashes{' and signatures' if signed else ''} of the {which} are valid"
 
 
 def _of_missing_logs(audit: Audit) -> Verdict:

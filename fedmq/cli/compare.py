@@ -340,6 +340,9 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
         for option, given in (("--select-rounds", options.select_rounds), ("--select-seed", options.select_seed)):
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
+        chosen = [each for each in made.entries if len(each.candidates) > 1]
+        splits = {resolve(each.file, list(each.settings), None).evaluation.split for each in chosen}
+        made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
         plan.check_across(made)
         plan.check_metrics(made, resolve)
@@ -373,7 +376,7 @@ def carry_out(options: Options, roots: Roots) -> None:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{counted(len(plan.entries), 'row')} x {counted(len(plan.seeds), 'seed')}"
         size += f", {trials} trials on validation" * bool(trials)
-        for line in without_options(plan.entries):
+        for line in (*without_options(plan.entries), *tables.measured_where_chosen(plan)):
             err.print(line, highlight=False, soft_wrap=True, markup=False)
         err.print(
             f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False

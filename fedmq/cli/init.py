@@ -52,7 +52,7 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
     def init_command(
         file: Annotated[
             Path | None,
-            typer.Argument(metavar="[FILE]", help="The scenario to write; mine.yaml by default.", show_default=False),
+            typer.Argument(metavar="FILE", help="The scenario to write; mine.yaml by default.", show_default=False),
         ] = None,
         data: Annotated[
             str | None,
@@ -87,12 +87,12 @@ def add_init(app: typer.Typer, refuse: Refuse) -> None:
 
         Example: [bold]fedmq init --site silo.yaml --data photos --name silo-00 --connect tcp://127.0.0.1:5555[/bold]
         """
-        told = {"--silos": silos, "--missing": missing, "--method": method}
+        answers = {"--silos": silos, "--missing": missing, "--method": method}
         if site is None:
             _refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
             _init_scenario(file or Path("mine.yaml"), data, _Answers(silos, missing, method), refuse, force, quiet)
         else:
-            _refuse_options({"FILE": file, **told}, "no scenario with --site: the coordinator's operator sends it")
+            _refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
             _init_site(site, data, name, connect, force, quiet)
 
 

@@ -36,7 +36,7 @@ def add_status(app: typer.Typer) -> None:
     def status_command(
         run: Annotated[
             Path | None,
-            typer.Argument(metavar="[RUN]", help="A run folder; not needed with --connect.", show_default=False),
+            typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False),
         ] = None,
         connect: Annotated[
             str | None,
@@ -101,7 +101,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
         found = "no status.json in it: the run has ended, and an earlier fedmq kept no status"
         raise InputError(str(run), found, f"a run with a status; `fedmq report {run}` shows the results of this one")
     if not path.exists():
-        found = "no status.json in it: the run has not started yet, as not all of its silos have joined"
+        found = "no status.json in it: the run has not started yet, or it ended before its silos had joined"
         raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 
@@ -221,7 +221,7 @@ def _refused(status: StatusFile, now: datetime) -> str:
     count = f"{total} message{'s' if total > 1 else ''} refused"
     if status.last_refused_at is None:
         return count
-    return f"{count}, the last {_ago(status.last_refused_at, now)} ago of {printable(status.last_refused)}"
+    return f"{count}, the last {_ago(status.last_refused_at, now)} ago: {printable(status.last_refused)}"
 
 
 def _task(silo: SiloStatus) -> str:

@@ -17,7 +17,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).",
 #: Of the commands that start a run or resume one, whose scenario is in its folder.
 NewFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[FILE]", help="A scenario (YAML); not needed with --resume.", show_default=False),
+    typer.Argument(metavar="FILE", help="A scenario (YAML); not needed with --resume.", show_default=False),
 ]
 Resume = Annotated[
     Path | None,

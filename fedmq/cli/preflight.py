@@ -54,18 +54,16 @@ def add_preflight(app: typer.Typer) -> None:
         Example: [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
         """
         starting(quiet=as_json)
-        from fedmq.errors import InputError  # noqa: PLC0415 - --help does without
-        from silos.preflight import Verdict, preflight  # noqa: PLC0415
+        from silos.preflight import Verdict, preflight  # noqa: PLC0415 - --help does without
         from silos.program import SiloArguments  # noqa: PLC0415
+        from silos.start_checks import check_name  # noqa: PLC0415
 
         run = resolved_file(file, settings, seed, manual=True)
         here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
-        names = run.scenario.silo_names
-        if here.name not in names:
-            raise InputError("--name", here.name, f"{names[0]} to {names[-1]}")
         rules = policy or (None if here.site is None else here.site.policy)
         place = (here.name, here.connect, here.keys, here.out, here.device)
         arguments = SiloArguments(run, *place, site=here.site, policy=rules)
+        check_name(here.name, run.scenario.silo_names, here.site)
         found = []
         for check in preflight(arguments, None if as_json else bar()):
             found.append(check)

@@ -175,16 +175,15 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
         run: the run.
         created: run folder to remove if the data are refused.
         inline: prepare them in this process.
-        quiet: print nothing.
+        quiet: show no progress.
     """
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
-    from fedmq.data.remarks import sentences  # noqa: PLC0415
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
 
     prepare = processes.population_here if inline else supervisor.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
-    for line in () if quiet else sentences(open_prepared(data).meta.remarks, equal=False):
+    for line in open_prepared(data).remarks:
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
 

@@ -39,7 +39,7 @@ class Opened(Protocol):
         """Open the model of a run; ``silo`` and ``site`` select a personal model."""
 
 
-Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Text to search for.", show_default=False)]
+Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
     typer.Option(

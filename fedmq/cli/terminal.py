@@ -22,7 +22,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable, size_text
+from fedmq.text import counted, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -61,10 +61,10 @@ def _refused(status: Status) -> str:
     reasons, last = status.refused
     if not any(status.refused) or status.refused_ago > _REFUSED_SECONDS:
         return ""
-    ago = f", {status.refused_ago:.0f} s ago," if status.refused_ago >= _FRESH_SECONDS else ""
+    ago = f", {status.refused_ago:.0f} s ago" if status.refused_ago >= _FRESH_SECONDS else ""
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     last = printable(last)
-    return f"{counts}; the last{ago} of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
+    return f"{counts}; the last{ago}: {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
 
 
 def waited_for(status: Status) -> str:
@@ -332,7 +332,7 @@ def _heldout(summary: RunSummary) -> str:
     if not counts:
         return ""
     few, most = min(counts), max(counts)
-    return f" ({few if few == most else f'{few} to {most}'} items each)"
+    return f" ({counted(few, 'item') if few == most else f'{few} to {most} items'} each)"
 
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:

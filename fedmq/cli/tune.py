@@ -98,10 +98,11 @@ def _carry_out(
     if not quiet:
         names = ", ".join(method.name for method in plan.methods)
         each = f"{counted(len(spec.seeds), 'seed')} x {counted(plan.methods[0].rounds, 'round')}"
-        size = f"{names}: {counted(spec.trials, 'trial')} each, {each}"
+        size = f"{names}: {counted(spec.trials, 'trial')}{' each' if len(plan.methods) > 1 else ''}, {each}"
         err.print(
             f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
         )
+    roots.warn(tuning.first_scenarios(plan, place))
     with display_progress(err, quiet=quiet) as progress:
         tuned = tuning.tune(plan, folder, place, progress, roots.until_stopped)
     if tuned.stopped:

@@ -24,7 +24,7 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
-from fedmq.data.remarks import of_vectors
+from fedmq.data.remarks import is_placeholder, of_vectors
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -350,7 +350,7 @@ def prepare_raw(
             **save_present(into, raw.present(todo.kind)),
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
-        remarks = of_vectors(image, text, counts).model_copy(update=_cut(raw, todo.text))
+        remarks = of_vectors(image, text, counts, split=todo.split).model_copy(update=_of_captions(raw, todo.text))
         described = partial(finish, column=raw.column, vocabulary=_words(todo), remarks=remarks)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
@@ -362,13 +362,16 @@ def _words(todo: ExtractionPlan) -> tuple[str, ...]:
     return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
-def _cut(raw: RawSet, encoder: Encoder | None) -> dict[str, object]:
-    """The number of captions that are longer than the encoder reads, and the first item with one."""
-    if encoder is None or encoder.cut is None:
+def _of_captions(raw: RawSet, encoder: Encoder | None) -> dict[str, object]:
+    """Numbers of placeholders and of captions that are longer than the encoder reads, and the first item with one."""
+    if encoder is None:
         return {}
+    placeholders = sum(is_placeholder(caption) for captions in raw.captions for caption in captions)
+    if encoder.cut is None:
+        return {"placeholders": placeholders}
     found = [sum(encoder.cut(captions)) for captions in raw.captions]
     first = next((key for key, count in zip(raw.keys, found, strict=True) if count), "")
-    return {"cut": sum(found), "first_cut": first}
+    return {"placeholders": placeholders, "cut": sum(found), "first_cut": first}
 
 
 def _link(source: Path, target: Path) -> None:

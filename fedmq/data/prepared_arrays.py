@@ -23,7 +23,8 @@ import numpy.typing as npt
 from pydantic import Field, JsonValue
 
 from fedmq.data.item_modalities import all_present
-from fedmq.data.remarks import NOTHING, Remarks
+from fedmq.data.label_levels import counts_of
+from fedmq.data.remarks import NOTHING, Remarks, of_labels, sentences
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -133,6 +134,12 @@ class Prepared:
             mean=tuple(self.meta.mean),
             std=tuple(self.meta.std),
         )
+
+    @property
+    def remarks(self) -> list[str]:
+        """One line for each property of vectors, captions and labels that is probably unintended."""
+        labels = of_labels(counts_of(self.labels, self.label_names), self.n)
+        return [*sentences(self.meta.remarks, equal=False), *labels]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
         """An array of a file.

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.data.duplicates import first_of_equals
 from fedmq.data.item_modalities import Present, presence
+from fedmq.data.readers.cells import one_spelling
 from fedmq.data.readers.features import MAX_LABELS
 from fedmq.encoders.images import Files, Pictures
 from fedmq.encoders.pictures_with_gaps import WithGaps
@@ -173,7 +174,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def checked(raw: RawSet) -> RawSet:
-    """Validate a reader's result and return it.
+    """Validate a reader's result and return it, without captions in which nothing is visible.
 
     Raises:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
@@ -195,7 +196,13 @@ def checked(raw: RawSet) -> RawSet:
             raise InputError(f"{raw.place}: {key!a}", raw.pictures.name(row), "the name of a file") from None
     for name in raw.label_names:
         whole(name, f"{raw.place}: labels")
-    return raw
+    visible = tuple(tuple(filter(_is_visible, captions)) for captions in raw.captions)
+    return raw if visible == raw.captions else replace(raw, captions=visible)
+
+
+def _is_visible(caption: str) -> bool:
+    """Whether a text has a character other than spaces and signs without width, such as U+200B."""
+    return any(each.isprintable() and not each.isspace() for each in caption)
 
 
 def whole(text: str, place: str) -> str:
@@ -218,7 +225,7 @@ def whole(text: str, place: str) -> str:
 def multi_hot(
     labels: Sequence[Collection[str]], names: Sequence[str] | None = None
 ) -> tuple[U8 | None, tuple[str, ...]]:
-    """Encode each item's label names as a multi-hot array.
+    """Encode each item's label names as a multi-hot array; without ``names``, equal labels get one spelling.
 
     Args:
         labels: label names of each of the n items.
@@ -227,6 +234,8 @@ def multi_hot(
     Returns:
         uint8 [n, L] and the L names; None and an empty tuple if there are no labels.
     """
+    if names is None:
+        labels = one_spelling(labels)
     names = tuple(sorted({name for item in labels for name in item}) if names is None else names)
     if not names:
         return None, ()

@@ -200,9 +200,19 @@ def _decoded(source: Path | io.BytesIO, place: str, error: type[InputError] = In
     ops = package("PIL.ImageOps", "embedded", place)
 
     def pixels(image: Any) -> Pixels:
-        return _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
+        upper = _has_upper_bits_only(image)
+        found = _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
+        if upper and found.max() < _LEAST_OF_16_BITS:
+            bits = "colours of 16 bits of which at most the lower 12 are used"
+            raise InputError(place, bits, "8 bits per colour, or colours that use all 16 bits")
+        return found
 
     return _read(source, place, pixels, error)
+
+
+def _has_upper_bits_only(image: Any) -> bool:
+    """Whether an image that has not been loaded has 16 bits per colour, of which Pillow keeps the upper 8."""
+    return not image.mode.startswith(("I", "F")) and any(";16" in str(tile[3]) for tile in image.tile)
 
 
 def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], error: type[InputError] = InputError) -> T:
@@ -256,6 +266,8 @@ def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
     return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
 
 
+#: Level, of 256, that the brightest colour of a picture of 16 bits reaches; those of 12 bits in it reach 15.
+_LEAST_OF_16_BITS = 16
 #: TIFF tags that declare the smallest and the largest grey value, in order of preference.
 _DECLARED = ((340, 341), (280, 281))
 

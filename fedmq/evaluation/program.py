@@ -182,7 +182,7 @@ def run_evaluator(
         evaluator = start.evaluator
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
-        receive = begin(link, logger, uri=arguments.connect, items=start.items)
+        receive = begin(link, logger, start.data, uri=arguments.connect, items=start.items)
         while (message := receive()) is not None and message.header.kind is not Kind.STOP:
             receive = link.receive
             if message.header.kind is Kind.ERROR:

@@ -29,6 +29,7 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
 from fedmq.evaluation.user_metrics import measures_of
+from fedmq.experiments.candidates import check_candidates
 from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
 from fedmq.runs.results import Target
 from fedmq.text import did_you_mean, nearest
@@ -109,6 +110,7 @@ class ComparisonPlan:
         select_seed: seed of the runs on the validation split.
         select_rounds: rounds of those runs; None takes the scenario's.
         zero_shot: whether to add a first row with version 0 of the first entry's runs.
+        measured_on_validation: whether candidates are chosen on the split on which they are then evaluated.
     """
 
     entries: tuple[Entry, ...]
@@ -120,6 +122,7 @@ class ComparisonPlan:
     select_seed: int = 0
     select_rounds: int | None = None
     zero_shot: bool = False
+    measured_on_validation: bool = False
 
 
 #: In place of a baseline's name.
@@ -315,15 +318,13 @@ def entries(
 def _different_runs(
     file: Path, settings: tuple[str, ...], candidates: Sequence[tuple[str, ...]], resolve: Resolve
 ) -> tuple[str, ...]:
-    """The scenarios of a row's candidates as JSON; InputError if two are equal, which would count as two tried."""
-    runs: dict[str, str] = {}
+    """The scenarios of a row's candidates as JSON; InputError if two train the same model, as there is no choice."""
+    runs: dict[str, Scenario] = {}
     for candidate in candidates:
         with _naming_option("--select", candidate):
-            run = resolve(file, [*settings, *candidate], None).model_dump_json()
-        text = " ".join(candidate)
-        if (other := runs.setdefault(run, text)) != text:
-            raise InputError("--select", text, f"candidates that differ: its scenario is that of {other}")
-    return tuple(runs)
+            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None)
+    check_candidates(runs)
+    return tuple(scenario.model_dump_json() for scenario in runs.values())
 
 
 @contextmanager

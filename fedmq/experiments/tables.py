@@ -15,6 +15,7 @@ from fedmq.experiments.grid import ComparisonPlan, shown
 from fedmq.experiments.summary import Row
 from fedmq.runs.results import Statistic, made_otherwise
 from fedmq.runs.run_records import RunSummary
+from fedmq.text import printable
 
 _DIFFERENCE = "difference"
 _BORDERS = 3  # width of a column's borders on a terminal: a line and two spaces
@@ -188,10 +189,21 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
         where = f"on the validation split, seed {plan.select_seed}{length}"
         notes.append(f"chosen: best of the candidates tried, by {metric} {where}")
+        notes += measured_where_chosen(plan)
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
     notes += _made_otherwise(rows)
     return tuple(notes)
+
+
+def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
+    """A warning if the chosen candidates are evaluated on the split on which they were chosen."""
+    if not plan.measured_on_validation:
+        return []
+    return [
+        "evaluation.split is val, on which --select chooses, so figures of chosen candidates are too high; "
+        "evaluation.split=test measures them on other items"
+    ]
 
 
 def _summaries(row: Row) -> list[RunSummary]:
@@ -256,12 +268,17 @@ def markdown(table: Grid, command: str) -> str:
         ),
     ]
     before = "".join(f"    {line}\n" for line in command.splitlines())
-    return f"{before}\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+    return f"{before}\n" + "\n".join(lines) + f"\n\n{markdown_text('; '.join(table.notes))}.\n"
 
 
 def markdown_cell(text: str) -> str:
     """Escape a text for a cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return markdown_text(text).replace("|", "\\|")
+
+
+def markdown_text(text: str) -> str:
+    """A text for Markdown on one line, in which a ``<`` begins no HTML."""
+    return printable(" ".join(text.split())).replace("<", "&lt;")
 
 
 def latex(table: Grid, command: str) -> str:
@@ -279,7 +296,7 @@ def latex(table: Grid, command: str) -> str:
     return "\n".join(
         [
             *(f"% {line}" for line in command.splitlines()),
-            *(f"% {note}" for note in table.notes),
+            *(f"% {printable(note)}" for note in table.notes),
             f"\\begin{{tabular}}{{{columns}}}",
             "  \\toprule",
             head,
@@ -293,7 +310,7 @@ def latex(table: Grid, command: str) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in text)
+    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
 
 
 def plain(rows: Sequence[Row]) -> list[dict[str, object]]:

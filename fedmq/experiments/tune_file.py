@@ -32,6 +32,9 @@ _FIXED = {
     "protocol": "methods, so that each has the same number of trials",
     "protocol.name": "methods, so that each has the same number of trials",
     "launcher": "another key: the launcher does not affect the model",
+    "device": "another key: the device does not affect the model",
+    "track": "another key: trackers do not affect the model",
+    "wire": "another key: what the wire hides does not affect the model",
     "evaluation": "a key that the trials do not set themselves",
 }
 _KEY = re.compile(r"\w+(\.[\w-]+)*")
@@ -79,7 +82,7 @@ def _searchable(space: Mapping[str, Any]) -> Mapping[str, Any]:
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key} is not a scenario key, e.g. training.learning_rate")
         for fixed, instead in _FIXED.items():
-            if key == fixed or (fixed == "evaluation" and key.startswith("evaluation.")):
+            if key == fixed or (fixed in ("evaluation", "wire") and key.startswith(f"{fixed}.")):
                 raise ValueError(f"{key} cannot be searched; use {instead}")
     return space
 

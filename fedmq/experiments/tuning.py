@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from fedmq import seeds
 from fedmq.clock import Clock, WallClock
+from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
@@ -136,6 +137,11 @@ def tune(
             if before is None or before.value is None or sign * each.value > sign * before.value:
                 best[each.method] = each
     return Tuned(trials, best, stopped)
+
+
+def first_scenarios(plan: TunePlan, place: Workplace) -> list[Scenario]:
+    """The scenario of each method's first trial."""
+    return [_runs_of(plan, method, as_settings(method.first), place)[0].scenario for method in plan.methods]
 
 
 def _claimed(plan: TunePlan, folder: Path, place: Workplace) -> object:

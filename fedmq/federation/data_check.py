@@ -21,9 +21,9 @@ from fedmq.config.scenario import Data, Scenario
 from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.label_levels import counts_of
 from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, sentences
+from fedmq.data.remarks import Remarks, of_labels, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
@@ -195,7 +195,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         items=len(kept),
         captions=sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
         splits={} if split is None else _by_split(split),
-        labels=_by_label(kept.labels, kept.label_names),
+        labels=counts_of(kept.labels, kept.label_names),
         without_labels=_without_labels(kept.labels, len(kept)),
         published=_published(data, len(raw), len(raw.label_names)),
         problems=tuple(problems),
@@ -250,13 +250,6 @@ def _by_split(split: npt.NDArray[np.uint8]) -> dict[str, int]:
     return {name: int((split == code).sum()) for code, name in enumerate(SPLITS)}
 
 
-def _by_label(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dict[str, int]:
-    """Number of items of each label; empty without labels."""
-    if labels is None:
-        return {}
-    return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
-
-
 def _without_labels(labels: npt.NDArray[np.uint8] | None, n: int) -> int:
     """Number of items without a label, out of n."""
     return n if labels is None else int((~np.asarray(labels).any(axis=1)).sum())
@@ -268,7 +261,7 @@ def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
     return SiloData(
         modalities=tuple(name for name, present in (("image", silo.image), ("text", silo.text)) if present),
         samples=len(rows),
-        labels=_by_label(None if labels is None else labels[rows], population.prepared.label_names),
+        labels=counts_of(None if labels is None else labels[rows], population.prepared.label_names),
         heldout=len(population.heldout[silo.index]),
         image_only=len(found.image_only),
         text_only=len(found.text_only),
@@ -322,7 +315,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         items=prepared.n,
         captions=int(np.asarray(prepared.captions).sum()),
         splits=_by_split(np.asarray(prepared.split)),
-        labels=_by_label(prepared.labels, prepared.label_names),
+        labels=counts_of(prepared.labels, prepared.label_names),
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         duplicates_of_training_items=_duplicates(population, progress),
@@ -406,12 +399,6 @@ def _with_refusal(facts: DataFacts, checks: Callable[[], None]) -> DataFacts:
     return facts
 
 
-def _shared_by_all(facts: DataFacts) -> list[str]:
-    """Labels that all items have."""
-    names = list(facts.labels)
-    return [names[column] for column in fine_columns(names) if facts.labels[names[column]] == facts.items]
-
-
 def show(facts: DataFacts, out: Console) -> None:
     """Print the facts of :func:`check`."""
     splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
@@ -423,9 +410,8 @@ def show(facts: DataFacts, out: Console) -> None:
     out.print(line, highlight=False, markup=False)
     if facts.example:
         out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
-    for label in _shared_by_all(facts):
-        line = f"every item has the label {printable(label)}, so each item is relevant to all others"
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in of_labels(facts.labels, facts.items):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
@@ -441,7 +427,7 @@ def show(facts: DataFacts, out: Console) -> None:
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
-    for line in () if facts.remarks is None else sentences(facts.remarks):
+    for line in () if facts.remarks is None else sentences(facts.remarks, known=False):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())

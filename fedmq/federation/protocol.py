@@ -140,6 +140,9 @@ class EpochStore(Protocol):
         """The snapshot that an earlier process kept; empty if there is none."""
         ...
 
+    def resumed(self, epochs: int) -> None:
+        """Note that the snapshot was used: training continues after this number of epochs."""
+
     def save(self, snapshot: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep a snapshot, if the last one or the start of the task was long ago."""
 

@@ -23,7 +23,7 @@ from fedmq.storage.logs import Logger
 from fedmq.text import printable
 from fedmq.wire.channel import DISPLACED, Channel
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import DataFormat, DataStatement, Error, Payload, SiloModalities
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, SiloModalities
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
@@ -79,9 +79,19 @@ class SiteData:
         return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
 
     @property
+    def remarks(self) -> list[str]:
+        """One line for each kind of content that is probably unintended, such as cut captions."""
+        return self.prepared.remarks
+
+    @property
     def content(self) -> str:
         """The salted digest of the data."""
         return self.statement[0].data
+
+    @property
+    def held(self) -> str:
+        """The modalities that the silo states, in words."""
+        return {IMAGE: "images only", TEXT: "captions only"}.get(self.statement[0].mask, "images and captions")
 
     @property
     def samples(self) -> int:
@@ -137,16 +147,19 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
 
-def begin(link: Channel, logger: Logger, **facts: object) -> Callable[[], Message | None]:
+def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: object) -> Callable[[], Message | None]:
     """Start to connect; returns the function that receives the first message.
 
     That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
 
     Args:
         link: channel to the coordinator.
-        logger: the log for operators.
+        logger: the log for operators, which gets the remarks on the data.
+        own: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
+    for line in [] if own is None else own.remarks:
+        logger.warning("remark on the data", found=line)
     link.start()
     logger.info("connecting", **facts)
 
@@ -171,11 +184,11 @@ def raise_refused(message: Message, name: str) -> None:
 
     Raises:
         RunError: the coordinator refused its data.
-        InputError: another process has joined with its key.
+        InputError: another process takes part with its key.
     """
     for payload in message.payloads:
         if isinstance(payload, Error) and payload.code == DISPLACED:
             allowed = "one process of each name; this one ends, the other one takes part"
-            raise InputError(name, "another process that has joined with this key", allowed)
+            raise InputError(name, "another process that takes part with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
             raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")

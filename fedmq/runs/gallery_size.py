@@ -78,12 +78,12 @@ class Gallery:
         if hidden:
             found.append(
                 f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
-                f"with {self.smallest} items to retrieve from, any model reaches 1"
+                f"with {_count(self.smallest, 'item')} to retrieve from, any model reaches 1"
             )
         if self.smallest < COARSE:
             found.append(
-                f"coarse metrics ({self.items}): one query more or less changes R@1 by {2 * self.step:.2g} "
-                f"in its direction and by {self.step:.2g} in the mean of both"
+                f"few items ({self.items}): a single query changes the R@1 of its direction by {2 * self.step:.2g}, "
+                f"and the mean of both directions by {self.step:.2g}"
             )
         return found
 

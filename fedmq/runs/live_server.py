@@ -46,10 +46,17 @@ _DRAWING_SHARE = 0.02
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
 #: What a run in a phase is doing, for readers who do not know the rounds' states; other phases are shown as they are.
 _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "running", "merging": "running"}
+#: Connections that may be open, each a file descriptor of a process that supervises a run. The oldest are closed, first
+#: those that wait for a request; a browser opens its stream of updates again by itself.
+CONNECTIONS = 64
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
-#: A report is a file that came with its folder: whatever script is in it, it cannot read the board or other runs.
-_REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": "sandbox allow-scripts allow-downloads allow-modals"}
+#: A report is a file that came with its folder. A script in it can neither read other pages nor send anything.
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-downloads allow-modals; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:"
+)
+_REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": _REPORT_POLICY}
 
 
 @dataclass
@@ -353,7 +360,15 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
     except OSError as error:
         listener.close()
         raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None
-    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        http=_bounded_protocol(),
+        # The kernel queues at most this many connections; those above the limit are closed once accepted.
+        backlog=CONNECTIONS,
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -363,6 +378,24 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
         server.should_exit = True
         thread.join(5.0)
         listener.close()
+
+
+def _bounded_protocol() -> Any:
+    """Makes the protocol of each new connection, and ends older ones if there are too many."""
+    make = package("uvicorn.protocols.http.h11_impl", "live", "--live").H11Protocol
+    opened: list[Any] = []
+
+    def protocol(**options: Any) -> Any:
+        # A connection that was accepted just now has no transport yet.
+        opened[:] = [each for each in opened if each.transport is None or not each.transport.is_closing()]
+        made = [each for each in opened if each.transport is not None]
+        if len(made) >= CONNECTIONS:
+            waiting = (each for each in made if each.cycle is None or each.cycle.response_complete)
+            next(waiting, made[0]).transport.abort()
+        opened.append(new := make(**options))
+        return new
+
+    return protocol
 
 
 def new_token() -> str:

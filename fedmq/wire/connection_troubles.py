@@ -14,8 +14,8 @@ _SAME = "both sides need the same file and the same --set and --seed"
 def silent(uri: str, run: str, seconds: float) -> str:
     """The line about a coordinator that has not answered for a time [s]."""
     why = (
-        "no coordinator listens there yet, or it is busy; a coordinator of an earlier release is also "
-        f"silent if it does not accept this key or has another run than {run}"
+        "no coordinator listens there yet, a firewall is in between, or it is busy; it keeps trying. A coordinator of "
+        f"an earlier release does not answer either if it does not accept this key or has another run than {run}"
     )
     if host := unknown_host(uri):
         why = f"the name {host} is unknown on this machine"

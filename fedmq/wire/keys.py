@@ -106,7 +106,9 @@ def load_identity(directory: Path, name: str) -> Identity:
     path = directory / f"{name}.key"
     if not os.path.lexists(path):
         where = "" if directory == Path("keys") else f" --keys {shlex.quote(str(directory))}"
-        raise InputError(str(path), "no such file", f"a private key: `fedmq keys new {name}{where}` makes it")
+        held = ", ".join(private_names(directory))
+        found = f"no such file; this folder has the private key of {held}" if held else "no such file"
+        raise InputError(str(path), found, f"a private key: `fedmq keys new {name}{where}` makes it")
     try:
         with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
@@ -149,8 +151,8 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         problem: why the folder could not be read completely at the last refresh; empty if it could.
 
     Raises:
-        InputError: the folder is missing or can be written by anyone, a file is not an Ed25519 public key, or two names
-            share a key.
+        InputError: the folder is missing or can be written by another user, a file is not an Ed25519 public key, or two
+            names share a key.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -225,7 +227,7 @@ def load_accepted(directory: Path) -> AcceptedKeys:
 def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
     folder = directory / _ACCEPTED
     if not folder.is_dir():
-        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, made by `fedmq keys`")
+        raise InputError(str(folder), "no such folder", "a folder of accepted keys; `fedmq keys accept` makes it")
     accepted: dict[str, Ed25519PublicKey] = {}
     holders: dict[bytes, str] = {}
     _refuse_writable(folder)
@@ -244,11 +246,16 @@ def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
 def _refuse_writable(path: Path) -> None:
     """Refuse a file that others can write: with their own key in it they could join the run under its name."""
     try:
-        mode = path.stat().st_mode & 0o777
+        found = path.stat()
     except OSError as error:  # for example a link that leads nowhere, or to itself
         raise InputError(str(path), error.strerror or str(error), "a readable key file") from None
-    if mode & 0o002:
-        raise InputError(str(path), f"mode {mode:04o}", f"what others cannot write: run `chmod o-w {path}`")
+    if found.st_mode & 0o022:
+        mode = f"mode {found.st_mode & 0o777:04o}"
+        raise InputError(str(path), mode, f"what others cannot write: run `chmod go-w {path}`")
+    user = os.geteuid()
+    if user != 0 and found.st_uid not in (0, user):  # root's processes read what users mount into a container
+        owner = f"user {found.st_uid} as the owner, who can replace the accepted keys"
+        raise InputError(str(path), owner, f"what user {user}, who runs this process, or root owns: run `chown`")
 
 
 def _public_key(path: Path) -> Ed25519PublicKey:

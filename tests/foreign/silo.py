@@ -88,7 +88,7 @@ class Log:
 
     def __init__(self, path, name, run, key):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file, self.name, self.head, self.count = path.open("wb"), name, "0" * 64, 0
+        self.file, self.name, self.head, self.count, self.wall = path.open("wb"), name, "0" * 64, 0, ""
         self.run, self.key = run, key
 
     def sign(self, at):
@@ -97,7 +97,8 @@ class Log:
 
     def write(self, **record):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        record |= {"n": self.count, "process": self.name, "wall": now, "previous": self.head}
+        self.wall = max(now, self.wall)  # this machine's clock may be set back
+        record |= {"n": self.count, "process": self.name, "wall": self.wall, "previous": self.head}
         body = json.dumps(record, sort_keys=True, separators=(",", ":"))
         self.head = record["hash"] = hashlib.sha256((self.head + body).encode()).hexdigest()
         self.file.write(json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n")
@@ -325,6 +326,10 @@ class Silo:
             match header["kind"]:
                 case "stop":
                     return
+                case "error":
+                    raise SystemExit(
+                        "the coordinator ended the session: {code}: {text}".format(**plain["payloads"][0][1])
+                    )
                 case "layout":
                     self.layout = plain["layout"]
                 case "task":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from ast import literal_eval
 from collections.abc import Collection, Sequence
 
@@ -12,8 +13,9 @@ from fedmq.errors import InputError
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,18})?"
 _BRACKETS = ("[]", "()", "{}")
-_LIST_START = re.compile(r"[\[({]\s*['\"]|(?:array|frozenset|set|tuple|list|Index)\(")
-_SEPARATOR = re.compile(r"[,;\t\n]")
+_LIST_START = re.compile(r"[\[({]\s*b?['\"]|b['\"]|(?:array|frozenset|set|tuple|list|Index)\(")
+#: Commas and semicolons, also those of Chinese, Japanese and Arabic; tags next to each other.
+_SEPARATOR = re.compile(r"[,;\t\n\uff0c\u3001\uff1b\u060c\u061b]|(?<=[^\s<>]>)\s*(?=<[^\s<>])")
 #: How pandas writes a missing value as text.
 MISSING = ("nan", "NaN", "<NA>")
 _WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
@@ -46,7 +48,8 @@ def labels_of(place: str, cell: str) -> list[str]:
     """
     found = _list_of(place, cell, _TEXTS_OR_NUMBERS)
     if found is None and "|" not in cell and (separator := _SEPARATOR.search(cell.strip())):
-        allowed = f"labels separated by |; end the text with | if {separator[0]!a} is part of one label"
+        part = f"{separator[0]!r} is" if separator[0] else "the brackets are"
+        allowed = f"labels separated by |; end the text with | if {part} part of one label"
         raise InputError(place, cell[:80], allowed)
     return [name for name in cell.split("|") if name.strip() not in MISSING] if found is None else found
 
@@ -73,6 +76,16 @@ def one_label(place: str, text: str) -> str:
     return one_text(place, text, label=True)
 
 
+def one_of_many(place: str, text: str) -> None:
+    """Refuse a caption of a collection, in which any text occurs, that is a list as a whole.
+
+    Raises:
+        InputError: it is a list of quoted texts, which would be taken for one caption.
+    """
+    if text[:1] in "[({" and _TEXTS.fullmatch(text.strip()) and _ITEM.search(text):
+        raise InputError(place, text[:80], "a list of texts, not a text that holds a list")
+
+
 def _list_of(place: str, cell: str, pattern: re.Pattern[str]) -> list[str] | None:
     """Items of a list in a text; None if the text is not a list."""
     text = cell.strip()
@@ -96,17 +109,17 @@ def _value(item: str) -> str:
 
 
 def one_spelling(labels: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
-    """Labels of each item in which a whole number has one spelling, the shortest that occurs: ``1`` for ``1.0``.
+    """Labels of each item in which equal labels have one spelling, the shortest that occurs.
 
-    A column of numbers with gaps becomes floating-point in pandas, so one file may hold both spellings.
+    Equal are whole numbers, ``1`` and ``1.0``, as a column of numbers with gaps becomes floating-point in pandas; and
+    texts that differ only in white space or in Unicode's form of a character, such as an accent.
     """
-    spelling: dict[str, str] = {}
-    for name in sorted({name for item in labels for name in item}, key=len):
-        if number := _WHOLE.fullmatch(name):
-            spelling.setdefault(number[1], name)
+    names = sorted({name for item in labels for name in item}, key=lambda name: (len(name), name))
+    shortest: dict[str, str] = {}
+    spelling = {name: shortest.setdefault(_canonical(name), name) for name in names}
+    return [tuple(dict.fromkeys(spelling[name] for name in item)) for item in labels]
 
-    def spelt(name: str) -> str:
-        number = _WHOLE.fullmatch(name)
-        return spelling[number[1]] if number else name
 
-    return [tuple(dict.fromkeys(map(spelt, item))) for item in labels]
+def _canonical(label: str) -> str:
+    number = _WHOLE.fullmatch(label)
+    return number[1] if number else " ".join(unicodedata.normalize("NFC", label).split())

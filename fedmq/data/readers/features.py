@@ -413,7 +413,7 @@ def checked(
     if given is None:
         split = draw_split(len(merged.image), seed, same_rows(merged.image))
         merged = replace(merged, split=split)
-    counted = of_vectors(merged.image, merged.text, merged.captions, merged.present)
+    counted = of_vectors(merged.image, merged.text, merged.captions, merged.present, merged.split)
     counted = counted.model_copy(update={"padding": padding, "merged": n - len(merged.image)})
     return replace(merged, remarks=counted)
 

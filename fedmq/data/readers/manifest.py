@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
-from fedmq.data.readers.cells import MISSING, captions_of, labels_of, one_label, one_spelling, one_text
+from fedmq.data.readers.cells import MISSING, captions_of, labels_of, one_label, one_text
 from fedmq.data.splits import split_numbers
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
 from fedmq.encoders.pictures_with_gaps import WithGaps
@@ -290,8 +290,7 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
         raise InputError(
             f"{path}: line {lines[splits.index('')]}: split", "nothing", "a split for every item or for none"
         )
-    labels = one_spelling([tuple(item.labels) for item in items.values()])
-    hot, names = multi_hot(labels)
+    hot, names = multi_hot([tuple(item.labels) for item in items.values()])
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
     return checked(

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, refuse_keys
+from fedmq.data.readers.cells import one_label, one_of_many, one_text
 from fedmq.data.readers.photo_folder import MAX_CAPTIONS, captions_in
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes, is_leftover
 from fedmq.encoders.stored_pictures import Rows
@@ -250,10 +251,15 @@ def texts_of(place: str, value: object, *, numbers: bool = False) -> list[str]:
         numbers: also accept whole numbers, as labels.
 
     Raises:
-        InputError: it holds something else.
+        InputError: it holds something else, or a text that looks like several.
     """
     several = [] if value is None else value if isinstance(value, list) else [value]
     kinds = (str, int) if numbers else (str,)
     if any(not isinstance(each, kinds) or isinstance(each, bool) for each in several):
         raise InputError(place, repr(value)[:80], "a text or a list of texts")
+    for each in several:
+        if isinstance(each, str) and not numbers:
+            one_of_many(place, each)
+        elif isinstance(each, str):
+            _ = one_text(place, each, label=True) if isinstance(value, list) else one_label(place, each)
     return [text for each in several if (text := str(each).strip())]

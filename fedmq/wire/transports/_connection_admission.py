@@ -150,7 +150,8 @@ class ConnectionAdmission:
         name, sign = claim
         unknown, known = self._unknown.get(address), ""
         with contextlib.suppress(ValueError, TypeError):  # not a point of the curve
-            known = f", with the unknown key {_fingerprint(unknown, sign)}" if unknown else ""
+            if unknown:
+                known = f", with the unknown key {_fingerprint(unknown, sign)}; `fedmq keys accept` accepts its request"
         self.refused.append(f"{address}: claims to be {name}{known}")
 
     def _watch(self) -> None:

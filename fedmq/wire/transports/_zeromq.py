@@ -314,7 +314,8 @@ def bind(
         if admission is not None:
             admission.close()
         _close(socket, context)
-        raise InputError(uri, str(error), "an address that is free and belongs to this machine") from error
+        taken = "; another process listens there, e.g. another coordinator" if error.errno == zmq.EADDRINUSE else ""
+        raise InputError(uri, str(error), f"an address that is free and belongs to this machine{taken}") from error
     return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT), admission)
 
 

@@ -277,11 +277,11 @@ def test_an_impossible_probe_does_not_hide_the_findings_of_the_audit(
     assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
     told = capsys.readouterr()
     facts = json.loads(told.out)
-    places = {str(root / "model" / name) for name in ("config.json", "model.safetensors")}
+    places = {str(root / "model" / name) for name in ("README.md", "config.json", "model.safetensors")}
     assert {finding["place"] for finding in facts["findings"]} == places
     assert "no released model in it" in facts["error"] and "no released model in it" in told.err
     assert fedmq(monkeypatch, "audit", root, "--delta", "1e-5") == 3
-    assert "2 differences" in capsys.readouterr().out
+    assert "3 differences" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("swapped", ["model", "model and config"])

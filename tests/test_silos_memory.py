@@ -34,7 +34,8 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
         return ()
 
     monkeypatch.setattr(program, "release_unused_memory", lambda: told.append("given back"))
-    silo: Any = SimpleNamespace(respond=respond, simulated=True, facts=SimpleNamespace(name="silo-00"), errors=None)
+    facts, epochs = SimpleNamespace(name="silo-00"), SimpleNamespace(epochs_before=0)
+    silo: Any = SimpleNamespace(respond=respond, simulated=True, facts=facts, epochs=epochs, errors=None)
     link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
     header = SimpleNamespace(sequence=1, base_version=0, kind=Kind.TASK)
     message: Any = SimpleNamespace(header=header, task=None)

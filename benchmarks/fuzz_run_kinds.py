@@ -306,7 +306,7 @@ def _read_forged_search(folder: Path) -> None:
     """The same with a journal whose digests are right, as those that an attacker computes."""
     journal = folder / "study.journal"
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, InputError):
-        search = json.loads((folder / "search.json").read_bytes())
+        search = json.loads(read_regular(folder / "search.json", "a search"))
         operations = [json.loads(line) for line in read_regular(journal, "a journal").splitlines()]
         journal.unlink()
         written = SearchJournal(journal, search)

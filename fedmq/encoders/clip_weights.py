@@ -113,8 +113,12 @@ def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
     try:
         return _built(config)
     except Exception as error:  # open_clip, timm and torch raise many types for a configuration that they cannot build
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"backbone.name: {name}", reason, "a configuration of an open_clip model") from None
+        raise _not_built(name, error) from None
+
+
+def _not_built(name: str, error: Exception) -> InputError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return InputError(f"backbone.name: {name}", reason, "a configuration of an open_clip model")
 
 
 def skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
@@ -122,8 +126,11 @@ def skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
     try:
         with torch.device("meta"):
             return _built(config)
-    except Exception:
-        # Some timm models use the values of their weights during construction; an invalid configuration is refused.
+    except Exception as error:
+        # Some timm models use the values of their weights during construction. Others could take much memory before an
+        # invalid configuration is found.
+        if "timm_model_name" not in config["vision_cfg"]:
+            raise _not_built(name, error) from None
         return _construct(name, config)
 
 

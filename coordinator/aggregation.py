@@ -5,6 +5,7 @@ Pure computation; the loop does all waiting, sending and writing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -156,7 +157,8 @@ def merge_line(
         loss=sum(losses.values()) / len(losses) if losses else None,
         losses=dict(losses),
     )
-    return line.model_copy(update=dict(log))
+    # JSON has no NaN, e.g. of a loss that overflowed.
+    return line.model_copy(update={name: value if math.isfinite(value) else None for name, value in log.items()})
 
 
 def states_in_use(

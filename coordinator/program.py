@@ -489,7 +489,9 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         write_json(folder.agreement, stated.plain())
     summary = summary_of(loop, data, clock, config, stated)
     if shared:
-        change = float((state.theta - initial).norm() / initial.norm().clamp(min=torch.finfo(initial.dtype).tiny))
+        # Squares of large parameters overflow in float32.
+        moved, before = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (state.theta - initial, initial))
+        change = float(moved / before.clamp(min=torch.finfo(initial.dtype).tiny))
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)

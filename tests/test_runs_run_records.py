@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_a_methods_merge_report_consists_of_numbers_next_to_the_common_keys() ->
     assert noted.reported == MERGE.reported
 
 
+def test_values_of_a_merge_that_are_no_numbers_are_written_as_null_and_refused_in_a_file(tmp_path: Path) -> None:
+    line = merge_line(1, 1.5, (), {}, {"router_loss": math.nan, "weight_silo-01": 0.5})
+    assert line.plain()["router_loss"] is None and line.reported == {"weight_silo-01": 0.5}
+    folder = RunFolder(tmp_path)
+    for value in ("NaN", "Infinity", "-Infinity"):
+        folder.metrics.write_text(json.dumps(MERGE.plain()).replace("0.25", value) + "\n")
+        with pytest.raises(
+            InputError, match=r"metrics\.jsonl: line 1: .*router_loss is -?(nan|inf), not a finite number"
+        ):
+            results.read_metrics(folder)
+
+
 @pytest.mark.parametrize(
     "record", [summary(), EVALUATION, MERGE, PERSONAL, CONFIG], ids=lambda each: type(each).__name__
 )
@@ -91,6 +104,8 @@ def test_unknown_keys_are_kept(tmp_path: Path, record: Stored) -> None:
         ({"bytes": {"up": {"delta": 0.5}, "down": {}}}, r"summary\.json: bytes\.up\.delta: found '0\.5'"),
         ({"seconds": {"total": None}}, r"summary\.json: seconds\.total: found 'None'"),
         ({"model_digest": "abc"}, r"summary\.json: model_digest: found 'abc'"),
+        ({"change": math.nan}, r"summary\.json: change: found 'nan'"),
+        ({"seconds": {"training": math.inf}}, r"summary\.json: seconds\.training: found 'inf'"),
         ({"tasks": {"merged": "all"}}, r"summary\.json: tasks\.merged: found 'all'"),
     ],
 )

@@ -7,8 +7,9 @@ written again. Fields with a default are missing in files of older versions, or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -25,6 +26,7 @@ from fedmq.runs.metric_values import BySilo, Figures, Finite, MetricEntry, check
 from fedmq.storage.json_files import DateTime, Digest, Stored
 
 _Version = Annotated[int, Field(ge=0)]
+_Amount = Annotated[Finite, Field(ge=0)]
 #: Fraction of the initial model's norm below which a run has hardly changed the model.
 _HARDLY = 1e-5
 
@@ -195,19 +197,19 @@ class UnusableReplies(Stored):
 class Seconds(Stored):
     """Real time by phase [s], and ``virtual``: the run's virtual time at its end [s], None on a wall clock."""
 
-    total: float = 0.0
-    startup: float = 0.0
-    training: float = 0.0
-    merge: float = 0.0
-    evaluation: float = 0.0
-    virtual: float | None = None
+    total: _Amount = 0.0
+    startup: _Amount = 0.0
+    training: _Amount = 0.0
+    merge: _Amount = 0.0
+    evaluation: _Amount = 0.0
+    virtual: _Amount | None = None
 
 
 class Processes(Stored):
     """Number of silos, and peak memory (PSS) of all processes together [MiB]."""
 
     silos: int
-    peak_pss_mb: float = 0.0
+    peak_pss_mb: _Amount = 0.0
 
 
 class BestVersion(Stored):
@@ -222,7 +224,7 @@ class BestVersion(Stored):
 
     version: int
     metric: str
-    value: float
+    value: Finite
     model_digest: Digest
 
 
@@ -279,7 +281,7 @@ class RunSummary(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest] = Field(default_factory=dict)
-    change: float | None = None
+    change: _Amount | None = None
     unchanged: bool = False
     metrics: Figures
     own_heldout: OwnHeldOut | None = None
@@ -357,12 +359,19 @@ class MergeLine(Stored):
 
     kind: Literal["merge"]
     version: _Version
-    now: Annotated[Finite, Field(ge=0)]
+    now: _Amount
     replies: list[str] = Field(default_factory=list)
     staleness: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     loss: Finite | None = None
     losses: dict[str, Finite] = Field(default_factory=dict)
     wall: DateTime | None = None
+
+    @model_validator(mode="after")
+    def _reports_numbers(self) -> Self:
+        for name, value in self.reported.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value}, not a finite number")
+        return self
 
     @property
     def reported(self) -> Figures:
@@ -442,8 +451,8 @@ class ReleasedInputs(Stored):
     text_shape: list[int]
     image_dtype: str
     text_dtype: str
-    mean: list[float] = Field(default_factory=list)
-    std: list[float] = Field(default_factory=list)
+    mean: list[Finite] = Field(default_factory=list)
+    std: list[Finite] = Field(default_factory=list)
 
 
 class ReleaseConfig(Stored):

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
+from fedmq.data.readers.array_files import Stored
 from fedmq.data.readers.features import label_array, read_features
 from fedmq.data.splits import draw_split
 from fedmq.errors import InputError
@@ -107,6 +109,28 @@ def test_a_damaged_array_header_is_a_one_line_error(header: str, tmp_path: Path)
     with pytest.raises(InputError, match=r"set\.npz") as caught:
         read_features(tmp_path / "set.npz")
     assert "\n" not in str(caught.value)
+
+
+@given(
+    number=st.integers(0, 0x10FFFF) | st.integers(0x110000, 2**32 - 1),
+    key=st.sampled_from(["split", "keys", "label_names"]),
+    order=st.sampled_from("<>"),
+)
+@settings(max_examples=40)
+def test_a_string_with_a_number_that_is_no_character_is_a_one_line_error(number: int, key: str, order: str) -> None:
+    numbers = np.array(["train"] * 8).view(np.uint32)
+    numbers[1] = number
+    message = f"a string holds the number {number:#x}, which is no character"
+    with tempfile.TemporaryDirectory() as folder:
+        strings = numbers.astype(f"{order}u4").view(f"{order}U5")
+        path = saved(Path(folder), **{**arrays(8), key: strings})
+        for read in (partial(read_features, path), Stored(path, key, strings.shape, strings=True).read):
+            try:
+                read()
+            except InputError as error:
+                assert (message in str(error)) == (number > 0x10FFFF) and "\n" not in str(error)
+            else:
+                assert number <= 0x10FFFF
 
 
 @given(n=st.integers(2, 400), seed=st.integers(0, 2**40))

@@ -28,7 +28,7 @@ from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
-from fedmq.data.readers.npz_bounds import check_npz
+from fedmq.data.readers.npz_bounds import check_characters, check_npz
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
@@ -277,6 +277,8 @@ class Gallery:
             check_npz(self.vectors)
             with np.load(self.vectors, allow_pickle=False) as stored:
                 found: Array = stored[name]
+            if isinstance(found, np.ndarray):
+                check_characters(found)
         except BROKEN_NPZ as error:
             raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
         # NumPy returns a member of the archive that is not an array as bytes.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fedmq.data.readers import sparse
 from fedmq.data.readers.mat_tags import check_tags
-from fedmq.data.readers.npz_bounds import check_npz, npz_array
+from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
@@ -94,7 +94,9 @@ class Stored:
     def _read(self) -> Array:
         if self.path.suffix.lower() == ".npz":
             with np.load(self.path, allow_pickle=False) as opened:
-                return np.asarray(opened[self.key])
+                array = np.asarray(opened[self.key])
+            check_characters(array)
+            return array
         if is_hdf5(self.path):
             h5py = package("h5py", "formats", str(self.path))
             with h5py.File(self.path, "r") as opened:

@@ -21,7 +21,7 @@ import safetensors.numpy
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
-from fedmq.data.readers.npz_bounds import check_npz, npz_array
+from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
@@ -88,6 +88,7 @@ def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
             array: Array | bytes = opened[key]
         if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is not an array
             raise TypeError("not an array")
+        check_characters(array)
         return array
 
     check_npz(path)
@@ -106,6 +107,7 @@ def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
 
     def read(key: str) -> Array:
         if key in strings:
+            check_characters(strings[key])
             return strings[key]
         with safetensors.safe_open(path, framework="numpy") as opened:
             array: Array = opened.get_tensor(key)

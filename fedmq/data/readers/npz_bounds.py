@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
 from fedmq.errors import InputError
@@ -19,6 +20,7 @@ from fedmq.storage.regular_files import check_regular
 _FREE_BYTES = 1 << 30
 #: Maximum ratio of an array's size to its compressed size, for larger arrays.
 _MAX_RATIO = 100
+_LAST_CHARACTER = 0x10FFFF
 
 
 def check_npz(path: Path) -> None:
@@ -56,3 +58,19 @@ def npz_array(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], np.d
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, kind = read(member)
     return tuple(map(int, shape)), kind
+
+
+def check_characters(array: npt.NDArray[Any]) -> None:
+    """Refuse an array of strings with numbers that are no characters, which NumPy cannot convert to strings.
+
+    Args:
+        array: an array of any type; only one of Unicode strings is checked.
+
+    Raises:
+        ValueError: a number is above the last character of Unicode.
+    """
+    if array.dtype.kind != "U" or not array.nbytes:
+        return
+    numbers = np.ascontiguousarray(array).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+    if (largest := int(numbers.max())) > _LAST_CHARACTER:
+        raise ValueError(f"a string holds the number {largest:#x}, which is no character")

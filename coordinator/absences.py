@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from coordinator.rounds import PendingTask
+from fedmq.clock import Clock
+from fedmq.storage.logs import Logger
 
 
 class Absences:
@@ -49,3 +51,30 @@ class Absences:
     def _during(self, peer: str, now: float, task: int) -> float:
         number, before = self._before.get(peer, (task, 0.0))
         return self.seconds(peer, now) + (before if number == task else 0.0)
+
+
+def await_silos(
+    unheard: Callable[[float], list[str]],
+    clock: Clock,
+    online: Callable[[str], bool],
+    poll: Callable[[], None],
+    stop_wanted: Callable[[], bool],
+    log: Logger,
+) -> None:
+    """Wait until all silos can receive the message that the run has ended.
+
+    Args:
+        unheard: silos that have not been heard since a stopwatch's time [s], and may return.
+        clock: the run's clock.
+        online: whether messages can be sent to a silo.
+        poll: receives messages; waits a fraction of a second if nothing arrives.
+        stop_wanted: true ends the wait.
+        log: the log for operators.
+    """
+    since, named = clock.stopwatch(), list[str]()
+    while (names := unheard(since)) and not stop_wanted():
+        away = [name for name in names if not online(name)]
+        if away and away != named:
+            log.info("all rounds are done; waiting for silos that are away", silos=", ".join(away))
+            named = away
+        poll()

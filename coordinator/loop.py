@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.absences import Absences
+from coordinator.absences import Absences, await_silos
 from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
@@ -108,6 +108,7 @@ class Loop:
         self.phase_cause: int | None = None
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._began = self._checked = self._caught_up = self.clock.stopwatch()
+        self._patience = self.run_context.scenario.aggregation.lost_after
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
@@ -148,6 +149,8 @@ class Loop:
             if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
+        if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
+            await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
         if self.rounds.phase is not Phase.DONE and self.stop_silos and not self.makes_room:
             self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
@@ -166,6 +169,11 @@ class Loop:
             return False
         self.evaluation.record_saved(version)
         return True
+
+    def _unheard(self, since: float) -> list[str]:
+        heard, now, patience = self.roster.heard(), self.clock.stopwatch(), self._patience
+        names = (name for name in sorted(self._seen - self.rounds.gone) if heard.get(name, since) <= since)
+        return [name for name in names if self._absences.seconds(name, now) <= patience]
 
     def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
@@ -204,10 +212,7 @@ class Loop:
         self._handle(Stop(), self.log.note(NoteKind.LATE_SILOS if self.makes_room else NoteKind.STOP_REQUESTED))
 
     def _handle(self, event: Event, record: int | None) -> None:
-        """Pass an event to the rounds machine and carry out its actions; ``record`` is the number of its log record.
-
-        A merge that is done has no record: it passes on that of the event that caused the merge.
-        """
+        """Pass an event to the rounds machine and carry out its actions; ``record`` is the log record of its cause."""
         if isinstance(event, Failed):
             self._outcomes.fail(event, record)
             self._errors.task_failed(event.silo)
@@ -320,8 +325,7 @@ class Loop:
             self._absences.begin(absent, now)
 
     def _on_message(self, message: Message, record: int | None) -> None:
-        header = message.header
-        owed = self.evaluation.owed
+        header, owed = message.header, self.evaluation.owed
         self._note_answer(header, record)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
@@ -381,7 +385,7 @@ class Loop:
         # Silence is judged as of the last time the queue was empty: after a long merge messages may be unread.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self._on_peer_lost(name)
-        patience = self.run_context.scenario.aggregation.lost_after
+        patience = self._patience
         for name in [name for name in self.evaluation.asked if self._absences.seconds(name, now) > patience]:
             self.evaluation.give_up(name)
         self._fail_overdue()
@@ -394,13 +398,10 @@ class Loop:
         self.status.update(self.rounds, self._seen)
 
     def _fail_overdue(self) -> None:
-        """Fail the tasks of connected silos that exceeded their limit; these silos are not selected until they reply.
-
-        Time is judged as of the last time the queue was empty: after a long merge replies may be unread.
-        """
+        """Fail overdue tasks of connected silos; these silos are not selected until they reply."""
         if self.rounds.phase is not Phase.COLLECTING:
             return
-        for task in self._limits.exceed(self._caught_up):
+        for task in self._limits.exceed(self._caught_up):  # judged as of then, as replies may be unread
             record = self.log.note(NoteKind.OVERDUE, peer=task.silo, sequence=task.sequence)
             self._handle(Lost(task.silo), record)
             self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
@@ -472,7 +473,13 @@ class Loop:
         self.states[version] = merged.state
         self.evaluation.evaluate_if_due(version, merged.state)
         waiting = self.clock.stopwatch()
-        if not self._measure_before_checkpoint(version):
+        # The checkpoint depends on these evaluations; a stop may be requested meanwhile.
+        if self.evaluation.personal_due(version):
+            measured = self._measure_personal(version, self.rounds.settled, final=False)
+        else:
+            waits = self.evaluation.crowded or self.evaluation.decides
+            measured = not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)
+        if not measured:
             self._stop()  # without a checkpoint: a resumed run repeats the merge and the evaluation
             return
         waited = self.clock.stopwatch() - waiting
@@ -490,10 +497,3 @@ class Loop:
             self._stop()
         else:
             self._handle(Merged(version, last=last), cause)
-
-    def _measure_before_checkpoint(self, version: int) -> bool:
-        """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
-        if self.evaluation.personal_due(version):
-            return self._measure_personal(version, self.rounds.settled, final=False)
-        waits = self.evaluation.crowded or self.evaluation.decides
-        return not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)

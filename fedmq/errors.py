@@ -12,6 +12,8 @@ FedmqError
 
 from __future__ import annotations
 
+from fedmq.text import printable
+
 
 class FedmqError(Exception):
     """Base of all errors that fedmq raises deliberately."""
@@ -19,6 +21,8 @@ class FedmqError(Exception):
 
 class InputError(FedmqError):
     """Input by the user is not allowed; the one-line message has the place, the value and what is allowed.
+
+    Line ends and control characters, e.g. in a file's name, are escaped.
 
     Args:
         place: the file, line, key or option, e.g. ``"scenarios/x.yaml: partition.alpha"``.
@@ -30,7 +34,7 @@ class InputError(FedmqError):
         self.place = place
         self.found = found
         self.allowed = allowed
-        super().__init__(f"{place}: found {found!r}, allowed: {allowed}")
+        super().__init__(printable(f"{place}: found {found!r}, allowed: {allowed}"))
 
 
 class DataItemError(InputError):

@@ -104,6 +104,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def is_float(text: str) -> bool:
+    """Whether Python reads a text as a float; ``nan`` and ``inf`` are."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Similar known names, best first; all known names if there are none."""
     return difflib.get_close_matches(name, known, n=5) or list(known)

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from fedmq.audit.log_checks import audit_run
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import MergeLine
 from fedmq.runs.status import SiloPhase, read_status
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
@@ -215,3 +218,39 @@ def test_a_cut_link_loses_nothing_and_applies_nothing_twice(processes: Processes
     assert summary["model_digest"] == reference
     assert summary["tasks"]["merged"] == 20 * 3, "three of four silos in each round"
     assert not audit_run(processes.out).findings
+
+
+def test_a_silo_that_is_away_when_the_last_round_ends_is_ended_by_the_run_too(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "rounds=8", "clock=wall", "aggregation.mode=async")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        uri = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    link, ended, cut = Link(uri), list[str](), list[int]()
+
+    def behind_the_link(_: str, keys: Path) -> None:
+        run_silo(SiloArguments(run_of(scenario), SILOS[0], link.uri, keys, tmp_path))
+        ended.append(SILOS[0])
+
+    def watch() -> bool:
+        """Cut the link after a merge; restore it once all rounds are done and the coordinator waits."""
+        merges = sum(isinstance(line, MergeLine) for line in read_metrics(RunFolder(tmp_path)))
+        if merges and not cut:
+            cut.append(merges)
+            link.cut()
+        link.open = link.open or merges == scenario.rounds
+        return False
+
+    try:
+        outcome = threaded_run(
+            scenario,
+            tmp_path,
+            silos=SILOS[1:],
+            others=[behind_the_link],
+            uri=uri,
+            stop_wanted=watch,
+            stop_silos=False,
+        )
+    finally:
+        link.listener.close()
+    assert outcome.summary is not None and outcome.summary.versions == scenario.rounds
+    assert cut[0] < scenario.rounds and ended == [SILOS[0]]
+    assert not audit_run(tmp_path).findings

@@ -120,9 +120,9 @@ def dying(scenario: Scenario) -> Callable[[str, Path], None]:
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
         while True:
-            connection.send(seal_message(session, Message(beat)).frames)
             frames = connection.receive(BEAT)
-            if frames is None:
+            if frames is None:  # the coordinator answers each heartbeat: one for each answer would be a flood
+                connection.send(seal_message(session, Message(beat)).frames)
                 continue
             message, _ = open_message(session, frames)
             if message.header.kind is Kind.TASK:

@@ -110,6 +110,7 @@ def run(
     scheme: str = "memory",
     uri: str | None = None,
     connect_to: str | None = None,
+    stop_silos: bool = True,
 ) -> CoordinatorResult:
     """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder.
 
@@ -133,7 +134,7 @@ def run(
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
         outcome = run_coordinator(
-            CoordinatorArguments(made, uri, keys, out, resume, stop_silos=True),
+            CoordinatorArguments(made, uri, keys, out, resume, stop_silos=stop_silos),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )

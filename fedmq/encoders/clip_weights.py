@@ -17,6 +17,7 @@ import torch
 from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip.convert import convert_state_dict
 from open_clip.model import CLIP, CustomTextCLIP, convert_to_custom_text_state_dict
+from pydantic import JsonValue
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone
@@ -49,7 +50,7 @@ def config_of(name: str) -> dict[str, Any]:
             supported.
     """
     if name.endswith(".json"):
-        config = _config_in(Path(name))
+        config: Mapping[str, Any] = _config_in(Path(name))
     else:
         known = open_clip.list_models()
         if name not in known:
@@ -73,7 +74,7 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _config_in(path: Path) -> dict[str, Any]:
+def _config_in(path: Path) -> dict[str, JsonValue]:
     """The configuration in a file.
 
     Raises:

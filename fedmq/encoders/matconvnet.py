@@ -20,6 +20,7 @@ from fedmq.config.scenario import Backbone
 from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.storage.cache import file_digest, key_of
+from fedmq.storage.mat_files import check_mat
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -177,6 +178,7 @@ def load(backbone: Backbone, device: str | torch.device) -> Network:
     path = _file(backbone)
     reader = package("scipy.io", "formats", str(path))
     try:
+        check_mat(path)
         content = {name: _plain(value) for name, value in reader.loadmat(path).items()}
         normalisation = content.get("normalization") or content["meta"]["normalization"]
         mean = torch.from_numpy(np.asarray(normalisation["averageImage"], dtype=np.float32).copy()).to(device)

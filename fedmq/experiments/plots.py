@@ -11,6 +11,7 @@ import numpy.typing as npt
 from fedmq.experiments.summary import Row
 from fedmq.runs.html_page import Figure, colour, document
 from fedmq.runs.results import FinishedRun
+from fedmq.text import is_float
 
 F64 = npt.NDArray[np.float64]
 #: Ratio of the largest to the smallest value from which an axis is logarithmic.
@@ -108,14 +109,6 @@ def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _shared_keys(rows: Sequence[Row]) -> list[str]:
     """The varied keys that all rows with a point have in common; methods may vary different keys."""
     points = [dict(row.entry.point) for row in rows if row.entry.point]
@@ -127,7 +120,7 @@ def _against_value(rows: Sequence[Row], column: str) -> Figure:
     rows = [row for row in rows if row.entry.point]
     points = {row.entry.name: dict(row.entry.point) for row in rows}
     keys = _shared_keys(rows)
-    numeric = [key for key in keys if all(_is_number(point[key]) for point in points.values())]
+    numeric = [key for key in keys if all(is_float(point[key]) for point in points.values())]
     key = (numeric or keys)[0]
     lines: dict[str, list[Row]] = {}
     for row in rows:

@@ -12,14 +12,17 @@ import ipaddress
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.runs.status import SiloPhase, StatusFile
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 #: Only processes of this machine can connect; a tunnel or an agent on this machine can pass the metrics on.
 HOST = "127.0.0.1"
@@ -134,9 +137,9 @@ def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], No
     registry.register(_Collector(latest))
     metrics = client.make_wsgi_app(registry)
 
-    def answer(environ: dict[str, Any], start: Any) -> Any:
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if _is_own(environ.get("HTTP_HOST", HOST)):
-            return metrics(environ, start)
+            return cast("Iterable[bytes]", metrics(environ, start))
         start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"the host name of the address is not this machine's: use 127.0.0.1 or another numeric address\n"]
 

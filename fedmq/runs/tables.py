@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedmq.text import printable
+from fedmq.text import is_float, printable
 
 #: First characters of a cell that a spreadsheet takes for a formula; also their wide forms, for Excel in Japanese.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -31,17 +31,9 @@ def csv_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     shown = printable(value)
-    return f"'{shown}" if shown.startswith(_FORMULA) and not _is_number(shown) else shown
+    return f"'{shown}" if shown.startswith(_FORMULA) and not is_float(shown) else shown
 
 
 def csv_text(cell: str) -> str:
     """The text of a cell that :func:`csv_cell` made, with its escapes."""
     return cell[1:] if cell.startswith("'") and csv_cell(cell[1:]) == cell else cell
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

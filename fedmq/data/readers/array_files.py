@@ -8,23 +8,22 @@ unpickled, and truncated files are rejected.
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.readers import sparse
-from fedmq.data.readers.mat_tags import check_tags
 from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
 from fedmq.extras import package
+from fedmq.storage.mat_files import check_mat
 from fedmq.storage.regular_files import check_regular
 
 Array = npt.NDArray[Any]
@@ -148,49 +147,6 @@ def guarded(path: Path, work: Callable[[], Any]) -> Any:
         raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
 
 
-#: Bytes per value in version 4 files, by the tens digit of the type number.
-_MAT4_BYTES = (8, 4, 4, 2, 2, 1)
-
-
-def _mat_lengths(file: BinaryIO, size: int) -> Iterator[int]:
-    """End offset [bytes] of each array of a version 4 or 5 .mat file; nothing for other files."""
-    head = file.read(128)
-    if len(head) < 128 or 0 in head[:4]:
-        start = 0
-        while start + 20 <= size:
-            file.seek(start)
-            fields = file.read(20)
-            order = "<" if struct.unpack("<i", fields[:4])[0] in range(5000) else ">"
-            kind, rows, columns, complex_, name = struct.unpack(f"{order}5i", fields)
-            width = kind // 10 % 10
-            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name - 1) < 0:
-                return
-            start += 20 + name + rows * columns * _MAT4_BYTES[width] * (2 if complex_ else 1)
-            yield start
-        if start < size:
-            yield start + 20
-        return
-    start, known = 128, {b"IM": "<", b"MI": ">"}.get(head[126:128])
-    while known and start < size:
-        file.seek(start)
-        tag = file.read(8)
-        start += 8 + (struct.unpack(f"{known}I", tag[4:])[0] if len(tag) == 8 else 0)
-        yield start
-
-
-def _refuse_truncated(path: Path) -> None:
-    """Reject truncated .mat files, of which SciPy would silently list only the arrays before the cut.
-
-    Raises:
-        InputError: the file ends before its last array does.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if any(end > size for end in _mat_lengths(file, size)):
-            raise InputError(str(path), f"a file cut off after {size} bytes", "a complete .mat file")
-    check_tags(path)
-
-
 def _arrays_in(path: Path, also: str) -> list[Stored]:
     """List one file's arrays without reading them, and any entry ``also``, so that a bad one is not ignored."""
     if path.suffix.lower() == ".npz":
@@ -222,7 +178,7 @@ def _arrays_in(path: Path, also: str) -> list[Stored]:
                 Stored(path, key, sparse.hdf5_shape(f"{path}: {key}", value), matlab=True)
                 for key, value in groups.items()
             ]
-    _refuse_truncated(path)
+    check_mat(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)
     return [
         Stored(path, key, tuple(map(int, shape)), strings=kind == "char", integers=kind.startswith(("int", "uint")))

@@ -1,11 +1,16 @@
-"""Check the tags of a version 5 .mat file, because SciPy crashes the process on types that do not exist."""
+"""Check a .mat file before SciPy reads it.
+
+SciPy lists only the arrays before the end of a truncated file, takes as much memory as a damaged length says, and
+crashes the process on types that do not exist.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, BinaryIO, Protocol
 
 from fedmq.errors import InputError
 
@@ -17,6 +22,8 @@ _COMPLEX = 8  # bit of the flags
 _HEADER = 128  # bytes before the first element
 _DEPTH = 16  # of cells in cells
 _BLOCK = 1 << 20
+#: Bytes per value in version 4 files, by the tens digit of the type number.
+_MAT4_BYTES = (8, 4, 4, 2, 2, 1)
 
 
 class _Source(Protocol):
@@ -47,7 +54,46 @@ class _DamagedError(Exception):
     """A tag that is not one of a .mat file."""
 
 
-def check_tags(path: Path) -> None:
+def check_mat(path: Path) -> None:
+    """Refuse a .mat file that ends before its last array does, or whose arrays are damaged.
+
+    Raises:
+        InputError: the file is truncated, or has a type that does not exist or an element longer than its array.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if any(end > size for end in _ends(file, size)):
+            raise InputError(str(path), f"a file cut off after {size} bytes", "a complete .mat file")
+    _check_tags(path)
+
+
+def _ends(file: BinaryIO, size: int) -> Iterator[int]:
+    """End offset [bytes] of each array of a version 4 or 5 .mat file; nothing for other files."""
+    head = file.read(128)
+    if len(head) < 128 or 0 in head[:4]:
+        start = 0
+        while start + 20 <= size:
+            file.seek(start)
+            fields = file.read(20)
+            order = "<" if struct.unpack("<i", fields[:4])[0] in range(5000) else ">"
+            kind, rows, columns, complex_, name = struct.unpack(f"{order}5i", fields)
+            width = kind // 10 % 10
+            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name - 1) < 0:
+                return
+            start += 20 + name + rows * columns * _MAT4_BYTES[width] * (2 if complex_ else 1)
+            yield start
+        if start < size:
+            yield start + 20
+        return
+    start, known = 128, {b"IM": "<", b"MI": ">"}.get(head[126:128])
+    while known and start < size:
+        file.seek(start)
+        tag = file.read(8)
+        start += 8 + (struct.unpack(f"{known}I", tag[4:])[0] if len(tag) == 8 else 0)
+        yield start
+
+
+def _check_tags(path: Path) -> None:
     """Refuse a version 5 .mat file with a type that does not exist; other files are left to their reader.
 
     Raises:

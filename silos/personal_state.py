@@ -52,7 +52,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors with the owner and the digest that were written with them; older files have neither.
+    """Tensors with the owner and the digest that were written with them.
 
     Raises:
         OSError: the file cannot be read, belongs to another silo or task, or has other content than was written.
@@ -60,10 +60,12 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     check_regular(path, _MOST_BYTES, "a personal state")
     with safe_open(path, "pt") as file:
         facts = file.metadata() or {}
-    tensors, owner = load_aligned(path), facts.get(_OWNER, _owner(path))
+    if not {_OWNER, _DIGEST} <= facts.keys():
+        raise OSError("without the owner and the digest that are written with it")
+    tensors, owner = load_aligned(path), facts[_OWNER]
     if owner != _owner(path):
         raise OSError(f"it is {printable(owner[:80])}")
-    if facts.get(_DIGEST) not in (None, _digest(owner, tensors)):
+    if facts[_DIGEST] != _digest(owner, tensors):
         raise OSError("other content than was written")
     return tensors
 

@@ -55,6 +55,11 @@ def test_damage_of_what_a_format_holds_leaves_a_file_of_that_format(kind: str) -
     assert sum(each[:4] == content[:4] for each in found) > 10
 
 
+class SeveralLinesError(InputError):
+    def __str__(self) -> str:
+        return "two\nlines"
+
+
 def _fails(folder: Path) -> object:
     """A reader that fails in another way on each damaged file."""
     match int((folder / "f").read_bytes()):
@@ -68,7 +73,7 @@ def _fails(folder: Path) -> object:
             while time.process_time() >= 0:
                 pass
         case 4:
-            raise InputError("place", "found", "allowed\nand more")
+            raise SeveralLinesError("place", "found", "allowed")
         case 5:
             os.mkfifo(folder / "pipe")
             return (folder / "pipe").read_bytes()

@@ -21,7 +21,7 @@ from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_metrics
 from fedmq.runs.status import StatusFile, read_status
 from fedmq.storage.json_files import read_json
-from fedmq.storage.run_folder import RunFolder
+from fedmq.storage.run_folder import RunFolder, write_tensors
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 
@@ -96,6 +96,14 @@ def test_a_personal_state_of_another_silo_or_task_is_refused(other: str, tmp_pat
     path.write_bytes((tmp_path / f"{other}.safetensors").read_bytes())
     with pytest.raises(InputError, match=f"it is {other}"):
         StateStore(tmp_path / "silo-00").before(3)
+
+
+@pytest.mark.parametrize("left", [{}, {"owner": "silo-00/task-000000001"}, {"digest": "0" * 64}])
+def test_a_personal_state_without_its_owner_or_digest_is_refused(left: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "silo-00").mkdir()
+    write_tensors(tmp_path / "silo-00" / "task-000000001.safetensors", {"w": torch.ones(2)}, left)
+    with pytest.raises(InputError, match="without the owner and the digest"):
+        StateStore(tmp_path / "silo-00").before(2)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def _decoded(source: Path | io.BytesIO, place: str, error: type[InputError] = In
         upper = _has_upper_bits_only(image)
         found = _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
         if upper and found.max() < _LEAST_OF_16_BITS:
-            bits = "colours of 16 bits of which at most the lower 12 are used"
+            bits = "colours of 16 bits of which at most the lower 14 are used"
             raise InputError(place, bits, "8 bits per colour, or colours that use all 16 bits")
         return found
 
@@ -266,8 +266,8 @@ def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
     return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
 
 
-#: Level, of 256, that the brightest colour of a picture of 16 bits reaches; those of 12 bits in it reach 15.
-_LEAST_OF_16_BITS = 16
+#: Level, of 256, that the brightest colour of a picture of 16 bits reaches; those of 14 bits in it reach 63.
+_LEAST_OF_16_BITS = 64
 #: TIFF tags that declare the smallest and the largest grey value, in order of preference.
 _DECLARED = ((340, 341), (280, 281))
 

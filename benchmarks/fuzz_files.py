@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -148,6 +149,9 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0, *, given_up_s: float 
                     if memory > MEMORY_MB:
                         break  # the peak never falls
             except TimeoutError:
+                if number is None:
+                    process.kill()
+                    raise RuntimeError(f"{kind}: the valid file was not read in {dead_s:g} s") from None
                 _count(tally, done - 1, f"nothing for {dead_s:g} s", 0.0, 0.0)
             except EOFError:
                 process.join()
@@ -196,6 +200,7 @@ def main() -> None:
     kinds = options.only.split(",") if options.only else list(KINDS)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--only: found {unknown[0]!r}, allowed: {', '.join(KINDS)}")
+    torch.set_num_threads(1)  # the threads of a process that is forked are missing in the new one, which waits for them
     console, started = Console(width=120), time.perf_counter()
     table = Table("kind", "files", "read", "refused", "failed", "slowest s", "MB above valid files")
     failed, each, finished = 0, 3 if options.smoke else -(-options.files // len(kinds)), _known(options.resume)

@@ -61,7 +61,7 @@ _MISSING = frozenset(("none", "null", "nan", "<na>", "n/a", "na", "#n/a", "nil",
 _FILE_NAME = re.compile(r"\.(?:jpe?g|png|gif|bmp|webp|tiff?|dcm)\s*\Z", re.IGNORECASE)
 #: What UTF-8 becomes if it is read as Latin-1 or Windows-1252, and the sign for what could not be read at all.
 _GARBLED = re.compile(
-    "[ÂÃ][\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf€ƒ„†‡‰ŠŒŽšœžŸ]|(?<![A-ZÀ-Þ])[ÂÃ][…“”‘’•–—˜™«»]|â€|ðŸ|ï»¿|[\u0080-\u0084\u0086-\u009f\ufffd]"
+    "[ÂÃ][\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf€ƒ„†‡‰ŠŒŽšœžŸ]|(?<![A-ZÀ-Þ])[ÂÃ][…“”‘’•–—˜™«»]|â[€‚„†‡]|ðŸ|ï»¿|[\u0080-\u0084\u0086-\u009f\ufffd]"
 )
 _MARKUP = re.compile(
     r"&(?:amp|lt|gt|quot|apos|nbsp|#\d{1,7}|#x[0-9a-f]{1,6});|</?(?:p|br|b|i|em|strong|div|span|ul|li|a)(?:\s[^<>]*)?/?>",

@@ -50,6 +50,7 @@ from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -336,7 +337,7 @@ class Loop:
     def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
-        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300], caused_by=record)
+        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):

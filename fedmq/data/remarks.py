@@ -13,7 +13,7 @@ from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Stored
-from fedmq.text import counted
+from fedmq.text import counted, first_few
 
 
 class Remarks(Stored):
@@ -46,8 +46,6 @@ class Remarks(Stored):
 
 #: Texts, in lower case, with which spreadsheets, databases and programs write a missing value.
 _MISSING = frozenset(("none", "null", "nan", "<na>", "n/a", "na", "#n/a", "nil", "-", "?"))
-#: Labels that a sentence names.
-_NAMED = 5
 #: For a data set without remarks.
 NOTHING = Remarks()
 
@@ -129,19 +127,16 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
         if counts[name] == items
     ]
     if unused := [name for name in fine if counts[name] == 0]:
-        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {_some(unused)}")
+        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {first_few(unused)}")
     if items > 1 and max((counts[name] for name in fine), default=0) == 1:
         lines.append("no label has two items, so only an item's own texts are relevant to it")
     alike = defaultdict[str, list[str]](list)
     for name in fine:
         alike[name.casefold()].append(name)
-    lines += [f"{len(same)} labels differ only in case: {_some(same)}" for same in alike.values() if len(same) > 1]
+    lines += [f"{len(same)} labels differ only in case: {first_few(same)}" for same in alike.values() if len(same) > 1]
     if missing := [name for name in fine if is_placeholder(name) and counts[name]]:
         held = sum(counts[name] for name in missing)
-        lines.append(f"{counted(held, 'item')} with a label that often stands for a missing value: {_some(missing)}")
+        lines.append(
+            f"{counted(held, 'item')} with a label that often stands for a missing value: {first_few(missing)}"
+        )
     return lines
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -31,7 +31,7 @@ class RoundsRecord(Stored):
 
 
 class CountersRecord(Stored):
-    """See :class:`coordinator.counters.Counters`; fields with defaults are missing in older checkpoints."""
+    """See :class:`coordinator.counters.Counters`."""
 
     up: dict[str, Count]
     down: dict[str, Count]
@@ -41,13 +41,13 @@ class CountersRecord(Stored):
     participations: dict[str, Count]
     discarded: dict[str, Count]
     failed: Count
-    failures: dict[str, Count] = Field(default_factory=dict)
-    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
-    errors: dict[str, str] = Field(default_factory=dict)
-    events: Count = 0
+    failures: dict[str, Count]
+    unusable: dict[str, UnusableReplies]
+    errors: dict[str, str]
+    events: Count
     seconds: dict[str, Amount]
-    silo_up: dict[str, Count] = Field(default_factory=dict)
-    silo_down: dict[str, Count] = Field(default_factory=dict)
+    silo_up: dict[str, Count]
+    silo_down: dict[str, Count]
 
 
 class CheckpointRecord(Stored):
@@ -59,11 +59,11 @@ class CheckpointRecord(Stored):
         due: arrival time [s] of each pending task's outcome, by silo.
         tally: the counters.
         handed: number and issue time [s] of each pending task, by silo.
-        data: digest of the prepared data; empty in older checkpoints.
+        data: digest of the prepared data.
         trace: digest of the availability trace's file; empty if there is none.
-        digests: SHA-256 (hex) of the state files, by name; None in older checkpoints.
+        digests: SHA-256 (hex) of the state files, by name.
         values: each state's values that are not tensors, by version.
-        digest: SHA-256 (hex) of the other keys; None in older checkpoints.
+        digest: SHA-256 (hex) of the other keys.
     """
 
     rounds: RoundsRecord
@@ -71,11 +71,11 @@ class CheckpointRecord(Stored):
     due: dict[str, Annotated[float, Field(ge=0)]]
     tally: CountersRecord
     handed: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
-    data: str = ""
-    trace: str = ""
-    digests: dict[str, Digest] | None = None
+    data: str
+    trace: str
+    digests: dict[str, Digest]
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
-    digest: Digest | None = None
+    digest: Digest
 
     @property
     def own_digest(self) -> str:

@@ -43,7 +43,7 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
     Raises:
         InputError: the package that reads these files is missing.
     """
-    files = isinstance(raw.pictures.held if isinstance(raw.pictures, WithGaps) else raw.pictures, Files)
+    files = in_files(raw)
     rows = [row for row in range(len(raw)) if raw.pictured[row] and not raw.pictures.missing(row)]
     rows = rows[: MOST_FILES if files else MOST_STORED]
     report, found = tell(progress, "pictures opened", len(rows)), list[str]()
@@ -53,6 +53,11 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
             found += filter(None, pool.map(partial(_problem, raw, files), batch))
             report(start + len(batch))
     return Unreadable(len(rows), tuple(found))
+
+
+def in_files(raw: RawSet) -> bool:
+    """Whether each picture is a file of its own, not one in an archive or an array."""
+    return isinstance(raw.pictures.held if isinstance(raw.pictures, WithGaps) else raw.pictures, Files)
 
 
 def _problem(raw: RawSet, files: bool, row: int) -> str:

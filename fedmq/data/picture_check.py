@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -75,13 +74,3 @@ def _problem(raw: RawSet, files: bool, row: int) -> str:
             raise
         return f"{raw.keys[row]} ({error.found})"
     return ""
-
-
-def few(names: Sequence[str]) -> str:
-    """The first names, and the number of the others.
-
-    >>> few(["a", "b", "c", "d", "e", "f", "g"])
-    'a, b, c, d, e and 2 more'
-    """
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

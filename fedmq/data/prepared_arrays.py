@@ -255,7 +255,7 @@ def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def prepared_key(*parts: object) -> str:
     """Digest of a prepared folder's sources and of its format."""
-    return key_of("prepared", 3, *parts)
+    return key_of("prepared", 4, *parts)
 
 
 def mapped(path: Path) -> Array:

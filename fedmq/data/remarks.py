@@ -15,7 +15,7 @@ from fedmq.data.duplicates import nearly_equal, same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Stored
-from fedmq.text import counted
+from fedmq.text import counted, first_few
 
 
 class Remarks(Stored):
@@ -61,14 +61,13 @@ _MISSING = frozenset(("none", "null", "nan", "<na>", "n/a", "na", "#n/a", "nil",
 _FILE_NAME = re.compile(r"\.(?:jpe?g|png|gif|bmp|webp|tiff?|dcm)\s*\Z", re.IGNORECASE)
 #: What UTF-8 becomes if it is read as Latin-1 or Windows-1252, and the sign for what could not be read at all.
 _GARBLED = re.compile(
-    "[ÂÃ][\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf€ƒ„†‡‰ŠŒŽšœžŸ]|(?<![A-ZÀ-Þ])[ÂÃ][…“”‘’•–—˜™«»]|â[€‚„†‡]|ðŸ|ï»¿|[\u0080-\u0084\u0086-\u009f\ufffd]"
+    "[ÂÃ][\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf€ƒ„†‡‰ŠŒŽšœžŸ]|(?<![A-ZÀ-Þ])[ÂÃ][…“”‘’•–—˜™«»]"
+    "|â[€‚„†‡]|ðŸ|ï»¿|[\u0080-\u0084\u0086-\u009f\ufffd]"
 )
 _MARKUP = re.compile(
     r"&(?:amp|lt|gt|quot|apos|nbsp|#\d{1,7}|#x[0-9a-f]{1,6});|</?(?:p|br|b|i|em|strong|div|span|ul|li|a)(?:\s[^<>]*)?/?>",
     re.IGNORECASE,
 )
-#: Labels that a sentence names.
-_NAMED = 5
 #: What people write in different ways between the parts of a name; not between numbers, as in T1-2 and T12.
 _BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d])[\s_-]+(?=[^\W\d])")
 #: Splits that models are evaluated on.
@@ -151,11 +150,7 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         (remarks.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (remarks.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
         (remarks.file_names, ("caption ends", "captions end"), "like the name of an image file"),
-        (
-            remarks.garbled,
-            ("caption has", "captions have"),
-            "characters such as Ã© or \ufffd, the traces of a wrong encoding",
-        ),
+        (remarks.garbled, holds, "characters such as Ã© or \ufffd, the traces of a wrong encoding"),
         (remarks.markup, holds, "HTML in it, such as &amp; or <br>"),
         (remarks.cut, ("caption was cut,", "captions were cut,"), cut),
     )
@@ -182,13 +177,15 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
         if counts[name] == items
     ]
     if unused := [name for name in fine if counts[name] == 0]:
-        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {_some(unused)}")
+        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {first_few(unused)}")
     if items > 1 and max((counts[name] for name in fine), default=0) == 1:
         lines.append("no label has two items, so only an item's own texts are relevant to it")
     lines += of_spellings(fine)
     if missing := [name for name in fine if is_placeholder(name) and counts[name]]:
         held = sum(counts[name] for name in missing)
-        lines.append(f"{counted(held, 'item')} with a label that often stands for a missing value: {_some(missing)}")
+        lines.append(
+            f"{counted(held, 'item')} with a label that often stands for a missing value: {first_few(missing)}"
+        )
     return lines
 
 
@@ -198,7 +195,9 @@ def of_spellings(names: Iterable[str]) -> list[str]:
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold().strip(" .")
         alike[_BETWEEN_LETTERS.sub("", folded)].append(name)
-    return [f"{len(same)} labels differ only in spelling: {_some(same)}" for same in alike.values() if len(same) > 1]
+    return [
+        f"{len(same)} labels differ only in spelling: {first_few(same)}" for same in alike.values() if len(same) > 1
+    ]
 
 
 def of_heldout_labels(
@@ -224,8 +223,3 @@ def of_heldout_labels(
             label = names[fine[int(np.flatnonzero(shared)[0])]]
             lines.append(f"every item of {name} has the label {label}, so each is relevant to all others there")
     return lines
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

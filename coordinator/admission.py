@@ -21,6 +21,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name
 from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
+from fedmq.text import first_few
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payload_digest import digest
@@ -242,7 +243,7 @@ class OwnDataAdmission:
 
     def _check_fits(self, name: str, held: DataFormat, agreed: DataFormat) -> None:
         """Refuse a silo or an evaluator whose data do not fit what was agreed on before it stated them."""
-        who = f"the agreement of {_some([each for each in self._known if each not in self._included])}"
+        who = f"the agreement of {first_few([each for each in self._known if each not in self._included], _NAMED)}"
         again = f"or start a new run with participation.minimum {len(self._silos)}, in which it states its data in time"
         if (wrong := difference(name, held, who, agreed)) is not None:
             detail = f"{wrong}; correct the data of {name} and start it again, {again}"
@@ -327,12 +328,6 @@ class OwnDataAdmission:
     def record(self) -> AgreementRecord:
         """What was stated and agreed on, for the run folder."""
         return AgreementRecord.of(self._run, self.stated, self.agreed, self._included)
-
-
-def _some(names: Sequence[str]) -> str:
-    """Join some of the names for a message."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _described(stated: DataStatement) -> str:

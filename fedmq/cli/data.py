@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.sites import SiteFile, check_fit
 from fedmq.errors import InputError
+from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def _checked(
     if site is not None:
         run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
         check_fit(run, here)
-        if here.cache is not None:
-            os.environ["FEDMQ_CACHE"] = str(here.cache)
+        use_cache(here.cache)
         return data_check.check_site(run.scenario, here, bar())
     scenario = _scenario(file, settings, seed)
     if scenario.data is None:

@@ -173,10 +173,10 @@ class Roster:
                 if (report := self._reports.take(address, frames)) is not None:
                     self._note_other_scenario(*report)
                     return None
-                displaced, told = self._displaced.still_used(address, frames)
-                if told is not None:
+                displaced, first = self._displaced.still_used(address, frames)
+                if first is not None:
                     error = Error(DISPLACED, "another process has joined with this key")
-                    self._send(told, Message(self.header(told.name, Kind.ERROR), (error,)))
+                    self._send(first, Message(self.header(first.name, Kind.ERROR), (error,)))
                 if displaced:
                     return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
@@ -359,7 +359,7 @@ class Roster:
         self._by_address.pop(peer.address, None)
 
     def _refuse_second(self, alive: Peer) -> None:
-        """Refuse the session of a second process with the key of a peer whose session goes on."""
+        """Refuse the session of a second process with the key of a peer whose session continues."""
         if (second := self._second.refused(alive)) is not None:
             error = RemoteWireError(Reason.UNEXPECTED, "started twice; the first process takes part")
             self.refuse(alive.name, error, 0)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.command_line import completed, fedmq
 from tests.comparisons import ROOTS, comparison_file, finish
 from tests.in_process_jobs import run_jobs_here
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -344,9 +344,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
         str(out),
     ]
     process = subprocess.Popen([sys.executable, "-m", "fedmq", *command], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list(out.glob("runs/*/metrics.jsonl")):
-        time.sleep(0.05)
+    wait_for(lambda: list(out.glob("runs/*/metrics.jsonl")), PATIENCE)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -25,7 +25,7 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, finish, mapped, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
-from fedmq.data.remarks import is_placeholder, of_vectors
+from fedmq.data.remarks import of_captions, of_vectors
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -384,15 +384,15 @@ def _words(todo: ExtractionPlan) -> tuple[str, ...]:
 
 
 def _of_captions(raw: RawSet, encoder: Encoder | None) -> dict[str, object]:
-    """Numbers of placeholders and of captions that are longer than the encoder reads, and the first item with one."""
+    """Counts of :func:`of_captions`, the number of captions longer than the encoder reads, and the first such item."""
     if encoder is None:
         return {}
-    placeholders = sum(is_placeholder(caption) for captions in raw.captions for caption in captions)
+    counts = of_captions(caption for captions in raw.captions for caption in captions)
     if encoder.cut is None:
-        return {"placeholders": placeholders}
+        return {**counts}
     found = [sum(encoder.cut(captions)) for captions in raw.captions]
     first = next((key for key, count in zip(raw.keys, found, strict=True) if count), "")
-    return {"placeholders": placeholders, "cut": sum(found), "first_cut": first}
+    return {**counts, "cut": sum(found), "first_cut": first}
 
 
 def _link(source: Path, target: Path) -> None:

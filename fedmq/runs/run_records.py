@@ -22,11 +22,10 @@ from pydantic import (
 from fedmq.config.user_files import titled
 from fedmq.evaluation.metrics import HEADLINE
 from fedmq.runs.data_records import ItemCounts
-from fedmq.runs.metric_values import BySilo, Figures, Finite, MetricEntry, check_bounds
-from fedmq.storage.json_files import DateTime, Digest, Stored
+from fedmq.runs.metric_values import BySilo, Figures, MetricEntry, check_bounds
+from fedmq.storage.json_files import Amount, DateTime, Digest, Finite, Stored
 
 _Version = Annotated[int, Field(ge=0)]
-_Amount = Annotated[Finite, Field(ge=0)]
 #: Fraction of the initial model's norm below which a run has hardly changed the model.
 _HARDLY = 1e-5
 
@@ -197,19 +196,19 @@ class UnusableReplies(Stored):
 class Seconds(Stored):
     """Real time by phase [s], and ``virtual``: the run's virtual time at its end [s], None on a wall clock."""
 
-    total: _Amount = 0.0
-    startup: _Amount = 0.0
-    training: _Amount = 0.0
-    merge: _Amount = 0.0
-    evaluation: _Amount = 0.0
-    virtual: _Amount | None = None
+    total: Amount = 0.0
+    startup: Amount = 0.0
+    training: Amount = 0.0
+    merge: Amount = 0.0
+    evaluation: Amount = 0.0
+    virtual: Amount | None = None
 
 
 class Processes(Stored):
     """Number of silos, and peak memory (PSS) of all processes together [MiB]."""
 
     silos: int
-    peak_pss_mb: _Amount = 0.0
+    peak_pss_mb: Amount = 0.0
 
 
 class BestVersion(Stored):
@@ -281,7 +280,7 @@ class RunSummary(Stored):
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest] = Field(default_factory=dict)
-    change: _Amount | None = None
+    change: Amount | None = None
     unchanged: bool = False
     metrics: Figures
     own_heldout: OwnHeldOut | None = None
@@ -359,7 +358,7 @@ class MergeLine(Stored):
 
     kind: Literal["merge"]
     version: _Version
-    now: _Amount
+    now: Amount
     replies: list[str] = Field(default_factory=list)
     staleness: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     loss: Finite | None = None

@@ -29,7 +29,7 @@ UNHEARD = 256
 #: Connections of one key that may be open; those not heard for the longest time are closed. A peer needs one, and
 #: another for an inquiry.
 PER_KEY = 8
-#: Of the process's file descriptors, the part that connections without a message may take.
+#: Part of the process's file descriptors that connections without a message may take.
 _PART = 4
 #: Refusals, and addresses of refused peers, that are remembered.
 _REMEMBERED = 256

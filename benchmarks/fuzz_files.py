@@ -1,9 +1,10 @@
 """Damaged files of all kinds that fedmq reads: ``python -m benchmarks.fuzz_files [--files N] [--seed N] [--keep DIR]``.
 
-Data sets, scenarios, site, policy, comparison and tuning files, keys, requests, models, encoders, galleries, heads, what
-a run resumes from and the cache: each file is a valid one with random damage. ``benchmarks.fuzz_audit`` does the same to run folders. A reader may return or raise
-``InputError``; any other exception, a reader that takes more than :data:`HANG_S` of processor time, memory of more than
-:data:`MEMORY_MB` above that of valid files, and a process that dies are failures. The same seed makes the same files.
+Data sets, scenarios, site, policy, comparison and tuning files, keys, requests, models, encoders, galleries, heads,
+what a run resumes from and the cache: each file is a valid one with random damage. ``benchmarks.fuzz_audit`` does the
+same to run folders. A reader may return or raise ``InputError``; any other exception, a reader that takes more than
+:data:`HANG_S` of processor time, memory of more than :data:`MEMORY_MB` above that of valid files, and a process that
+dies are failures. The same seed makes the same files.
 """
 
 from __future__ import annotations

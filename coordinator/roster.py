@@ -18,6 +18,7 @@ from coordinator.second_processes import SecondProcesses
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
+from fedmq.recent import Recent
 from fedmq.wire import rekeying
 from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear, decode_header
@@ -101,8 +102,8 @@ class Roster:
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self.header = HeaderMaker(run, identity.name, clock)
-        self._pending: dict[bytes, PendingHandshake] = {}
-        self._answered: dict[bytes, None] = {}
+        self._pending = Recent[bytes, PendingHandshake](_MAX_PENDING)
+        self._answered = Recent[bytes, None](_MAX_PENDING)
         # By peer, not by connection or session, as a peer could open new ones.
         self._hellos, self._copies = PeerRateLimits(_HELLOS), PeerRateLimits(_COPIES, 10.0)
         self._rejections = RateLimit(_REJECTIONS, clock.stopwatch(), 10.0)
@@ -267,9 +268,6 @@ class Roster:
             raise stranger
         self._answered[digest] = None
         self._pending[address] = PendingHandshake(digest, welcome, responded)
-        for memory in (self._answered, self._pending):
-            while len(memory) > _MAX_PENDING:
-                del memory[next(iter(memory))]
         # The sender of an inquiry may keep no log for an audit to compare with; the inquiry is noted instead.
         if not repeated and not responded.inquiry:
             self._log.handshake("received", Kind.HELLO, responded.peer, size)

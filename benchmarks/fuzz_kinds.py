@@ -23,8 +23,10 @@ from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
 from benchmarks.fuzz_damage import Folder, Kind
+from benchmarks.fuzz_encoder_kinds import ENCODER_KINDS
 from benchmarks.fuzz_result_kinds import RESULT_KINDS
 from benchmarks.fuzz_run_kinds import RUN_KINDS
+from benchmarks.fuzz_state_kinds import STATE_KINDS
 from fedmq.audit.log_heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.config import loader, site
@@ -373,7 +375,7 @@ def _kinds() -> dict[str, Kind]:
     }
 
 
-KINDS: Mapping[str, Kind] = {**_kinds(), **RUN_KINDS, **RESULT_KINDS}
+KINDS: Mapping[str, Kind] = {**_kinds(), **ENCODER_KINDS, **RUN_KINDS, **RESULT_KINDS, **STATE_KINDS}
 
 
 @cache

@@ -25,7 +25,7 @@ from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import counts_of
 from fedmq.data.picture_check import in_files
 from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, of_labels, sentences
+from fedmq.data.remarks import Remarks, of_captions, of_heldout_labels, of_labels, sentences
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
@@ -138,7 +138,8 @@ class DataFacts:
         duplicates_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
         paged: names of files with several pictures, such as the pages of a TIFF, of which only the first is read.
-        remarks: counts of what is probably unintended; only for a data set whose features are known.
+        remarks: counts of what is probably unintended; of vectors, only for a data set whose features are known.
+        heldout_labels: one line for each held-out split in which labels distinguish no items.
         captions_alone: files of captions without a picture, which are not items.
         example: one item with its captions and labels, in a line.
     """
@@ -162,6 +163,7 @@ class DataFacts:
     constant: tuple[str, ...] | None = None
     paged: tuple[str, ...] | None = None
     remarks: Remarks | None = None
+    heldout_labels: tuple[str, ...] = ()
     captions_alone: tuple[str, ...] | None = None
     example: str = ""
 
@@ -219,6 +221,8 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         duplicates_by_picture=()
         if split is None
         else _duplicates_by_pixels(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
+        remarks=Remarks().model_copy(update=of_captions(text for captions in raw.captions for text in captions)),
+        heldout_labels=() if split is None else tuple(of_heldout_labels(kept.labels, kept.label_names, split)),
         captions_alone=raw.alone,
         example=raw.example,
     )
@@ -332,6 +336,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         duplicates_of_training_items=_duplicates(population, progress),
         duplicates_by_picture=_duplicates_by_vector(population),
         remarks=prepared.meta.remarks,
+        heldout_labels=tuple(of_heldout_labels(prepared.labels, prepared.label_names, np.asarray(prepared.split))),
     )
 
 
@@ -422,7 +427,7 @@ def show(facts: DataFacts, out: Console) -> None:
     out.print(line, highlight=False, markup=False)
     if facts.example:
         out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
-    for line in of_labels(facts.labels, facts.items):
+    for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),

@@ -41,7 +41,7 @@ from fedmq.retrieval.gallery import Gallery, GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
 from fedmq.runs.model_signature import sign_model, verify_model
-from fedmq.runs.run_records import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release_config import ReleaseConfig, ReleasedInputs
 from fedmq.seeds import numpy_generator
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request

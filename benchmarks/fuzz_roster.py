@@ -26,6 +26,7 @@ from coordinator.peers import Ready, Unusable
 from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
+from fedmq.data.splits import SPLITS
 from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, rekeying
 from fedmq.wire.codec import BytesLike
@@ -35,6 +36,7 @@ from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import DataStatement
 from fedmq.wire.refusal_log import PER_MINUTE, UNKNOWN
 from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Connection
@@ -46,6 +48,8 @@ EPISODE = 2000
 _URI = "memory://fuzz-roster"
 _SILOS = ("silo-00", "silo-01")
 _MAX_BODY = 1 << 20
+#: What a silo has to state about its data.
+_STATED = DataStatement("a" * 64, 3, np.ones((len(SPLITS), 3), np.int64))
 _OPTIONS = (Wire(), Wire(hide_names=True), Wire(padding=True))
 
 #: Shares of the senders' actions, in the order of ``_kinds``: mostly on open sessions, or with many handshakes.
@@ -127,7 +131,7 @@ class RosterReaders:
         self._options = _OPTIONS[int(generator.integers(len(_OPTIONS)))]
         admission: Admission | None = (
             None,
-            SimulatedAdmission("a" * 64, RUN),
+            SimulatedAdmission(dict.fromkeys(_SILOS, _STATED), RUN),
             OwnDataAdmission(_SILOS, RUN, evaluator=False, minimum=1),
         )[int(generator.integers(3))]
         self.roster = Roster(

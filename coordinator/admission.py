@@ -83,31 +83,39 @@ Stated = Mapping[str, tuple[DataStatement, DataFormat | None]]
 
 
 class SimulatedAdmission:
-    """Admits peers that have the coordinator's data set.
+    """Admits peers that have the coordinator's data set, and of it what the partition assigns to them.
 
     Args:
-        expected: the salted digest of the coordinator's data set.
+        expected: what each process has to state, by name.
         run: the run's id.
 
     Attributes:
         stated: what each peer stated.
     """
 
-    def __init__(self, expected: str, run: str) -> None:
+    def __init__(self, expected: Mapping[str, DataStatement], run: str) -> None:
         self._expected, self._run = expected, run
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
 
     def decide(self, name: str, message: Message) -> Admitted:
-        """Admit a peer that states the same data; see :class:`Admission`."""
+        """Admit a peer that states the data that it has in the coordinator's partition; see :class:`Admission`."""
         if message.header.kind is not Kind.STATEMENT:
             raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} in a simulated partition")
         (stated,) = _stated(message, (DataStatement,))
         assert isinstance(stated, DataStatement)  # noqa: S101 - checked above
-        if stated.data != self._expected:
+        expected = self._expected[name]
+        if stated.data != expected.data:
             raise RemoteWireError(
                 Reason.DATA,
                 f"{name} has other data (digest {stated.data[:_SHOWN]}) than the coordinator "
-                f"({self._expected[:_SHOWN]}); give every process the same data set, or use partition.kind own",
+                f"({expected.data[:_SHOWN]}); give every process the same data set, or use partition.kind own",
+            )
+        # Without this check, agreement.json, summary.json and the report would show what a process invents.
+        if digest(stated) != digest(expected):
+            raise RemoteWireError(
+                Reason.DATA,
+                f"{name} states {_described(stated)}; the partition gives it {_described(expected)}; "
+                "state these numbers, or give every process the same release of fedmq",
             )
         self.stated[name] = stated, None
         return Admitted()
@@ -320,6 +328,13 @@ class OwnDataAdmission:
     def record(self) -> AgreementRecord:
         """What was stated and agreed on, for the run folder."""
         return AgreementRecord.of(self._run, self.stated, self.agreed, self._included)
+
+
+def _described(stated: DataStatement) -> str:
+    """Modalities and numbers of items for a message: ``captions (train 0+0+285)``."""
+    modalities = {IMAGE: "images", TEXT: "captions", IMAGE | TEXT: "pairs"}.get(stated.mask, "no modality")
+    rows = zip(SPLITS, stated.counts.tolist(), strict=True)
+    return f"{modalities} ({', '.join(f'{split} ' + '+'.join(map(str, row)) for split, row in rows if any(row))})"
 
 
 def _check_consistent(name: str, statement: DataStatement, held: DataFormat) -> None:

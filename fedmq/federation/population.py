@@ -40,6 +40,7 @@ from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import write_atomically
+from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import DataStatement
 
 I64 = npt.NDArray[np.int64]
@@ -124,7 +125,17 @@ class Population:
             items: digests of the items of the data set.
             run: the run's id.
         """
+        return self._statement(silo, salted_digest(items, run))
+
+    def statements(self, items: ItemDigests, run: str) -> dict[str, DataStatement]:
+        """What each process of a simulated run has to state, by name; see :meth:`statement`."""
         digest = salted_digest(items, run)
+        return {
+            EVALUATOR: self._statement(None, digest),
+            **{silo.name: self._statement(silo, digest) for silo in self.silos},
+        }
+
+    def _statement(self, silo: SiloFacts | None, digest: str) -> DataStatement:
         if silo is not None:
             counts = usable(self.counts_of(silo), image=silo.image, text=silo.text)
             return DataStatement(digest, mask_of(image=silo.image, text=silo.text), counts)

@@ -403,3 +403,10 @@ def test_one_image_in_all_rows_is_refused_by_name(tmp_path: Path) -> None:
     split = np.array(["train"] * 6 + ["test"] * 4)
     with pytest.raises(InputError, match="the same image in all 10 rows"):
         read_features(saved(tmp_path, image=np.ones((10, 6)), text=np.eye(10), split=split))
+
+
+@pytest.mark.parametrize("name", ["image_test", "text_val", "X_train", "query_images"])
+def test_vectors_of_a_part_next_to_those_of_all_items_are_refused_instead_of_ignored(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: found 'an array of a part of the items"):
+        read_features(saved(tmp_path, **{name: np.ones((4, 6))}))
+    read_features(saved(tmp_path, **{f"{name}_ids": np.arange(4), "hospital": np.ones((10, 2))}))

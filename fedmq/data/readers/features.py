@@ -20,6 +20,7 @@ import safetensors.numpy
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
+from fedmq.data.readers.array_files import meaning
 from fedmq.data.readers.label_arrays import labels_of, unique_strings
 from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
@@ -138,6 +139,10 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
             raise InputError(
                 f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
             )
+    for name in names:
+        if name not in (*KNOWN, column) and _is_part(name, read, broken):
+            allowed = "image and text with all items, and split [n] with the part of each"
+            raise InputError(f"{path}: {name}", "an array of a part of the items, which would be ignored", allowed)
     if column is not None and (column in KNOWN or column not in names):
         others = [name for name in names if name not in KNOWN]
         found = f"keys {', '.join(others)} in addition to the known ones" if others else "only the known keys"
@@ -149,6 +154,15 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
         except broken as error:
             raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
     return arrays
+
+
+def _is_part(name: str, read: Callable[[str], Array], broken: tuple[type[Exception], ...]) -> bool:
+    """Whether a name such as ``image_test`` is that of the images or texts of one part, and the array holds vectors."""
+    part, role = meaning(name) or ("all", "labels")
+    try:
+        return part != "all" and role != "labels" and read(name).ndim > 1
+    except broken:  # damaged arrays of other names are ignored
+        return False
 
 
 def _line(error: BaseException) -> str:

@@ -44,6 +44,6 @@ def test_a_state_deleted_while_its_silo_runs_is_missed_and_no_older_one_is_used(
         (tmp_path / f"task-{number:09d}.safetensors").unlink()
     assert torch.equal(store.before(8)["w"], states[7]["w"]), "still in memory"
     assert torch.equal(store.before(2)["w"], states[1]["w"])
-    with pytest.raises(InputError, match="task-000000004.*deleted while the silo was running"):
+    with pytest.raises(InputError, match=r"task-000000004.*deleted while the silo was running"):
         store.before(5)
     assert torch.equal(StateStore(tmp_path).before(8)["w"], states[1]["w"]), "a new process notes that it is older"

@@ -19,6 +19,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.fuzz_mutations import golden_messages, mutated_body, mutated_bytes, mutated_msgpack
+from coordinator import handshakes
 from coordinator import roster as rosters
 from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
 from coordinator.inquiries import Inquiries
@@ -26,6 +27,7 @@ from coordinator.peers import Ready, Unusable
 from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
+from fedmq.data.splits import SPLITS
 from fedmq.errors import RemoteWireError
 from fedmq.wire import codec, rekeying
 from fedmq.wire.codec import BytesLike
@@ -35,6 +37,7 @@ from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import DataStatement
 from fedmq.wire.refusal_log import PER_MINUTE, UNKNOWN
 from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Connection
@@ -46,6 +49,8 @@ EPISODE = 2000
 _URI = "memory://fuzz-roster"
 _SILOS = ("silo-00", "silo-01")
 _MAX_BODY = 1 << 20
+#: What a silo has to state about its data.
+_STATED = DataStatement("a" * 64, 3, np.ones((len(SPLITS), 3), np.int64))
 _OPTIONS = (Wire(), Wire(hide_names=True), Wire(padding=True))
 
 #: Shares of the senders' actions, in the order of ``_kinds``: mostly on open sessions, or with many handshakes.
@@ -127,7 +132,7 @@ class RosterReaders:
         self._options = _OPTIONS[int(generator.integers(len(_OPTIONS)))]
         admission: Admission | None = (
             None,
-            SimulatedAdmission("a" * 64, RUN),
+            SimulatedAdmission(dict.fromkeys(_SILOS, _STATED), RUN),
             OwnDataAdmission(_SILOS, RUN, evaluator=False, minimum=1),
         )[int(generator.integers(3))]
         self.roster = Roster(
@@ -222,20 +227,21 @@ class RosterReaders:
         """
         seconds, peers = self.clock.at - self._began, len(_SILOS)
         for name, count in self._accepted_messages.items():
-            most = rosters._MESSAGES + seconds + self._granted[name] + 1
+            most = rosters.MESSAGES + seconds + self._granted[name] + 1
             assert count <= most, f"{count} messages of {name}, allowed {most:.0f}"
-        handshakes = 2 * peers * (rosters._HELLOS + rosters._COPIES + 11 * seconds + 2)
+        welcomes = 2 * peers * (handshakes.HELLOS + handshakes.COPIES + 11 * seconds + 2)
         rekeyed = peers * (rekeying.MOST_ANSWERED + seconds + 1)
         bounds = {
-            "welcome": handshakes,
-            "reject": rosters._REJECTIONS + 10 * seconds + 1,
+            "welcome": welcomes,
+            "reject": handshakes.REJECTIONS + 10 * seconds + 1,
             "rekeyed": rekeyed,
         }
         for what, bound in bounds.items():
             assert self._answers[what] <= bound, f"{self._answers[what]} x {what}, allowed {bound:.0f}"
-        for what, held in (("hellos", self.roster._answered), ("handshakes", self.roster._pending)):
-            assert len(held) <= rosters._MAX_PENDING, f"{len(held)} {what} are kept"
-        for each in (self.roster._hellos, self.roster._copies, self.roster._rekeys, self.roster._messages):
+        answering = self.roster._handshakes
+        for what, held in (("hellos", answering._answered), ("handshakes", answering._pending)):
+            assert len(held) <= handshakes.MAX_PENDING, f"{len(held)} {what} are kept"
+        for each in (answering._hellos, answering._copies, self.roster._rekeys, self.roster._messages):
             most = 2 * len(self._accepted)  # handshakes and inquiries
             assert len(each._of) <= most, f"{len(each._of)} rate limits for {most // 2} keys"
         if self._frames % 500 == 0:
@@ -257,7 +263,7 @@ class RosterReaders:
         allowed = {UNKNOWN: PER_MINUTE * (seconds // 60 + 1)}
         for name in _SILOS:
             # One message beyond the limit ends a session.
-            messages = rosters._MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
+            messages = rosters.MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
             allowed[name] = messages + opened[name] + 2
         for name, most in allowed.items():
             assert refused[name] <= most, f"{refused[name]} log records of refusals of {name}, allowed {most:.0f}"

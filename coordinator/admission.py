@@ -21,6 +21,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name
 from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
+from fedmq.text import first_few
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payload_digest import digest
@@ -82,31 +83,39 @@ Stated = Mapping[str, tuple[DataStatement, DataFormat | None]]
 
 
 class SimulatedAdmission:
-    """Admits peers that have the coordinator's data set.
+    """Admits peers that have the coordinator's data set, and of it what the partition assigns to them.
 
     Args:
-        expected: the salted digest of the coordinator's data set.
+        expected: what each process has to state, by name.
         run: the run's id.
 
     Attributes:
         stated: what each peer stated.
     """
 
-    def __init__(self, expected: str, run: str) -> None:
+    def __init__(self, expected: Mapping[str, DataStatement], run: str) -> None:
         self._expected, self._run = expected, run
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
 
     def decide(self, name: str, message: Message) -> Admitted:
-        """Admit a peer that states the same data; see :class:`Admission`."""
+        """Admit a peer that states the data that it has in the coordinator's partition; see :class:`Admission`."""
         if message.header.kind is not Kind.STATEMENT:
             raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} in a simulated partition")
         (stated,) = _stated(message, (DataStatement,))
         assert isinstance(stated, DataStatement)  # noqa: S101 - checked above
-        if stated.data != self._expected:
+        expected = self._expected[name]
+        if stated.data != expected.data:
             raise RemoteWireError(
                 Reason.DATA,
                 f"{name} has other data (digest {stated.data[:_SHOWN]}) than the coordinator "
-                f"({self._expected[:_SHOWN]}); give every process the same data set, or use partition.kind own",
+                f"({expected.data[:_SHOWN]}); give every process the same data set, or use partition.kind own",
+            )
+        # Without this check, agreement.json, summary.json and the report would show what a process invents.
+        if digest(stated) != digest(expected):
+            raise RemoteWireError(
+                Reason.DATA,
+                f"{name} states {_described(stated)}; the partition gives it {_described(expected)}; "
+                "state these numbers, or give every process the same release of fedmq",
             )
         self.stated[name] = stated, None
         return Admitted()
@@ -234,7 +243,7 @@ class OwnDataAdmission:
 
     def _check_fits(self, name: str, held: DataFormat, agreed: DataFormat) -> None:
         """Refuse a silo or an evaluator whose data do not fit what was agreed on before it stated them."""
-        who = f"the agreement of {_some([each for each in self._known if each not in self._included])}"
+        who = f"the agreement of {first_few([each for each in self._known if each not in self._included], _NAMED)}"
         again = f"or start a new run with participation.minimum {len(self._silos)}, in which it states its data in time"
         if (wrong := difference(name, held, who, agreed)) is not None:
             detail = f"{wrong}; correct the data of {name} and start it again, {again}"
@@ -321,10 +330,11 @@ class OwnDataAdmission:
         return AgreementRecord.of(self._run, self.stated, self.agreed, self._included)
 
 
-def _some(names: Sequence[str]) -> str:
-    """Join some of the names for a message."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _described(stated: DataStatement) -> str:
+    """Modalities and numbers of items for a message: ``captions (train 0+0+285)``."""
+    modalities = {IMAGE: "images", TEXT: "captions", IMAGE | TEXT: "pairs"}.get(stated.mask, "no modality")
+    rows = zip(SPLITS, stated.counts.tolist(), strict=True)
+    return f"{modalities} ({', '.join(f'{split} ' + '+'.join(map(str, row)) for split, row in rows if any(row))})"
 
 
 def _check_consistent(name: str, statement: DataStatement, held: DataFormat) -> None:

@@ -26,6 +26,7 @@ KEPT = 2
 _MOST_BYTES = 1 << 40
 _THETA = "theta"
 _PREFIX = "state."
+_UNKNOWN = "0" * 64  # in place of a digest that has not been computed
 _ALLOWED = "a complete checkpoint; delete this one to resume from the previous one"
 
 
@@ -84,7 +85,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
     Raises:
         RunError: the checkpoint could not be written; earlier checkpoints are untouched.
     """
-    target = folder / f"version-{checkpoint.rounds.version:06d}"
+    target = folder / _name(checkpoint.rounds.version)
     temporary = folder / f".{target.name}"
     before = _existing(folder)
     try:
@@ -94,11 +95,11 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
         for version, state in checkpoint.states.items():
             name = f"state-{version:06d}.safetensors"
             older = before[-1] / name if before else None
-            if older is not None and older.exists() and before[-1] != target:
+            if older is not None and older.exists() and name in known and before[-1] != target:
                 # The same tensors are on disk already; a hard link needs no space.
                 os.link(older, temporary / name)
                 # The digest taken at writing: a digest taken now would accept a file that was changed in between.
-                digests[name] = known.get(name) or _digest(older)
+                digests[name] = known[name]
             else:
                 _write_state(temporary / name, state)
                 to_disk(temporary / name)
@@ -112,6 +113,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             data=checkpoint.data,
             trace=checkpoint.trace,
             digests=digests,
+            digest=_UNKNOWN,
             values={str(version): dict(state.values) for version, state in checkpoint.states.items()},
         )
         record = record.model_copy(update={"digest": record.own_digest})
@@ -143,11 +145,31 @@ def _digest(path: Path) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """The recorded digests of a checkpoint's states; empty if it is damaged or an old one without digests."""
+    """The recorded digests of a checkpoint's states; empty if it is damaged."""
     try:
-        return read_json(folder / "checkpoint.json", CheckpointRecord, _ALLOWED).digests or {}
+        return _record(folder).digests
     except InputError:
         return {}
+
+
+def _record(folder: Path) -> CheckpointRecord:
+    """The record of a checkpoint.
+
+    Raises:
+        InputError: it is damaged, has other content than was written, or is of another version than its folder.
+    """
+    path = folder / "checkpoint.json"
+    record = read_json(path, CheckpointRecord, _ALLOWED)
+    if record.digest != record.own_digest:
+        raise InputError(str(path), "other content than was written", _ALLOWED)
+    if folder.name != _name(record.rounds.version):
+        raise InputError(str(path), f"version {record.rounds.version}", _ALLOWED)
+    return record
+
+
+def _name(version: int) -> str:
+    """Name of a checkpoint's folder."""
+    return f"version-{version:06d}"
 
 
 def load(folder: Path) -> Checkpoint | None:
@@ -160,9 +182,7 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
-    meta = read_json(newest / "checkpoint.json", CheckpointRecord, _ALLOWED)
-    if meta.digest is not None and meta.digest != meta.own_digest:
-        raise InputError(str(newest / "checkpoint.json"), "other content than was written", _ALLOWED)
+    meta = _record(newest)
     needed = {meta.rounds.version, *(base for _, base, _ in meta.rounds.flights.values())}
     if missing := sorted(needed - set(map(int, meta.values))):
         raise InputError(str(newest / "checkpoint.json"), f"no state of version {missing[0]}", _ALLOWED)
@@ -189,7 +209,7 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
     Raises:
         InputError: it names another silo, or has more rounds.
     """
-    place, record = str(folder / f"version-{saved.rounds.version:06d}"), saved.rounds
+    place, record = str(folder / _name(saved.rounds.version)), saved.rounds
     if record.version > rounds:
         raise InputError(place, f"version {record.version}", f"{_ALLOWED}; the run has {rounds} rounds")
     named = {*record.gone, *record.flights, *record.sequences, *record.losses, *saved.due, *saved.issued}
@@ -199,9 +219,9 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
         raise InputError(place, "tasks without the time when they were sent", _ALLOWED)
 
 
-def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:
+def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str]) -> State:
     check_regular(path, _MOST_BYTES, _ALLOWED)
-    if digests is not None and _digest(path) != digests[path.name]:
+    if _digest(path) != digests[path.name]:
         raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)
     theta: torch.Tensor = tensors.pop(_THETA)

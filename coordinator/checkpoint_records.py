@@ -9,10 +9,7 @@ from typing import Annotated
 from pydantic import Field, JsonValue
 
 from fedmq.runs.run_records import UnusableReplies
-from fedmq.storage.json_files import Digest, Stored
-
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from fedmq.storage.json_files import Amount, Count, Digest, Stored
 
 
 class RoundsRecord(Stored):
@@ -26,31 +23,31 @@ class RoundsRecord(Stored):
         losses: last training loss reported by each silo.
     """
 
-    version: _Count
+    version: Count
     gone: list[str]
-    flights: dict[str, Annotated[list[_Count], Field(min_length=3, max_length=3)]]
-    sequences: dict[str, _Count]
+    flights: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
+    sequences: dict[str, Count]
     losses: dict[str, float]
 
 
 class CountersRecord(Stored):
-    """See :class:`coordinator.counters.Counters`; fields with defaults are missing in older checkpoints."""
+    """See :class:`coordinator.counters.Counters`."""
 
-    up: dict[str, _Count]
-    down: dict[str, _Count]
-    sent: _Count
-    received: _Count
-    refused: dict[str, _Count]
-    participations: dict[str, _Count]
-    discarded: dict[str, _Count]
-    failed: _Count
-    failures: dict[str, _Count] = Field(default_factory=dict)
-    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
-    errors: dict[str, str] = Field(default_factory=dict)
-    events: _Count = 0
-    seconds: dict[str, _Seconds]
-    silo_up: dict[str, _Count] = Field(default_factory=dict)
-    silo_down: dict[str, _Count] = Field(default_factory=dict)
+    up: dict[str, Count]
+    down: dict[str, Count]
+    sent: Count
+    received: Count
+    refused: dict[str, Count]
+    participations: dict[str, Count]
+    discarded: dict[str, Count]
+    failed: Count
+    failures: dict[str, Count]
+    unusable: dict[str, UnusableReplies]
+    errors: dict[str, str]
+    events: Count
+    seconds: dict[str, Amount]
+    silo_up: dict[str, Count]
+    silo_down: dict[str, Count]
 
 
 class CheckpointRecord(Stored):
@@ -62,23 +59,23 @@ class CheckpointRecord(Stored):
         due: arrival time [s] of each pending task's outcome, by silo.
         tally: the counters.
         handed: number and issue time [s] of each pending task, by silo.
-        data: digest of the prepared data; empty in older checkpoints.
+        data: digest of the prepared data.
         trace: digest of the availability trace's file; empty if there is none.
-        digests: SHA-256 (hex) of the state files, by name; None in older checkpoints.
+        digests: SHA-256 (hex) of the state files, by name.
         values: each state's values that are not tensors, by version.
-        digest: SHA-256 (hex) of the other keys; None in older checkpoints.
+        digest: SHA-256 (hex) of the other keys.
     """
 
     rounds: RoundsRecord
-    now: _Seconds
+    now: Amount
     due: dict[str, Annotated[float, Field(ge=0)]]
     tally: CountersRecord
-    handed: dict[str, Annotated[list[_Count | _Seconds], Field(min_length=2, max_length=2)]]
-    data: str = ""
-    trace: str = ""
-    digests: dict[str, Digest] | None = None
+    handed: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
+    data: str
+    trace: str
+    digests: dict[str, Digest]
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
-    digest: Digest | None = None
+    digest: Digest
 
     @property
     def own_digest(self) -> str:

@@ -14,6 +14,7 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation.protocol import State
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 
@@ -92,7 +93,7 @@ class Checkpointing:
                 checkpoints.save(self._run_context.folder.checkpoints, record, to_disk)
                 return
             except RunError as error:
-                text = str(error)[:300]
+                text = str(error)[:ERROR_CHARACTERS]
                 self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
                 if not attempts_left:
                     raise

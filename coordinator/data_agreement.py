@@ -12,7 +12,7 @@ from coordinator.roster import Roster
 from coordinator.task_errors import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.item_digests import item_digests, salted_digest
+from fedmq.data.item_digests import item_digests
 from fedmq.errors import InputError
 from fedmq.federation.agreement import FormatError
 from fedmq.federation.population import Population
@@ -44,7 +44,7 @@ def admission_of(
     scenario = run.scenario
     if population is not None:
         items = item_digests(population.prepared, scenario.dealt)
-        return SimulatedAdmission(salted_digest(items, run.id), run.id)
+        return SimulatedAdmission(population.statements(items, run.id), run.id)
     known = None
     if saved is not None or folder.agreement.exists():
         known = read_json(folder.agreement, AgreementRecord, "what the silos of this run agreed on")

@@ -22,6 +22,7 @@ from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
@@ -420,7 +421,7 @@ class EvaluationRequests:
         name, version = header.sender, header.base_version
         payload = message.payloads[0] if message.payloads else None
         if isinstance(payload, Error | Refusal):
-            text = text_of(message)[:300]
+            text = text_of(message)[:ERROR_CHARACTERS]
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._lacks(name, version, text)
         elif self._run_context.scenario.data is None:

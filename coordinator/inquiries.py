@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
 
 from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
@@ -17,7 +14,7 @@ from fedmq.federation.agreement import FormatError
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
-from fedmq.version import __version__
+from fedmq.version import versions
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
@@ -89,19 +86,18 @@ class Inquiries:
 
     def _facts(self, name: str) -> CoordinatorFacts:
         """Facts about this process; only silos and the evaluator learn the format of the run's data."""
-        versions = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        scenario = None
+        here, scenario = versions(), None
         if self._scenario is not None and self.tells_scenario(name):
             scenario = KeyDigests.of(self._scenario, secrets.token_bytes(16))
         if not isinstance(self._admission, OwnDataAdmission) or name not in (*self._silos, EVALUATOR):
-            return CoordinatorFacts(versions=versions, scenario=scenario)
+            return CoordinatorFacts(versions=here, scenario=scenario)
         try:
             held = self._admission.likely
         except FormatError:  # the data stated so far do not fit together, or one modality is in none of them
             held = None
         agreed = None if held is None else StatedFormat.of(held)
         settled = self._admission.agreed is not None
-        return CoordinatorFacts(versions=versions, format=agreed, settled=settled, scenario=scenario)
+        return CoordinatorFacts(versions=here, format=agreed, settled=settled, scenario=scenario)
 
     def _before(self, peers: Peers) -> StatusFile:
         heard = {**peers.heard(), **peers.joining()}

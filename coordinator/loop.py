@@ -35,8 +35,9 @@ from coordinator.events import (
     WaitEnded,
 )
 from coordinator.fault_injection import FaultInjector
+from coordinator.inbox import Inbox
 from coordinator.outcomes import Outcomes, drawn_outcome
-from coordinator.peers import Peers, Ready, Unusable, taken_from
+from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reconnects import ReconnectThrottle
 from coordinator.reply_validation import validate_reply
 from coordinator.rounds import Phase, Rounds
@@ -49,15 +50,13 @@ from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 
 _POLL_SECONDS = 0.2
-#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
-#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
-MESSAGES_AT_ONCE = 256
 
 
 @dataclass
@@ -107,7 +106,8 @@ class Loop:
         self._seen, self.makes_room, self._limits, self._absences = set[str](), False, self.status.limits, Absences()
         self.phase_cause: int | None = None
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
-        self._began = self._checked = self._caught_up = self.clock.stopwatch()
+        self._inbox = Inbox(self.roster, self.log, self.clock, self.fault_injector)
+        self._began = self._checked = self._inbox.caught_up
         self._patience = self.run_context.scenario.aggregation.lost_after
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
@@ -241,32 +241,18 @@ class Loop:
                 assert_never(action)
 
     def _receive(self, wait: float) -> None:
-        """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
-        for _ in range(MESSAGES_AT_ONCE):
-            began = self.clock.stopwatch()
-            try:
-                received = self.roster.receive(wait)
-            except RemoteWireError as error:
-                self.roster.refuse("unknown", error, 0)
-                continue
-            if received is None:
-                now = self.clock.stopwatch()
-                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
-                    self._caught_up = now
-                return
-            wait = 0.0
-            arrived, lost = self.fault_injector.incoming(*received)
-            for failed in lost:
-                self._limits.forget(failed.silo)
-                self._fail(failed)
-            for address, frames in arrived:
-                taken, record = taken_from(self.roster, self.log, address, frames)
-                if isinstance(taken, Ready):
-                    self._on_ready(taken, record)
-                elif isinstance(taken, Unusable):
-                    self._on_unusable(taken, record)
-                elif taken is not None:
-                    self._on_message(taken, record)
+        """Handle what the peers send; wait at most ``wait`` [s] for the first message."""
+        for received, record in self._inbox.receive(wait):
+            match received:
+                case Failed(silo=silo):
+                    self._limits.forget(silo)
+                    self._fail(received)
+                case Ready():
+                    self._on_ready(received, record)
+                case Unusable():
+                    self._on_unusable(received, record)
+                case Message():
+                    self._on_message(received, record)
 
     def _note_answer(self, header: Header, record: int | None) -> None:
         """Note that a silo answered a task, even if its answer is unusable; an overdue silo can be selected again."""
@@ -351,7 +337,7 @@ class Loop:
     def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
-        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300], caused_by=record)
+        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
@@ -383,7 +369,7 @@ class Loop:
             if not self.roster.online(name):
                 self._on_peer_lost(name, self.roster.undelivered.pop(name, None))
         # Silence is judged as of the last time the queue was empty: after a long merge messages may be unread.
-        for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
+        for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._inbox.caught_up):
             self._on_peer_lost(name)
         patience = self._patience
         for name in [name for name in self.evaluation.asked if self._absences.seconds(name, now) > patience]:
@@ -401,7 +387,7 @@ class Loop:
         """Fail overdue tasks of connected silos; these silos are not selected until they reply."""
         if self.rounds.phase is not Phase.COLLECTING:
             return
-        for task in self._limits.exceed(self._caught_up):  # judged as of then, as replies may be unread
+        for task in self._limits.exceed(self._inbox.caught_up):  # judged as of then, as replies may be unread
             record = self.log.note(NoteKind.OVERDUE, peer=task.silo, sequence=task.sequence)
             self._handle(Lost(task.silo), record)
             self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))

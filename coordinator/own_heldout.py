@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
+from coordinator.task_errors import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
@@ -17,6 +18,7 @@ from fedmq.evaluation.metrics import HEADLINE, Metric, objection
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
@@ -139,13 +141,10 @@ class OwnHeldOutRequests:
         name, version = header.sender, header.base_version
         if name not in self._owing.get(version, ()):
             return True  # a repeated answer, or one after the silo was given up
-        if isinstance(answer, Refusal):
-            text = f"its policy forbids {answer.withheld} ({answer.rule})"
+        if isinstance(answer, Error | Refusal):
+            text = text_of(message)[:ERROR_CHARACTERS]
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._missing[version][name] = text
-        elif isinstance(answer, Error):
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=answer.text[:300])
-            self._missing[version][name] = answer.text[:300]
         elif isinstance(answer, OwnMetrics) and (wrong := self._wrong(name, answer)) is None:
             self._answers[version][name] = answer
         else:

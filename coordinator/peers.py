@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
-from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 
 
@@ -151,22 +150,3 @@ class Peers(Protocol):
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
-
-
-def taken_from(
-    peers: Peers, log: MessageLog, address: bytes, frames: Sequence[Any]
-) -> tuple[Message | Ready | Unusable | None, int | None]:
-    """What :meth:`Peers.take` returns, with the number of its log record.
-
-    Args:
-        peers: the run's peers.
-        log: the coordinator's message log.
-        address: where the frames came from.
-        frames: the frames.
-
-    Returns:
-        What was taken, and the record's number; None if it has no record, as messages within this process have none.
-    """
-    before = log.records
-    taken = peers.take(address, frames)
-    return taken, log.records - 1 if log.records > before else None

@@ -1,4 +1,4 @@
-"""The coordinator program: set up the loop, run it, and write the released model and the summary."""
+"""The coordinator program: set up the loop, run it, and have the results written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from coordinator import checkpoint_files as checkpoints
 from coordinator import release
 from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.build_run_context import run_context_of, sent_kinds
+from coordinator.build_run_context import run_context_of
 from coordinator.counters import Counters
 from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.file_descriptors import allow_descriptors
+from coordinator.finish import finish
 from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.inquiries import Inquiries
 from coordinator.loop import Loop
@@ -29,23 +30,20 @@ from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status_report import StatusReport
-from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.user_metrics import measures_of
-from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.runs import html_report, prometheus
-from fedmq.runs.result_digests import result_digests
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
-from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_json, write_text
+from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -457,43 +455,3 @@ def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
     text = "".join(json.dumps(line.plain()) + "\n" for line in kept)
     write_text(folder.metrics, text)
     return {line.version for line in kept if isinstance(line, EvaluationLine)}
-
-
-def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
-    """Write the released model and the summary.
-
-    Args:
-        loop: the finished loop.
-        data: the run's data, with the numbers of items.
-        clock: the run's clock.
-        initial: initial parameters, float32 [P].
-        admission: what the processes stated about their data; None without messages.
-
-    Raises:
-        RunError: the method shares a model, and no silo's update changed it.
-    """
-    run_context, folder = loop.run_context, loop.run_context.folder
-    state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in sent_kinds(run_context))
-    if shared and torch.equal(state.theta, initial):
-        raise RunError(
-            "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
-            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
-        )
-    config = release.write_model(run_context, state.theta, protocol.release(state), data)
-    # Logged before the summary is written, so that a run with a summary always has this record.
-    released = {"model_digest": config.model_digest, "data_digest": data.content}
-    loop.log.note(NoteKind.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
-    stated = None if admission is None else admission.record()
-    if stated is not None:
-        write_json(folder.agreement, stated.plain())
-    summary = summary_of(loop, data, clock, config, stated)
-    if shared:
-        # Squares of large parameters overflow in float32.
-        moved, before = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (state.theta - initial, initial))
-        change = float(moved / before.clamp(min=torch.finfo(initial.dtype).tiny))
-        summary = summary.model_copy(update={"change": change})
-    write_json(folder.summary, summary.plain())
-    release.write_card(run_context, config, summary)
-    loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
-    return summary

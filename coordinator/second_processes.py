@@ -1,9 +1,9 @@
 """Sessions of a peer that has joined already, until it is clear whether a second process has the same key.
 
 A process ends its session before it begins another one, and the connection of a killed process is closed. So if the
-earlier session goes on, a second process was started with the same key, perhaps in a folder without the silo's personal
-state. The first process then keeps its place, and the second one is refused. If the earlier session is silent, its
-process or its connection is gone, and the new session replaces it.
+earlier session continues, a second process was started with the same key, perhaps in a folder without the silo's
+personal state. The first process then keeps its place, and the second one is refused. If the earlier session is silent,
+its process or its connection is gone, and the new session replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SecondProcesses:
         self._waiting: dict[str, tuple[Peer, float]] = {}
 
     def must_wait(self, peer: Peer, earlier: Peer | None) -> bool:
-        """Whether a session waits until it is clear whether the earlier one of its name goes on.
+        """Whether a session waits until it is clear whether the earlier one of its name continues.
 
         Args:
             peer: the new session.

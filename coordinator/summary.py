@@ -20,6 +20,7 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs.release_config import ReleaseConfig
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluatedItems,
@@ -28,14 +29,13 @@ from fedmq.runs.run_records import (
     OwnHeldOut,
     OwnHeldOutLine,
     Processes,
-    ReleaseConfig,
     RunSummary,
     Seconds,
     SiloSummary,
     TaskCounts,
     Traffic,
 )
-from fedmq.version import __version__
+from fedmq.version import versions
 from fedmq.wire.messages import EVALUATOR
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
@@ -169,9 +169,7 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
 def _versions_of(loop: Loop) -> dict[str, str]:
     """Versions that affect rounding: a scenario gives bit-identical results where these are equal."""
     return {
-        "fedmq": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **versions(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         **kind_of(device_here(loop.run_context.scenario.device)),
     }

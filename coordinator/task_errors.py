@@ -12,6 +12,7 @@ from coordinator.reply_validation import ImplausibleError
 from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
 from fedmq.runs.run_records import UnusableReplies
+from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.text import printable
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import DIVERGED, Error, Refusal
@@ -66,7 +67,11 @@ class TaskErrors:
         if kind != "scripted":
             self._errors[silo] = text
         before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, diverged=0, last="")
-        changes = {kind: getattr(before, kind) + 1, "diverged": before.diverged + diverged, "last": text[:300]}
+        changes = {
+            kind: getattr(before, kind) + 1,
+            "diverged": before.diverged + diverged,
+            "last": text[:ERROR_CHARACTERS],
+        }
         self._unusable[silo] = before.model_copy(update=changes)
 
     def silo_failed(self, silo: str, text: str) -> None:

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import TracebackType
 
 #: Minimum similarity (difflib ratio) at which a name is suggested.
@@ -102,6 +102,21 @@ def size_text(number: float) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: 1 difference, 2 differences."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Names for a message; of more than ``most``, the first ones and the number of the others.
+
+    >>> first_few(["a", "b", "c"]), first_few(["a", "b", "c", "d"], 2)
+    ('a, b, c', 'a, b and 2 more')
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Names as a list in a sentence: ``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def is_float(text: str) -> bool:

@@ -6,7 +6,6 @@ step, which is discarded.
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,9 @@ from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress
 from fedmq.runs.status import StatusFile, status_of
 from fedmq.storage.run_folder import RunFolder
-from fedmq.version import __version__
+from fedmq.text import counted
+from fedmq.version import versions
+from fedmq.wire.connection_troubles import SAME_SCENARIO
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, UnknownHostError, ask_status
@@ -44,8 +45,6 @@ from protocols._missing_branch import shortened
 from silos.program import Silo, SiloArguments
 from silos.start_checks import check_device
 
-#: Advice if the scenarios differ.
-_SAME = "both sides need the same file and the same --set and --seed"
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
 
@@ -105,12 +104,9 @@ def preflight(
     """
     status: StatusFile | None = None
     torch.set_num_threads(1)
-    yield Check(
-        "versions",
-        Verdict.OK,
-        f"fedmq {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"wire {', '.join(map(str, WIRE_VERSIONS))}; run {arguments.run.id}",
-    )
+    here = ", ".join(f"{name} {each}" for name, each in versions().items())
+    detail = f"{here}, wire {', '.join(map(str, WIRE_VERSIONS))}; run {arguments.run.id}"
+    yield Check("versions", Verdict.OK, detail)
     try:
         identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
         if COORDINATOR not in accepted:
@@ -211,7 +207,7 @@ def _asked(
 
 def _same_versions(there: Mapping[str, str]) -> Check:
     """Whether the coordinator runs the same versions as this process, as the last bits of a model depend on them."""
-    here = {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    here = versions()
     pairs = [(name, there.get(name, mine), mine) for name, mine in here.items()]
     other = [f"{name} {theirs} there, {mine} here" for name, theirs, mine in pairs if theirs != mine]
     if other:
@@ -258,7 +254,7 @@ def _handshake(
     except HelloRefusedError as error:
         if error.reason == Reason.WRONG_RUN and status is not None:
             which = _differing(arguments, status)
-            detail = f"it runs another scenario: {status.run}, here {arguments.run.id}{which}; {_SAME}"
+            detail = f"it runs another scenario: {status.run}, here {arguments.run.id}{which}; {SAME_SCENARIO}"
             return Check(name, Verdict.FAILED, detail)
         return Check(name, Verdict.FAILED, f"it refuses this silo: {error.reason}: {error.detail}")
     except RemoteWireError as error:
@@ -310,7 +306,7 @@ def _step(silo: Silo, limits: Limits, guard: PolicyGuard | None, site: SiteData 
     task_seconds = "less than 0.1" if seconds * steps < 0.1 else f"at most about {seconds * steps:.1f}"
     detail = (
         f"{size} items in {seconds:.2f} s on {silo.model.flat.device}: {task_seconds} s per task "
-        f"of {steps} {'step' if steps == 1 else 'steps'} ({_loss(silo, trained.loss)})"
+        f"of {counted(steps, 'step')} ({_loss(silo, trained.loss)})"
     )
     yield Check("training step", Verdict.OK, detail)
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from fedmq.cli.scenarios import resolved_file
 from fedmq.config.site import read_site
 from fedmq.wire.keys import init_keys
 from silos.program import SiloArguments, run_silo
+from tests.waiting import PATIENCE, wait_for
 
 HOSPITALS = ("berlin", "lyon", "oslo")
 COMMON: dict[str, Any] = {
@@ -31,7 +31,6 @@ COMMON: dict[str, Any] = {
 }
 #: The second site's file has images only.
 IMAGE_ONLY = "silo-01"
-PATIENCE = 120.0
 FEDMQ = (sys.executable, "-m", "fedmq")
 
 
@@ -145,14 +144,14 @@ class Sites:
 
     def wait_for_statements(self, *silos: str) -> None:
         """Wait until the coordinator has received what silos state about their data."""
-        log, until = self.run / "messages" / "coordinator.jsonl", time.monotonic() + PATIENCE
-        while time.monotonic() < until:
+        log = self.run / "messages" / "coordinator.jsonl"
+
+        def stated() -> bool:
             lines = log.read_text().split("\n")[:-1] if log.is_file() else []
             found = [json.loads(line) for line in lines]
-            if set(silos) <= {each["sender"] for each in found if each.get("kind") == "statement"}:
-                return
-            time.sleep(0.05)
-        raise TimeoutError(f"no statement from all of {silos}")
+            return set(silos) <= {each["sender"] for each in found if each.get("kind") == "statement"}
+
+        wait_for(stated, PATIENCE, f"no statement from all of {silos}")
 
     def collect_logs(self) -> None:
         """Copy the silos' message logs into the coordinator's run folder, as an auditor does."""

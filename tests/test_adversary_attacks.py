@@ -35,6 +35,7 @@ from fedmq.wire.transports.registry import connect, listen
 from tests import threaded_run
 from tests.test_adversary_hostile_peers import within
 from tests.threaded_run import resolved
+from tests.waiting import wait_for
 
 #: Attacks that complete handshakes as a hostile silo with an accepted key.
 ACCEPTED = ("new sessions with a key", "messages with a key")
@@ -324,9 +325,7 @@ def test_a_damaged_connection_can_be_replaced() -> None:
         assert received is not None
         damage.set()
         listener.send(received[0], (b"header", b"body"))
-        until = time.monotonic() + 5
-        while connection.send((b"header", b"body")) and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for(lambda: not connection.send((b"header", b"body")))
         assert not connection.send((b"header", b"body"), 0.3)
         damage.clear()
         connection.reconnect()

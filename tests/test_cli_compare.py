@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.command_line import completed, fedmq
 from tests.comparisons import ROOTS, comparison_file, finish
 from tests.in_process_jobs import run_jobs_here
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -167,7 +167,7 @@ def test_a_comparison_with_a_failed_run_writes_the_other_results_and_exits_with_
         (["--vary", "training.learning_rate=0.1,0.2"], {0.1, 0.2}, set(), 1),
     ],
 )
-def test_diverged_runs_are_told_and_a_comparison_fails_only_by_other_errors_or_without_any_result(
+def test_diverged_runs_are_reported_and_a_comparison_fails_only_by_other_errors_or_without_any_result(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -344,9 +344,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
         str(out),
     ]
     process = subprocess.Popen([sys.executable, "-m", "fedmq", *command], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list(out.glob("runs/*/metrics.jsonl")):
-        time.sleep(0.05)
+    wait_for(lambda: list(out.glob("runs/*/metrics.jsonl")), PATIENCE)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.admission import Admitted, Agree, OwnDataAdmission, Waiting
+from coordinator.admission import Admitted, Agree, OwnDataAdmission, SimulatedAdmission, Waiting
 from fedmq.config.scenario import Scenario
 from fedmq.errors import RemoteWireError
 from fedmq.runs.data_records import AgreementRecord
@@ -49,6 +50,30 @@ def admission(silos: int = 3, minimum: int | None = None) -> OwnDataAdmission:
 
 def decide(found: OwnDataAdmission, name: str, held: DataFormat = FORMAT) -> Any:
     return found.decide(name, stated(name, held))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"mask": 3}, "silo-00 states pairs (train 0+0+9, test 0+0+2); the partition gives it captions (train 0+0+9,"),
+        ({"mask": 0}, "silo-00 states no modality (train 0+0+9,"),
+        ({"counts": np.arange(15).reshape(5, 3)}, "silo-00 states captions (train 0+1+2, val 3+4+5, test 6+7+8, "),
+        ({"data": "b" * 64}, "silo-00 has other data (digest bbbbbbbbbbbb) than the coordinator (aaaaaaaaaaaa);"),
+    ],
+)
+def test_a_process_that_states_other_data_than_the_partition_gives_it_is_refused(
+    change: dict[str, Any], line: str
+) -> None:
+    """The coordinator used to admit it, and every record of the run then showed its numbers."""
+    counts = np.zeros((5, 3), np.int64)
+    counts[[0, 2], 2] = 9, 2
+    true = DataStatement("a" * 64, 2, counts)
+    found = SimulatedAdmission({"silo-00": true}, "run")
+    with pytest.raises(RemoteWireError, match=re.escape(line)) as refused:
+        found.decide("silo-00", message("silo-00", Kind.STATEMENT, replace(true, **change)))
+    assert refused.value.reason == "data"
+    assert found.stated == {}
+    assert found.decide("silo-00", message("silo-00", Kind.STATEMENT, true)) == Admitted()
 
 
 def test_a_wrong_site_that_states_its_data_first_is_refused_once_two_others_agree() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
+from tests.waiting import wait_for
 
 SILO, RUN = "silo-00", "former-0123456789ab"
 BEAT = Header(run=RUN, kind=Kind.HEARTBEAT, sender=SILO, receiver=COORDINATOR, sequence=0, sent_at=0.0)
@@ -59,6 +59,16 @@ class Ends:
         received = self.wire.receive(5.0)
         assert received is not None
         self.roster.take(*received)
+
+    def break_connection(self) -> None:
+        """Close the silo's connection, and send until the coordinator notices that."""
+        self.connection.close()
+
+        def lost() -> bool:
+            self.roster.send(SILO, Message(self.roster.header(SILO, Kind.STOP)))
+            return not self.roster.online(SILO)
+
+        wait_for(lost)
 
     def close(self) -> tuple[list[object], list[RefusedRecord]]:
         """The counts of dropped messages, and the refusals, in the log."""
@@ -119,12 +129,7 @@ def test_what_is_damaged_replayed_or_of_a_session_of_this_process_is_still_refus
 def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_record_as_its_cause(tmp_path: Path) -> None:
     ends = Ends(tmp_path, restarted=False)
     ends.join()
-    ends.connection.close()
-    until = time.monotonic() + 10.0
-    while ends.roster.online(SILO):
-        assert time.monotonic() < until
-        ends.roster.send(SILO, Message(ends.roster.header(SILO, Kind.STOP)))
-        time.sleep(0.01)
+    ends.break_connection()
     undelivered = dict(ends.roster.undelivered)
     ends.connection = connect(ends.uri)
     ends.join()
@@ -142,12 +147,7 @@ def test_what_arrived_before_a_connection_broke_does_not_count_as_refused(tmp_pa
     for _ in range(2):
         ends.connection.send(seal_message(session, Message(BEAT)).frames)
     queued = [ends.wire.receive(5.0) for _ in range(2)]
-    ends.connection.close()
-    until = time.monotonic() + 10.0
-    while ends.roster.online(SILO):
-        assert time.monotonic() < until
-        ends.roster.send(SILO, Message(ends.roster.header(SILO, Kind.STOP)))
-        time.sleep(0.01)
+    ends.break_connection()
     for received in queued:
         assert received is not None
         ends.roster.take(*received)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,9 @@ from fedmq.wire.keys import load_accepted, load_identity
 from silos.program import SiloArguments, run_silo
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    until = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def status(run: OwnRun) -> StatusFile:

@@ -25,10 +25,10 @@ from fedmq.wire.keys import init_keys
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
 from tests.threaded_run import run as threaded_run
+from tests.waiting import PATIENCE, wait_for, wait_for_merges
 
 pytestmark = pytest.mark.slow
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
-PATIENCE = 120.0
 ROUNDS = "rounds=20"
 SILOS = tuple(f"silo-0{index}" for index in range(4))
 
@@ -92,11 +92,7 @@ class Processes:
         return threads
 
     def wait_for_round(self, round_: int) -> None:
-        deadline = time.monotonic() + PATIENCE
-        metrics = self.out / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"merge"') < round_:
-            assert time.monotonic() < deadline, f"no round {round_} in {PATIENCE} s"
-            time.sleep(0.02)
+        wait_for_merges(self.out, round_)
 
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.out / "summary.json").read_text()))
@@ -204,10 +200,8 @@ def test_a_cut_link_loses_nothing_and_applies_nothing_twice(processes: Processes
         others = processes.silos_here(uri, SILOS[1:])
         processes.wait_for_round(3)
         link.cut()
-        deadline = time.monotonic() + PATIENCE
-        while read_status(processes.out / "status.json").silos[SILOS[0]].phase is not SiloPhase.LOST:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        status = processes.out / "status.json"
+        wait_for(lambda: read_status(status).silos[SILOS[0]].phase is SiloPhase.LOST, PATIENCE)
         time.sleep(2.0)
         link.open = True
         assert coordinator.wait(PATIENCE) == 0

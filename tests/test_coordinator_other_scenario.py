@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from fedmq.wire.scenario_query import OTHER_SCENARIO, ScenarioComparison, differ
 from silos.host import Host, HostArguments
 from silos.program import SiloArguments
 from tests.threaded_run import resolved, run_of
+from tests.waiting import wait_for
 
 URI, SILO = "memory://other-scenario", "silo-01"
 OTHER = ("training.learning_rate=0.5", "training.local_epochs=7", "missing_modality.silos={silo-01: text}")
@@ -76,16 +76,9 @@ def notes(path: Path, kind: NoteKind) -> list[dict[str, object]]:
     return [dict(each.facts) for each in records if isinstance(each, NoteRecord) and each.text is kind]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 10
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert condition()
-
-
 def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **options: object) -> list[str]:
     """What a silo with another scenario prints until it is refused; its log is ``folder/silo.jsonl``."""
-    told = list[str]()
+    reports = list[str]()
     log = MessageLog(folder / "silo.jsonl", name, WallClock())
     identity, accepted = load_identity(keys, name), load_accepted(keys)
     link = Channel(
@@ -96,14 +89,14 @@ def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **op
         log,
         WallClock(),
         lambda: 0.0,
-        told.append,
+        reports.append,
         comparison=ScenarioComparison(URI, identity, accepted, plain(scenario), tells="forbidden" not in options),
         **options,  # type: ignore[arg-type]
     )
     link.start()
-    wait_for(lambda: told)
+    wait_for(lambda: reports)
     link.close()
-    return told
+    return reports
 
 
 def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
@@ -145,7 +138,7 @@ def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tm
 
 
 @pytest.mark.usefixtures("run")
-def test_an_accepted_key_that_is_no_silos_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
+def test_an_accepted_key_of_no_silo_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
     operator = load_identity(keys.parent / "operator", "operator")
     asked = ask_status(URI, operator, load_accepted(keys))
     assert json.loads(asked)["coordinator"]["scenario"] is None

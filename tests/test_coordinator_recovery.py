@@ -8,12 +8,12 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from coordinator import loop
-from coordinator.loop import Loop
+from coordinator.inbox import Inbox
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.federation.population import run_name
@@ -85,19 +85,16 @@ def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_not
 
 def test_a_coordinator_that_stood_still_reads_its_queue_before_it_judges_silence() -> None:
     """Its peers' heartbeats may be unread; it used to take all of them for lost."""
-    clock, still = SimpleNamespace(at=0.0), SimpleNamespace(seconds=75.0)
+    at, still = [0.0], [75.0]
 
     def receive(_wait: float) -> None:
-        clock.at += still.seconds
+        at[0] += still[0]
 
-    loop = SimpleNamespace(
-        clock=SimpleNamespace(stopwatch=lambda: clock.at), roster=SimpleNamespace(receive=receive), _caught_up=0.0
-    )
-    Loop._receive(cast(Loop, loop), 0.2)
-    assert loop._caught_up == 0.0
-    still.seconds = 0.2
-    Loop._receive(cast(Loop, loop), 0.2)
-    assert loop._caught_up == clock.at
+    clock, roster = SimpleNamespace(stopwatch=lambda: at[0]), SimpleNamespace(receive=receive)
+    inbox = Inbox(cast(Any, roster), cast(Any, None), cast(Any, clock), cast(Any, None))
+    assert list(inbox.receive(0.2)) == [] and inbox.caught_up == 0.0
+    still[0] = 0.2
+    assert list(inbox.receive(0.2)) == [] and inbox.caught_up == at[0]
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 from tests.test_coordinator_rate_limits import Ends, flat, header, opened_ends
+from tests.waiting import wait_for
 
 SILO = "silo-00"
 
@@ -58,8 +58,8 @@ def test_the_first_process_keeps_its_place(ends: Ends) -> None:
         assert not received(there, second)
         ends.clock.at += BEAT_SECONDS
     assert took(ends, here, first) is None
-    (told,) = received(there, second)
-    assert [each.code for each in told.payloads if isinstance(each, Error)] == [DISPLACED]
+    (answer,) = received(there, second)
+    assert [each.code for each in answer.payloads if isinstance(each, Error)] == [DISPLACED]
     assert ends.roster.refusal == "silo-00: started twice; the first process takes part"
     assert ends.roster.online(SILO) and not ends.roster.joining()
     for connection in (here, there):
@@ -91,9 +91,7 @@ def test_the_successor_of_a_killed_process_joins_at_once(ends: Ends) -> None:
     assert arrived is not None
     ends.roster.take(*arrived)
     here.close()
-    until = time.monotonic() + 20
-    while ends.listener.send(arrived[0], (b"is it", b"open?")) and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: not ends.listener.send(arrived[0], (b"is it", b"open?")))
     joined(ends, there)
     assert ends.roster.online(SILO) and not ends.roster.joining()
     there.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import evaluator_limit, program
+from coordinator import evaluator_limit, finish
 from coordinator.evaluation import UNDER_WAY
 from coordinator.evaluator_limit import EvaluatorLimit
 from coordinator.rounds import Phase
@@ -47,7 +47,7 @@ class Silent:
             return made
 
         monkeypatch.setattr(Evaluator, "evaluate", answering)
-        monkeypatch.setattr(program, "summary_of", summary_then_released)
+        monkeypatch.setattr(finish, "summary_of", summary_then_released)
         monkeypatch.setattr(evaluator_limit, "LEAST_SECONDS", 0.5)
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
+from fedmq.data.duplicates import NEAR, nearly_equal
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import FeatureSet, read_features
-from fedmq.data.remarks import of_labels, of_vectors, sentences
+from fedmq.data.remarks import of_captions, of_heldout_labels, of_labels, of_spellings, of_vectors, sentences
 from fedmq.data.splits import SPLITS
 from fedmq.encoders import clip
 from fedmq.errors import InputError
@@ -185,7 +186,8 @@ def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(ite
         ({"a": 4, "b": 1}, "every item has the label a, so each item is relevant to all others"),
         ({"a": 2, "b": 0, "c": 0}, "2 of 3 labels have no item: b, c"),
         ({"a": 1, "b": 1, "coarse:x": 4}, "no label has two items, so only an item's own texts are relevant to it"),
-        ({"Dog": 2, "dog": 3, "cat": 2}, "2 labels differ only in case: Dog, dog"),
+        ({"Dog": 2, "dog": 3, "cat": 2}, "2 labels differ only in spelling: Dog, dog"),
+        ({"X-ray": 2, "x ray": 1, "xray.": 1}, "3 labels differ only in spelling: X-ray, x ray, xray."),
         ({"None": 2, "N/A": 1, "cat": 2}, "3 items with a label that often stands for a missing value: None, N/A"),
     ],
 )
@@ -195,3 +197,111 @@ def test_labels_that_are_probably_unintended_are_reported(counts: dict[str, int]
 
 def test_ordinary_labels_get_no_remark() -> None:
     assert of_labels({"cat": 3, "dog": 2, "coarse:pet": 4}, 4) == of_labels({}, 4) == []
+    assert of_spellings(["C", "C++", "T1-2", "T12", "level 1 2", "level 12", "1", "1.5"]) == []
+
+
+# --- labels of held-out items ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(SPLITS), st.sets(st.integers(0, 3), max_size=3)), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_held_out_labels_that_distinguish_no_items_are_reported(items: list[tuple[str, set[int]]]) -> None:
+    labels = np.array([[column in held for column in range(4)] for _, held in items], np.uint8)
+    split = np.array([SPLITS.index(name) for name, _ in items], np.uint8)
+    lines = of_heldout_labels(labels, ("a", "b", "c", "coarse:d"), split)
+    for name in ("val", "test"):
+        fine = [held - {3} for split_name, held in items if split_name == name]
+        gallery = [held for split_name, held in items if split_name == "database"]
+        none = bool(fine) and not any(fine) and any(held - {3} for _, held in items)
+        assert (f"no item of {name} has a label, so no item is relevant to another one there" in lines) == none
+        shared = set.intersection(*fine, *gallery) - set.intersection(*(held for _, held in items)) if fine else set()
+        told = any(line.startswith(f"every item of {name} has the label") for line in lines)
+        assert told == (bool(shared - {3}) and len(fine) >= 5)
+
+
+def test_a_run_reports_held_out_labels_that_distinguish_no_items(tmp_path: Path) -> None:
+    image, text = vectors(12, 1)
+    split, classes = np.array(["train"] * 6 + ["test"] * 6), np.array([0, 1, 2] * 2 + [1] * 6)
+    np.savez(tmp_path / "x.npz", image=image, text=text[:, 0], labels=classes, split=split)
+    made = prepare(Data(name="features", path=tmp_path / "x.npz"), Backbone(name="features"), tmp_path / "cache")
+    assert made.remarks == ["every item of test has the label label-001, so each is relevant to all others there"]
+
+
+# --- the same vector twice ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 40), st.integers(2, 20), st.floats(0.0, 1e-4), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_vectors_of_one_picture_that_was_encoded_twice_are_near_and_no_others(
+    n: int, width: int, error: float, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    others = generator.normal(size=(n, width)).astype(np.float32)
+    again = others[::-1] * 3 + error * generator.normal(size=(n, width)).astype(np.float32)
+    new = generator.normal(size=(n, width)).astype(np.float32)
+    both = np.concatenate([again, new, np.zeros((1, width), np.float32)])
+    unit = [each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-9) for each in (both, others)]
+    apart = np.linalg.norm(unit[0][:, None] - unit[1], axis=2).min(axis=1)
+    clear = np.abs(apart - NEAR) > 1e-5  # float32 and float64 may disagree at the limit itself
+    assert np.array_equal(nearly_equal(both, others)[clear], (apart <= NEAR)[clear])
+    if width > 5:
+        assert nearly_equal(again, others).all()
+
+
+def test_held_out_items_with_nearly_the_vector_of_a_training_item_are_counted(tmp_path: Path) -> None:
+    image, text = vectors(12, 1)
+    image[8] = image[0] * np.float32(1.00001)
+    image[9, 0] = image[1, 0] + 1e-4
+    image[9, 1:] = image[1, 1:]
+    image[10] = image[2]
+    split = np.array(["train"] * 6 + ["test"] * 6)
+    remarks = read(tmp_path, image=image, text=text[:, 0], split=split).remarks
+    assert (remarks.known, remarks.near) == (1, 2)
+    assert any(line.startswith("2 items of val and test have nearly the image vector") for line in sentences(remarks))
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_captions_that_are_copies_of_their_image_vector_are_counted(captions: list[int]) -> None:
+    counts = np.array(captions, np.int64)
+    generator = np.random.default_rng(0)
+    image = generator.normal(size=(len(counts), 4))
+    owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    copied = generator.random(len(owner)) < 0.5
+    text = np.where(copied[:, None], image[owner], generator.normal(size=(len(owner), 4)))
+    held = counts[owner] > 0
+    text[~held] = 0  # the row of an item without captions
+    assert of_vectors(image, text, counts).copies == int((copied & held).sum())
+
+
+# --- captions that are no sentences ---------------------------------------------------------------------------------
+
+SENTENCES = ("a dog at 3.5 km", "l’île à São João & Co.", "IRMÃ", "<3 of them, a > b", "saved as jpg", "NÃO, Â", "犬")
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_ordinary_captions_get_no_remark(text: str) -> None:
+    assert not any(of_captions([text]).values())
+
+
+@given(st.text(st.sampled_from("äöüéèñçßØÅ€–’😀°£"), min_size=1), st.sampled_from(["latin-1", "cp1252"]))
+@settings(max_examples=60)
+def test_captions_in_utf_8_that_were_read_in_another_encoding_are_counted(text: str, encoding: str) -> None:
+    garbled = f"a {text} dog".encode().decode(encoding, "replace")
+    assert of_captions([garbled, f"a {text} dog"])["garbled"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("0001.jpg", "file_names"),
+        ("scans/Patient 3.TIFF ", "file_names"),
+        ("https://example.org/a.png", "file_names"),
+        ("Tom &amp; Jerry", "markup"),
+        ("it&#39;s a dog", "markup"),
+        ("<p>a dog</p>", "markup"),
+        ("a dog<br/>a cat", "markup"),
+    ],
+)
+def test_captions_that_are_no_sentences_are_counted(text: str, kind: str) -> None:
+    assert [name for name, count in of_captions([text, "a dog"]).items() if count] == [kind]

@@ -157,9 +157,19 @@ def test_copies_of_a_photo_are_in_one_split_and_duplicates_across_a_given_split_
     assert check_raw(Data(name="manifest", path=path)).duplicates_by_picture == ("04.png",)
 
 
-def test_photos_of_one_colour_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("colour", [(3, 5, 4), (250, 0, 0), (0, 128, 255)])
+def test_photos_of_one_colour_are_named(tmp_path: Path, colour: tuple[int, int, int]) -> None:
     path = photos(tmp_path / "a", [0, 1, 2, 3], "png")
-    Image.new("RGB", (16, 16), (3, 5, 4)).save(tmp_path / "a" / "02.png")
+    Image.new("RGB", (16, 16), colour).save(tmp_path / "a" / "02.png")
     facts = check_raw(Data(name="manifest", path=path))
     assert facts.constant == ("02.png",)
+    assert facts.usable
+
+
+def test_files_of_several_pictures_are_named(tmp_path: Path) -> None:
+    path = photos(tmp_path / "a", [0, 1, 2, 3], "tif")
+    with Image.open(tmp_path / "a" / "02.tif") as page:
+        page.save(tmp_path / "a" / "02.tif", save_all=True, append_images=[page.rotate(90)])
+    facts = check_raw(Data(name="manifest", path=path))
+    assert facts.paged == ("02.tif",)
     assert facts.usable

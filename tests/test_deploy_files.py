@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import yaml
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli.main import app
 from fedmq.config.scenario import Scenario
+from tests.waiting import wait_for_merges
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -177,11 +177,7 @@ def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordina
         for name in services:
             if name != "keys":
                 started[name] = subprocess.Popen([*words(name), *rounds], env=environment)
-        until = time.monotonic() + 150
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"merge"') < 3:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for_merges(tmp_path / "run", 3)
         started["coordinator"].kill()
         started["coordinator"].wait()
         started["coordinator"] = subprocess.Popen([*words("coordinator"), *rounds], env=environment)

@@ -22,6 +22,7 @@ from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")
+TiffImagePlugin = pytest.importorskip("PIL.TiffImagePlugin")
 
 SIZES = [(640, 480), (640, 427), (500, 375), (1023, 767), (333, 500), (225, 224), (227, 224), (100, 31), (64, 64)]
 
@@ -208,3 +209,40 @@ def test_greys_of_an_unknown_range_are_refused(tmp_path: Path, values: Any) -> N
     Image.fromarray(values).save(tmp_path / "a.tif")
     with pytest.raises(InputError, match=r"a\.tif: found .grey values"):
         decode(tmp_path / "a.tif")
+
+
+def tiff_where_0_is_white(path: Path, values: Any) -> bytes:
+    """A TIFF of grey values whose tag 262 says that the smallest one is white; Pillow cannot write it for 16 bits."""
+    Image.fromarray(values).save(path)
+    content = bytearray(path.read_bytes())
+    (start,) = struct.unpack_from("<I", content, 4)
+    (count,) = struct.unpack_from("<H", content, start)
+    entries = range(start + 2, start + 2 + 12 * count, 12)
+    (entry,) = (at for at in entries if struct.unpack_from("<H", content, at)[0] == 262)
+    struct.pack_into("<H", content, entry + 8, 0)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("values", [RAMP * 255, RAMP * 65535, RAMP * 4095, RAMP], ids=["8", "16", "12", "float"])
+def test_a_tiff_in_which_0_is_white_decodes_to_the_negative_whatever_its_depth(tmp_path: Path, values: Any) -> None:
+    depth = np.float32 if values.max() <= 1 else np.uint8 if values.max() <= 255 else np.uint16
+    negative = tiff_where_0_is_white(tmp_path / "x.tif", values.astype(depth))
+    positive = images.decode(tmp_path / "x.tif")
+    assert (images.decode_bytes(negative, "x.tif") == 255 - positive).all()
+    assert positive.max() > 250
+
+
+def test_further_pages_of_a_file_are_counted_but_not_its_smaller_copies(tmp_path: Path) -> None:
+    page = Image.fromarray((RAMP * 255).astype(np.uint8))
+    small = TiffImagePlugin.ImageFileDirectory_v2()
+    small[254] = 1
+    page.save(tmp_path / "report.tif", save_all=True, append_images=[page.rotate(90), page.rotate(180)])
+    with TiffImagePlugin.AppendingTiffWriter(str(tmp_path / "scan.tif"), new=True) as file:
+        page.save(file, format="TIFF")
+        file.newFrame()
+        page.save(file, format="TIFF", tiffinfo=small)
+    page.save(tmp_path / "moving.gif", save_all=True, append_images=[page.rotate(90)])
+    page.save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=[page.rotate(90)])
+    page.save(tmp_path / "one.png")
+    names = ("report.tif", "scan.tif", "moving.gif", "phone.jpg", "one.png")
+    assert [images.further_pages(tmp_path / name) for name in names] == [2, 0, 1, 0, 0]

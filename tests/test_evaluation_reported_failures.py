@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
+from tests.waiting import wait_for
 
 
 class Failing:
@@ -82,9 +82,7 @@ def test_an_error_that_ends_the_evaluator_ends_the_run_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(*where, failing(error))
         assert run.ended() == f"evaluator: the evaluator has ended: {why}"
-        until = time.monotonic() + 10
-        while EVALUATOR not in run.run.ended and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: EVALUATOR in run.run.ended)
         assert run.run.ended[EVALUATOR] == str(error)
     assert "/home/eve" not in run.run.folder.messages(COORDINATOR).read_text()
     run.resume(EVALUATOR)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from tests.in_process_run import run as run_inline
 from tests.network_namespaces import Network, available
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, outputs
+from tests.waiting import wait_for_merges
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="network namespaces need root")]
 #: Time that a silo's link is cut [s].
@@ -40,13 +39,13 @@ def test_three_sites_survive_a_cut_link_a_stopped_coordinator_and_another_addres
     with network.made():
         sites = sites_on(network, tmp_path / "sites")
         coordinator, silos = sites.coordinator(), [sites.silo(index) for index in range(3)]
-        _wait_for_round(sites, 2)
+        wait_for_merges(sites.run, 2)
         network.cut("lyon", CUT_SECONDS)
-        _wait_for_round(sites, 8)
+        wait_for_merges(sites.run, 8)
         coordinator.send_signal(signal.SIGTERM)
         assert "silos and evaluator wait" in outputs([coordinator])[0]
         coordinator = sites.resumed()
-        _wait_for_round(sites, 14)
+        wait_for_merges(sites.run, 14)
         network.move("oslo")
         outputs([coordinator, *silos])
     sites.collect_logs()
@@ -71,15 +70,3 @@ def _undisturbed(root: Path) -> str:
     outcome = run_inline(Scenario.model_validate(raw), root / "together")
     assert outcome.summary is not None
     return outcome.summary.model_digest
-
-
-def _wait_for_round(sites: Sites, number: int) -> None:
-    """Wait until a number of rounds is merged."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        lines = sites.run / "metrics.jsonl"
-        found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
-        if sum(each["kind"] == "merge" for each in found) >= number:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the run did not begin")

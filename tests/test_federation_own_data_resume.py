@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.command_line import completed
 from tests.in_process_run import run as run_inline
 from tests.own_data_sites import COMMON, IMAGE_ONLY, arrays, of_hospital
 from tests.own_data_threads import OwnRun
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 ROUNDS = 16
@@ -48,9 +48,11 @@ def begin(run: OwnRun, *options: str) -> subprocess.Popen[str]:
 
 
 def wait_for_version(run: OwnRun, process: subprocess.Popen[str], version: int) -> None:
-    while len(run.merges) < version:
+    def reached() -> bool:
         assert process.poll() is None, process.stdout and process.stdout.read()
-        time.sleep(0.02)
+        return len(run.merges) >= version
+
+    wait_for(reached, PATIENCE)
 
 
 def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulation_by_column(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.launch.supervisor import private_folder
 from tests.command_line import completed
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE, wait_for, wait_for_merges
 
 pytestmark = pytest.mark.slow
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
-PATIENCE = 120.0
 
 
 def scenario(path: Path, *options: str) -> dict[str, Any]:
@@ -38,17 +38,6 @@ def scenario(path: Path, *options: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
-
-
-def wait_for_merges(out: Path, merges: int) -> None:
-    """Wait until the run has written this number of merges."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        metrics = out / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count('"merge"') >= merges:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"no {merges} merges in {PATIENCE} s")
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +108,7 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def wait_until_gone(session: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while left := members(session):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_for(lambda: not members(session), seconds, f"processes of session {session} are left")
 
 
 def end_all(process: subprocess.Popen[str]) -> None:
@@ -208,11 +194,8 @@ def test_ctrl_c_while_silos_start_ends_them_immediately(tiny: Path, tmp_path: Pa
     out = tmp_path / "run"
     process = started(tiny, out)
     try:
-        deadline = time.monotonic() + PATIENCE
         # The coordinator listens as soon as the silos are started, before they open their logs.
-        while not (out / "messages" / "coordinator.jsonl").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_for((out / "messages" / "coordinator.jsonl").exists, PATIENCE)
         os.killpg(process.pid, how)
         asked = time.monotonic()
         _, error = process.communicate(timeout=PATIENCE)

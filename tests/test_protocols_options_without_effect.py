@@ -120,20 +120,20 @@ def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
 
 
 def test_a_part_of_a_method_that_begins_after_the_last_round_is_reported(tiny: Path) -> None:
-    def told(protocol: str, rounds: int) -> tuple[str, ...]:
+    def warned(protocol: str, rounds: int) -> tuple[str, ...]:
         return run_of(resolved(tiny, f"protocol={protocol}", f"rounds={rounds}", "training.warmup_rounds=0")).warnings
 
-    (line,) = told("rcsr", 20)
+    (line,) = warned("rcsr", 20)
     assert line == (
         "protocol.warmup: 20 (the default) with rounds: 20: the run ends before the start of the router and the "
         "clusters of prototypes; lower warmup or raise rounds"
     )
-    assert told("rcsr", 21) == told("{name: rcsr, router: uniform}", 4) == ()
-    assert [each.split(":")[0] for each in told("{name: rcsr, warmup: 1, personal: fixed}", 50)] == [
+    assert warned("rcsr", 21) == warned("{name: rcsr, router: uniform}", 4) == ()
+    assert [each.split(":")[0] for each in warned("{name: rcsr, warmup: 1, personal: fixed}", 50)] == [
         "protocol.personal_onset"
     ]
-    assert told("{name: fedbridge, personal: true}", 51) == ()
-    assert len(told("{name: fedbridge, personal: true}", 50)) == 1
+    assert warned("{name: fedbridge, personal: true}", 51) == ()
+    assert len(warned("{name: fedbridge, personal: true}", 50)) == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from fedmq.wire.transports.registry import listen
 from silos.program import Silo, SiloArguments, run_silo
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of
+from tests.waiting import wait_for
 from tools.make_golden_frames import golden_messages
 
 SILO, RUN = "silo-00", "policy-0123456789ab"
@@ -77,13 +77,6 @@ def coordinator_of(tmp_path: Path, forbidden: PolicyGuard) -> Iterator[tuple[Cha
             listener.close()
 
 
-def wait_for(arrived: list[Message], count: int) -> list[Message]:
-    until = time.monotonic() + 5
-    while len(arrived) < count and time.monotonic() < until:
-        time.sleep(0.01)
-    return arrived
-
-
 def guard(**up: object) -> PolicyGuard:
     return PolicyGuard(Policy.model_validate({"up": up}), SILO)
 
@@ -112,7 +105,7 @@ def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_pat
     with coordinator_of(tmp_path, guard(**rules(kind)[rule])) as (link, arrived):
         message = SENT_IN[kind]
         link.send(message, payloads, sequence=7, reply_to=7, base_version=3)
-        (answer,) = wait_for(arrived, 1)
+        (answer,) = wait_for(lambda: arrived)
     assert answer.header.kind is Kind.ERROR and answer.header.reply_to == 7
     (refusal,) = answer.payloads
     assert isinstance(refusal, Refusal) and refusal.rule == rule

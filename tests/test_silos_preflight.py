@@ -16,6 +16,7 @@ import yaml
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
+from fedmq.version import versions
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
 from silos.preflight import Check, Limits, Verdict, preflight
@@ -96,7 +97,7 @@ def test_the_coordinator_refuses_another_run_and_an_unknown_key(
 def test_versions_other_than_the_coordinators_are_shown_and_do_not_fail(
     scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "__version__", "9.9")
+    monkeypatch.setattr(module, "versions", lambda: {**versions(), "fedmq": "9.9"})
     found = by_name(preflight(arguments(scenario, keys, tmp_path / "silo")))["coordinator's versions"]
     assert (found.verdict, found.detail.startswith("fedmq ")) == (Verdict.DIFFERS, True)
     assert "there, 9.9 here" in found.detail

@@ -223,23 +223,7 @@ def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, c
         checkpoint_files.load(tmp_path)
 
 
-def test_a_checkpoint_without_state_digests_is_read_and_its_states_are_carried_over(tmp_path: Path) -> None:
-    path = checkpoint_files.save(tmp_path, made(1)) / "checkpoint.json"
-    content = json.loads(path.read_text())
-    del content["digests"], content["digest"]
-    path.write_text(json.dumps(content))
-    assert checkpoint_files.load(tmp_path) is not None
-    checkpoint_files.save(tmp_path, made(2, 1))
-    loaded = checkpoint_files.load(tmp_path)
-    assert loaded is not None
-    assert set(loaded.states) == {1, 2}
-
-
-#: Counters that checkpoints of earlier releases lack.
-LATER = {"events", "errors", "failures", "unusable", "silo_up", "silo_down"}
-
-
-@pytest.mark.parametrize("name", sorted(Counters().to_record().plain().keys() - LATER))
+@pytest.mark.parametrize("name", sorted(Counters().to_record().plain()))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint_files.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"
@@ -248,6 +232,37 @@ def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, nam
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
         checkpoint_files.load(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)])
+def test_a_checkpoint_without_one_of_its_digests_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = checkpoint_files.save(tmp_path, made(1)) / "checkpoint.json"
+    content = json.loads(path.read_text())
+    for name in names:
+        del content[name]
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match=rf"checkpoint\.json: {sorted(names)[-1]}s?: found 'nothing'.*the previous one"
+    ):
+        checkpoint_files.load(tmp_path)
+
+
+def test_a_checkpoint_in_the_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+    checkpoint_files.save(tmp_path, made(1)).rename(tmp_path / "version-000003")
+    with pytest.raises(InputError, match=r"version-000003/checkpoint\.json: found 'version 1'"):
+        checkpoint_files.load(tmp_path)
+
+
+def test_a_state_whose_recorded_digest_is_lost_is_written_again_and_not_linked(tmp_path: Path) -> None:
+    folder = checkpoint_files.save(tmp_path, made(1))
+    (folder / "checkpoint.json").write_text("{}")
+    other = tmp_path / "other"
+    checkpoint_files.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
+    (folder / "state-000001.safetensors").write_bytes((other / "version-000001/state-000001.safetensors").read_bytes())
+    checkpoint_files.save(tmp_path, made(2, 1))
+    loaded = checkpoint_files.load(tmp_path)
+    assert loaded is not None
+    assert loaded.states[1].theta.tolist() == [1.0] * 3
 
 
 def test_a_folder_without_checkpoints_yields_none(tmp_path: Path) -> None:

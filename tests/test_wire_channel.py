@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
+from tests.waiting import wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Two fewer than fill the queue: the handshake's messages count until ZeroMQ reports that they were read.
@@ -49,6 +50,17 @@ class Jumping(WallClock):
 
     def stopwatch(self) -> float:
         return super().stopwatch() + self.ahead
+
+
+def serve_until(listener: Listener, roster: Roster, done: Callable[[], bool]) -> None:
+    """Have a roster take what arrives until a condition holds."""
+
+    def reached() -> bool:
+        if not done() and (got := listener.receive(0.1)) is not None:
+            roster.take(*got)
+        return done()
+
+    wait_for(reached)
 
 
 @contextmanager
@@ -68,11 +80,7 @@ def both_ends(
             uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0
         )
         link.start()
-        until = time.monotonic() + 10
-        while not roster.online(SILO) and time.monotonic() < until:
-            got = listener.receive(0.1)
-            if got is not None:
-                roster.take(*got)
+        serve_until(listener, roster, lambda: roster.online(SILO))
         try:
             yield listener, roster, link
         finally:
@@ -135,11 +143,7 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
     with both_ends(tmp_path, queue=64, own_clock=clock) as (listener, roster, link):
         roster.drop(SILO)
         clock.ahead = 3 * BEAT_SECONDS
-        until = time.monotonic() + 10
-        while not roster.online(SILO) and time.monotonic() < until:
-            got = listener.receive(0.1)
-            if got is not None:
-                roster.take(*got)
+        serve_until(listener, roster, lambda: roster.online(SILO))
         assert roster.online(SILO)
         assert records(tmp_path, "note") == [NoteKind.STOOD_STILL]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
@@ -149,9 +153,7 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
 def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=1) as (listener, roster, link):
         report(link, 200)
-        until = time.monotonic() + 10
-        while records(tmp_path, "sent").count("error") < FULL and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(lambda: records(tmp_path, "sent").count("error") >= FULL)
         time.sleep(0.3)
         assert FULL <= records(tmp_path, "sent").count("error") < 200
         roster.send(SILO, roster.header(SILO, Kind.STOP))
@@ -168,11 +170,7 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
     monkeypatch.setattr(rekeying, "MOST_ANSWERED", 2)
     with both_ends(tmp_path, queue=64) as (listener, roster, link):
         link._options = Wire(rekey_messages=1)
-        until = time.monotonic() + 10
-        while not (roster.refused and roster.online(SILO)) and time.monotonic() < until:
-            got = listener.receive(0.1)
-            if got is not None:
-                roster.take(*got)
+        serve_until(listener, roster, lambda: bool(roster.refused) and roster.online(SILO))
         assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
@@ -207,7 +205,7 @@ class Hurried(WallClock):
 
 @pytest.mark.slow
 def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(tmp_path: Path) -> None:
-    site, keys, told, clock = tmp_path / "site", tmp_path / "keys", list[str](), WallClock()
+    site, keys, printed, clock = tmp_path / "site", tmp_path / "keys", list[str](), WallClock()
     init_keys(site, (COORDINATOR, SILO))
     init_keys(keys, (COORDINATOR,))  # the coordinator's new key
     accept_key(keys, SILO, load_accepted(site)[SILO])
@@ -215,7 +213,7 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
     listener = listen("tcp://127.0.0.1:0", keys=ListenerKeys(identity.key, accepted, (SILO,)))
     own = MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
     link = Channel(
-        listener.uri, load_identity(site, SILO), load_accepted(site), RUN, own, clock, lambda: 0.0, told.append
+        listener.uri, load_identity(site, SILO), load_accepted(site), RUN, own, clock, lambda: 0.0, printed.append
     )
     link.start()
     try:
@@ -226,28 +224,26 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
                 with suppress(RemoteWireError):  # connections with the former key of the coordinator
                     if (received := listener.receive(0.1)) is not None:
                         roster.take(*received)
-                if told and load_accepted(site)[COORDINATOR] != accepted[COORDINATOR]:
+                if printed and load_accepted(site)[COORDINATOR] != accepted[COORDINATOR]:
                     accept_key(site, COORDINATOR, accepted[COORDINATOR])
             assert roster.online(SILO)
     finally:
         link.close()
         listener.close()
-    assert len(told) == 1 and "does not have the coordinator's key" in told[0]
+    assert len(printed) == 1 and "does not have the coordinator's key" in printed[0]
 
 
 @pytest.mark.slow
 def test_a_silo_without_an_answer_reports_that_and_repeats_it_every_minute(tmp_path: Path) -> None:
-    keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
+    keys, uri, printed, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
     init_keys(keys, (COORDINATOR, SILO))
     listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
-    link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, told.append)
+    link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, printed.append)
     link.start()
-    until = time.monotonic() + 10
-    while len(records(tmp_path, "sent")) < 6 and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: len(records(tmp_path, "sent")) >= 6)
     link.close()
     listener.close()
-    line, *later = told
+    line, *later = printed
     assert later[0] == f"silo-00: still no answer from {uri} after 60 s; it keeps trying"
     assert len(set(later)) == len(later) <= 5  # at most 100 s of this clock
     assert line.startswith(f"silo-00: no answer from {uri} for 10 s: ")

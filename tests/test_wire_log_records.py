@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -142,6 +143,14 @@ def test_the_script_in_the_docs_prints_what_led_to_a_record(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", script, path, str(last)], capture_output=True, text=True, check=True)
     texts = [ast.literal_eval(line)["text"] for line in done.stdout.splitlines()]
     assert texts == ["task failed", "event", "expelled"]
+
+
+def test_the_docs_name_the_kinds_of_messages_that_have_records() -> None:
+    document = (Path(__file__).parent.parent / "docs" / "reference" / "message_logs.md").read_text()
+    entry = document.partition("- `kind` (sent, received)")[2].partition("\n- ")[0]
+    recorded, _, others = entry.partition("A `reject`")
+    assert set(re.findall("`(.+?)`", recorded)) == set(Kind) - {Kind.REJECT, Kind.INQUIRE, Kind.STATUS}
+    assert set(re.findall("`(.+?)`", others)) == {Kind.INQUIRE, Kind.STATUS}
 
 
 def test_a_note_and_an_event_of_another_release_keep_their_text() -> None:

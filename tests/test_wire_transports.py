@@ -28,6 +28,7 @@ from fedmq.wire.transports import base, memory, registry
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import check_uri, connect, listen, register, schemes
 from tests import queue_transport
+from tests.waiting import wait_for
 
 SOON = 5.0
 #: For each scheme a function from the test's folder to a URI to listen on.
@@ -256,9 +257,7 @@ def test_a_wake_before_receive_makes_it_return_immediately(listener: Listener, d
     connection.send([b"head", b"body"])
     peer, _ = received(listener)
     assert listener.send(peer, [b"head", b"body"])
-    deadline = time.monotonic() + SOON
-    while connection.receive(SOON) is None:
-        assert time.monotonic() < deadline
+    wait_for(lambda: connection.receive(SOON) is not None)
 
 
 def test_waking_a_closed_connection_does_nothing(dial: Callable[[], Connection]) -> None:
@@ -277,10 +276,7 @@ def test_sending_to_a_peer_that_left_returns_false(listener: Listener, dial: Cal
     got = listener.receive(SOON)
     assert got is not None
     connection.close()
-    deadline = time.monotonic() + SOON
-    while listener.send(got[0], [b"head", b"body"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not listener.send(got[0], [b"head", b"body"]))
 
 
 def test_closing_twice_is_allowed(uri: str) -> None:
@@ -348,10 +344,7 @@ def test_a_connection_reconnects_automatically_and_reports_it(scheme: str, tmp_p
     assert connection.established() == 1
     listener.close()
     listener = listen(uri)
-    deadline = time.monotonic() + SOON
-    while connection.established() == 1:
-        assert time.monotonic() < deadline
-        connection.receive(0.02)
+    wait_for(lambda: connection.receive(0.02) is not None or connection.established() > 1)
     connection.send([b"head", b"2"])
     second = listener.receive(SOON)
     assert second is not None

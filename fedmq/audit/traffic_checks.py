@@ -43,7 +43,7 @@ _CONTRIBUTIONS = frozenset(
     )
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
-#: Notes after which a run goes on.
+#: Notes after which a run continues.
 BEGINNINGS = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8

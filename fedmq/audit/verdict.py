@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.audit.log_checks import Audit
-from fedmq.text import counted, printable
+from fedmq.text import counted, enumerated, first_few, printable
 from fedmq.wire.messages import COORDINATOR
 
 #: Names that a sentence lists before it counts the rest.
@@ -134,8 +134,8 @@ def _of_findings(audit: Audit) -> Verdict:
 
 
 def _listed(names: list[str]) -> str:
-    shown = [*map(printable, names[:_SHOWN]), *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
-    return " and ".join((", ".join(shown[:-1]), shown[-1])) if len(shown) > 1 else "".join(shown)
+    shown = [*map(printable, names)]
+    return first_few(shown, _SHOWN) if len(shown) > _SHOWN else enumerated(shown)
 
 
 def _files(audit: Audit) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,16 +10,19 @@ import typer
 from rich.table import Table
 
 from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
-from fedmq.cli.options import AsJson, Bar, Device, File, Run, Seed, Settings
+from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
 from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.sites import SiteFile, check_fit
 from fedmq.errors import InputError
+from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
     from fedmq.federation.data_check import DataFacts
     from fedmq.federation.early_check import Fits
+    from fedmq.runs.data_records import AgreementRecord
 
 
 def data_list(
@@ -47,27 +49,74 @@ def data_list(
     out.print("docs/reference/data_sets.md has the file layout of each", highlight=False)
 
 
-def data_digest(run: Run, site: Annotated[Path, typer.Option("--site", metavar="FILE", help="The site file.")]) -> None:
-    """Compute the salted digest of a site's data for a run, and compare it with what the sites stated.
+def data_digest(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or its scenario (YAML).", show_default=False)
+    ],
+    site: Annotated[
+        Path | None, typer.Option("--site", metavar="FILE", help="The site file, where each site has its own data.")
+    ] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the salted digest that processes state about their data, and compare it with what they stated in a run.
 
-    Exit code 3 if no site of the run stated these data.
+    With a scenario in place of a run, print what processes have to state; with --json, in the form of agreement.json.
+
+    Exit code 3 if no process of the run stated these data.
+
+    Example: [bold]fedmq data digest scenarios/smoke.yaml --json[/bold]
 
     Example: [bold]fedmq data digest runs/own --site silo.yaml[/bold]
     """
-    from fedmq.config.site import read_site  # noqa: PLC0415
-    from fedmq.federation.site_data import SiteData  # noqa: PLC0415
     from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
     from fedmq.storage.json_files import read_json  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-    folder = open_run(run)
-    resolved = resolved_file(folder.scenario, manual=True, adopt=False)
-    found = SiteData.load(resolved.scenario, read_site(site), resolved.id).content
-    record = read_json(folder.agreement, AgreementRecord, "what the sites of a run stated about their data")
-    names = [name for name, stated in sorted(record.stated.items()) if stated.data_digest == found]
-    print_line(f"{found}  {', '.join(names) or 'stated by no site of this run'}")
+    folder = open_run(run) if run.is_dir() else None
+    file = run if folder is None else folder.scenario
+    resolved = resolved_file(file, settings, seed, manual=site is not None, adopt=folder is None)
+    record = _to_state(resolved, site)
+    if as_json:
+        print_json(record.plain())
+        return
+    found = next(iter(record.stated.values())).data_digest
+    if folder is None:
+        print_line(f"{found}  {resolved.id}")
+        return
+    before = read_json(folder.agreement, AgreementRecord, "what the processes of a run stated about their data")
+    names = [name for name, stated in sorted(before.stated.items()) if stated.data_digest == found]
+    print_line(f"{found}  {', '.join(names) or 'stated by no process of this run'}")
     if not names:
         sys.exit(DIFFERENT)
+
+
+def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
+    """What the processes of a run, or the silo of a site, have to state about their data.
+
+    Raises:
+        InputError: there is a site file in a simulated partition or none elsewhere, or the data cannot be read.
+    """
+    from fedmq.config.site import read_site  # noqa: PLC0415
+    from fedmq.federation.site_data import SiteData  # noqa: PLC0415
+    from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
+
+    scenario = resolved.scenario
+    if scenario.data is None:
+        if site is None:
+            raise InputError("--site", "not given", "a site file, as each site of this scenario has its own data")
+        here = read_site(site)
+        held = SiteData.load(scenario, here, resolved.id)
+        return AgreementRecord.of(resolved.id, {here.name or "site": held.statement})
+    if site is not None:
+        raise InputError("--site", str(site), "no site file, as all processes of this scenario have the same data")
+    from fedmq.data.item_digests import item_digests  # noqa: PLC0415
+    from fedmq.federation.population import build_population  # noqa: PLC0415
+
+    population = build_population(scenario, pooled=resolved.pooled)
+    stated = population.statements(item_digests(population.prepared, scenario.dealt), resolved.id)
+    return AgreementRecord.of(resolved.id, {name: (each, None) for name, each in stated.items()})
 
 
 def add_data(
@@ -147,8 +196,7 @@ def _checked(
     if site is not None:
         run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
         check_fit(run, here)
-        if here.cache is not None:
-            os.environ["FEDMQ_CACHE"] = str(here.cache)
+        use_cache(here.cache)
         return data_check.check_site(run.scenario, here, bar())
     scenario = _scenario(file, settings, seed)
     if scenario.data is None:

@@ -16,7 +16,7 @@ from fedmq.cli.console import err, out
 from fedmq.cli.options import AsJson, Run
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
-from fedmq.text import print_json, print_line, printable
+from fedmq.text import counted, print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -70,8 +70,8 @@ def add_status(app: typer.Typer) -> None:
         while True:
             status = read()
             if as_json:
-                told = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
-                print_json(told, indent=None if watch else 2)
+                shown = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
+                print_json(shown, indent=None if watch else 2)
             else:
                 if watch and out.is_terminal:
                     out.clear()
@@ -218,7 +218,7 @@ def _show(status: StatusFile, now: datetime) -> None:
 
 def _refused(status: StatusFile, now: datetime) -> str:
     total = sum(status.refused.values())
-    count = f"{total} message{'s' if total > 1 else ''} refused"
+    count = f"{counted(total, 'message')} refused"
     if status.last_refused_at is None:
         return count
     return f"{count}, the last {_ago(status.last_refused_at, now)} ago: {printable(status.last_refused)}"

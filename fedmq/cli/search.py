@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -18,6 +17,7 @@ from rich.table import Column, Table
 from fedmq.cli.console import err, out, writes_unicode
 from fedmq.cli.options import AsJson, Bar, Device, Run
 from fedmq.errors import InputError
+from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, printable, printable_lines
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def _adopt_site(file: Path) -> str | None:
     from fedmq.config.site import read_site  # noqa: PLC0415
 
     site = read_site(file)
-    if site.cache is not None:
-        os.environ["FEDMQ_CACHE"] = str(site.cache)
+    use_cache(site.cache)
     return site.name
 
 

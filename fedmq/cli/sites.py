@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.errors import InputError
+from fedmq.storage.cache import use_cache
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -66,8 +66,7 @@ def whereabouts(
     site = None if site_file is None else read_site(site_file)
     if site is not None:
         check_fit(run, site)
-        if site.cache is not None:
-            os.environ["FEDMQ_CACHE"] = str(site.cache)
+        use_cache(site.cache)
     name = name or (site.name if site else None)
     if name is None:
         raise InputError("--name", "nothing", "silo-00, silo-01, ..., here or as name in the site file")

@@ -22,7 +22,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted, printable, size_text
+from fedmq.text import counted, first_few, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -265,8 +265,7 @@ def _failed_at(summary: RunSummary) -> str:
     """The silos with replies that could not be merged, those with most of them first."""
     found = {name: each.refused + each.scripted + each.errors for name, each in summary.unusable_replies.items()}
     first = sorted(found, key=lambda name: (-found[name], name))
-    shown_silos = ", ".join(f"{name} {found[name]}" for name in first[:_MANY])
-    return f" ({shown_silos}{f' and {len(first) - _MANY} more silos' if len(first) > _MANY else ''})" if first else ""
+    return f" ({first_few([f'{name} {found[name]}' for name in first], _MANY)})" if first else ""
 
 
 def _head(folder: RunFolder) -> str:
@@ -309,7 +308,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     console.print(
         f"{_fairness(fairness, _heldout(summary))}"
         f"traffic: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
-        f"{summary.messages.refused} message{'' if summary.messages.refused == 1 else 's'} refused\n"
+        f"{counted(summary.messages.refused, 'message')} refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"

@@ -17,7 +17,7 @@ from fedmq.config.yaml_files import compose, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import is_file
-from fedmq.text import did_you_mean, one_of
+from fedmq.text import did_you_mean, first_few, one_of
 
 #: Keys of a data section that are paths.
 DATA_PATHS = ("path", "annotations", "images")
@@ -252,8 +252,7 @@ def _more_unknown(errors: Sequence[ErrorDetails], path: Path, prefix: Sequence[s
     others = list(dict.fromkeys(places))[1:]
     if not others:
         return ""
-    rest = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
-    return f"; unknown as well: {', '.join(others[:LISTED])}{rest}"
+    return f"; unknown as well: {first_few(others, LISTED)}"
 
 
 def parse(raw: Mapping[str, object], path: Path) -> Scenario:

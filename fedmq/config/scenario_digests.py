@@ -12,6 +12,7 @@ from pydantic import Field
 
 from fedmq.config.run_id import facts_of
 from fedmq.storage.json_files import Digest, Stored
+from fedmq.text import first_few
 
 #: A key with its section, or a key without one.
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48})?")
@@ -50,8 +51,7 @@ class KeyDigests(Stored):
 
 def named(keys: tuple[str, ...]) -> str:
     """Differing keys in one line, of which the first few are named."""
-    more = len(keys) - MOST_NAMED
-    return ", ".join(keys[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return first_few(keys, MOST_NAMED)
 
 
 def keys_in(text: str) -> tuple[str, ...] | None:

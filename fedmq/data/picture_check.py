@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +43,7 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
     Raises:
         InputError: the package that reads these files is missing.
     """
-    files = isinstance(raw.pictures.held if isinstance(raw.pictures, WithGaps) else raw.pictures, Files)
+    files = in_files(raw)
     rows = [row for row in range(len(raw)) if raw.pictured[row] and not raw.pictures.missing(row)]
     rows = rows[: MOST_FILES if files else MOST_STORED]
     report, found = tell(progress, "pictures opened", len(rows)), list[str]()
@@ -54,6 +53,11 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
             found += filter(None, pool.map(partial(_problem, raw, files), batch))
             report(start + len(batch))
     return Unreadable(len(rows), tuple(found))
+
+
+def in_files(raw: RawSet) -> bool:
+    """Whether each picture is a file of its own, not one in an archive or an array."""
+    return isinstance(raw.pictures.held if isinstance(raw.pictures, WithGaps) else raw.pictures, Files)
 
 
 def _problem(raw: RawSet, files: bool, row: int) -> str:
@@ -70,13 +74,3 @@ def _problem(raw: RawSet, files: bool, row: int) -> str:
             raise
         return f"{raw.keys[row]} ({error.found})"
     return ""
-
-
-def few(names: Sequence[str]) -> str:
-    """The first names, and the number of the others.
-
-    >>> few(["a", "b", "c", "d", "e", "f", "g"])
-    'a, b, c, d, e and 2 more'
-    """
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -24,7 +24,7 @@ from pydantic import Field, JsonValue
 
 from fedmq.data.item_modalities import all_present
 from fedmq.data.label_levels import counts_of
-from fedmq.data.remarks import NOTHING, Remarks, of_labels, sentences
+from fedmq.data.remarks import NOTHING, Remarks, of_heldout_labels, of_labels, sentences
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -139,7 +139,8 @@ class Prepared:
     def remarks(self) -> list[str]:
         """One line for each property of vectors, captions and labels that is probably unintended."""
         labels = of_labels(counts_of(self.labels, self.label_names), self.n)
-        return [*sentences(self.meta.remarks, equal=False), *labels]
+        heldout = of_heldout_labels(self.labels, self.label_names, np.asarray(self.split))
+        return [*sentences(self.meta.remarks, equal=False), *labels, *heldout]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
         """An array of a file.
@@ -254,7 +255,7 @@ def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def prepared_key(*parts: object) -> str:
     """Digest of a prepared folder's sources and of its format."""
-    return key_of("prepared", 3, *parts)
+    return key_of("prepared", 4, *parts)
 
 
 def mapped(path: Path) -> Array:

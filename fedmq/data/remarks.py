@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.duplicates import same_rows
+from fedmq.data.duplicates import nearly_equal, same_rows
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.splits import SPLITS
 from fedmq.storage.json_files import Stored
-from fedmq.text import counted
+from fedmq.text import counted, first_few
 
 
 class Remarks(Stored):
@@ -27,7 +29,12 @@ class Remarks(Stored):
         same_images: items whose image vector equals an earlier item's.
         same_texts: captions whose vector equals a caption's of an earlier item.
         known: items of val and test whose image vector equals a training item's.
+        near: further items of val and test whose image vector is nearly a training item's.
+        copies: captions whose vector equals the image vector of their item.
         placeholders: captions such as ``None`` or ``N/A``, which often stand for a missing value.
+        file_names: captions that end like the name of an image file.
+        garbled: captions with characters that a wrong encoding left, such as ``Ã©`` for ``é``.
+        markup: captions with tags or character references of HTML.
         cut: captions that are longer than the text encoder reads.
         first_cut: key of the first item with such a caption.
     """
@@ -39,15 +46,34 @@ class Remarks(Stored):
     same_images: int = 0
     same_texts: int = 0
     known: int = 0
+    near: int = 0
+    copies: int = 0
     placeholders: int = 0
+    file_names: int = 0
+    garbled: int = 0
+    markup: int = 0
     cut: int = 0
     first_cut: str = ""
 
 
 #: Texts, in lower case, with which spreadsheets, databases and programs write a missing value.
 _MISSING = frozenset(("none", "null", "nan", "<na>", "n/a", "na", "#n/a", "nil", "-", "?"))
-#: Labels that a sentence names.
-_NAMED = 5
+_FILE_NAME = re.compile(r"\.(?:jpe?g|png|gif|bmp|webp|tiff?|dcm)\s*\Z", re.IGNORECASE)
+#: What UTF-8 becomes if it is read as Latin-1 or Windows-1252, and the sign for what could not be read at all.
+_GARBLED = re.compile(
+    "[ÂÃ][\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf€ƒ„†‡‰ŠŒŽšœžŸ]|(?<![A-ZÀ-Þ])[ÂÃ][…“”‘’•–—˜™«»]"
+    "|â[€‚„†‡]|ðŸ|ï»¿|[\u0080-\u0084\u0086-\u009f\ufffd]"
+)
+_MARKUP = re.compile(
+    r"&(?:amp|lt|gt|quot|apos|nbsp|#\d{1,7}|#x[0-9a-f]{1,6});|</?(?:p|br|b|i|em|strong|div|span|ul|li|a)(?:\s[^<>]*)?/?>",
+    re.IGNORECASE,
+)
+#: What people write in different ways between the parts of a name; not between numbers, as in T1-2 and T12.
+_BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d])[\s_-]+(?=[^\W\d])")
+#: Splits that models are evaluated on.
+_HELD_OUT = ("val", "test")
+#: Minimum number of held-out items for a remark on a label that all of them have: among few, that may be chance.
+_SEVERAL = 5
 #: For a data set without remarks.
 NOTHING = Remarks()
 
@@ -77,11 +103,28 @@ def of_vectors(
     blank = np.array([not row.any() for row in image])
     zero = int((blank if present is None else blank & present[:, 0]).sum())
     first = same_rows(image)
-    same, known = int((first < np.arange(len(image))).sum()), 0
+    same, known, near, copies = int((first < np.arange(len(image))).sum()), 0, 0, 0
     if split is not None:
-        train, *heldout = (SPLITS.index(name) for name in ("train", "val", "test"))
-        known = int((np.isin(split, heldout) & np.isin(first, first[split == train])).sum())
-    return found.model_copy(update={"zero_images": zero, "same_images": same, "known": known})
+        train, *heldout = (SPLITS.index(name) for name in ("train", *_HELD_OUT))
+        found_in_training = np.isin(first, first[split == train])
+        known = int((np.isin(split, heldout) & found_in_training).sum())
+        others = np.flatnonzero(np.isin(split, heldout) & ~found_in_training)
+        near = int(nearly_equal(image[others], image[split == train]).sum())
+    if image.shape[1:] == text.shape[1:]:
+        copies = sum(bool(row.any()) and np.array_equal(row, image[at]) for row, at in zip(text, owner, strict=True))
+    more = {"zero_images": zero, "same_images": same, "known": known, "near": near, "copies": copies}
+    return found.model_copy(update=more)
+
+
+def of_captions(captions: Iterable[str]) -> dict[str, int]:
+    """Counts of captions that are probably no sentences, by the names of the fields of :class:`Remarks`."""
+    kinds: dict[str, Callable[[str], object]] = {"placeholders": is_placeholder, "file_names": _FILE_NAME.search}
+    kinds |= {"garbled": _GARBLED.search, "markup": _MARKUP.search}
+    counts = dict.fromkeys(kinds, 0)
+    for caption in captions:
+        for name, holds in kinds.items():
+            counts[name] += bool(holds(caption))
+    return counts
 
 
 def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> list[str]:
@@ -93,7 +136,7 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         known: also report the number of held-out items with the image of a training item.
     """
     heldout = "item of val and test has", "items of val and test have"
-    placeholder = "caption says", "captions say"
+    placeholder, holds = ("caption says", "captions say"), ("caption has", "captions have")
     cut = f"as the text encoder reads only the beginning; first: {remarks.first_cut}"
     notes = (
         (remarks.padding, ("row of zeros", "rows of zeros"), "after the captions treated as padding"),
@@ -103,7 +146,12 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         (remarks.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
         (remarks.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
         (remarks.known * known, heldout, "the image vector of a training item"),
+        (remarks.near, heldout, "nearly the image vector of a training item, like one picture that was encoded twice"),
+        (remarks.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (remarks.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
+        (remarks.file_names, ("caption ends", "captions end"), "like the name of an image file"),
+        (remarks.garbled, holds, "characters such as Ã© or \ufffd, the traces of a wrong encoding"),
+        (remarks.markup, holds, "HTML in it, such as &amp; or <br>"),
         (remarks.cut, ("caption was cut,", "captions were cut,"), cut),
     )
     return [f"{count:,} {one if count == 1 else many} {rest}" for count, (one, many), rest in notes if count]
@@ -129,19 +177,49 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
         if counts[name] == items
     ]
     if unused := [name for name in fine if counts[name] == 0]:
-        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {_some(unused)}")
+        lines.append(f"{len(unused)} of {len(fine)} labels have no item: {first_few(unused)}")
     if items > 1 and max((counts[name] for name in fine), default=0) == 1:
         lines.append("no label has two items, so only an item's own texts are relevant to it")
-    alike = defaultdict[str, list[str]](list)
-    for name in fine:
-        alike[name.casefold()].append(name)
-    lines += [f"{len(same)} labels differ only in case: {_some(same)}" for same in alike.values() if len(same) > 1]
+    lines += of_spellings(fine)
     if missing := [name for name in fine if is_placeholder(name) and counts[name]]:
         held = sum(counts[name] for name in missing)
-        lines.append(f"{counted(held, 'item')} with a label that often stands for a missing value: {_some(missing)}")
+        lines.append(
+            f"{counted(held, 'item')} with a label that often stands for a missing value: {first_few(missing)}"
+        )
     return lines
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def of_spellings(names: Iterable[str]) -> list[str]:
+    """One line for labels that probably mean the same: ``X-ray`` and ``x ray``, or ``é`` in two forms of Unicode."""
+    alike = defaultdict[str, list[str]](list)
+    for name in names:
+        folded = unicodedata.normalize("NFKC", name).casefold().strip(" .")
+        alike[_BETWEEN_LETTERS.sub("", folded)].append(name)
+    return [
+        f"{len(same)} labels differ only in spelling: {first_few(same)}" for same in alike.values() if len(same) > 1
+    ]
+
+
+def of_heldout_labels(
+    labels: npt.NDArray[np.uint8] | None, names: Sequence[str], split: npt.NDArray[np.uint8]
+) -> list[str]:
+    """One line for each held-out split in which labels distinguish no items, so that figures such as mAP mean nothing.
+
+    Args:
+        labels: multi-hot [n, L], or None.
+        names: the L names.
+        split: uint8 [n], indices into ``SPLITS``.
+    """
+    fine, lines = fine_columns(names), list[str]()
+    if labels is None or not np.asarray(labels)[:, fine].any():
+        return lines
+    for name in _HELD_OUT:
+        queries = np.asarray(labels)[split == SPLITS.index(name)][:, fine]
+        gallery = np.asarray(labels)[split == SPLITS.index("database")][:, fine]
+        if len(queries) and not queries.any():
+            lines.append(f"no item of {name} has a label, so no item is relevant to another one there")
+        shared = queries.all(axis=0) & gallery.all(axis=0) & ~np.asarray(labels)[:, fine].all(axis=0)
+        if len(queries) >= _SEVERAL and shared.any():
+            label = names[fine[int(np.flatnonzero(shared)[0])]]
+            lines.append(f"every item of {name} has the label {label}, so each is relevant to all others there")
+    return lines

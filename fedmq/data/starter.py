@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
-from fedmq.data.picture_check import few, unreadable
+from fedmq.data.picture_check import unreadable
 from fedmq.data.raw_set import U8, RawSet, whole
 from fedmq.data.readers import manifest, parquet, photo_folder
 from fedmq.data.readers.features import read_features
@@ -21,6 +21,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import IMAGE_ENDINGS, files_below
 from fedmq.errors import InputError
 from fedmq.progress import Progress
+from fedmq.text import first_few
 
 FEATURES = (".npz", ".safetensors")
 #: Minimum number of training items of a silo: methods that compare the pairs of a batch need two.
@@ -107,8 +108,8 @@ class OwnData:
         """What the user should know, a line each."""
         notes = (
             (self.example, self.example),
-            (self.left_out, f"items left out ({len(self.left_out)}): {few(self.left_out)}"),
-            (self.alone, f"text files without a picture next to them ({len(self.alone)}): {few(self.alone)}"),
+            (self.left_out, f"items left out ({len(self.left_out)}): {first_few(self.left_out)}"),
+            (self.alone, f"text files without a picture next to them ({len(self.alone)}): {first_few(self.alone)}"),
             (self.missing == "keep", f"pictures without captions, used as pictures only: {self.items - self.pairs}"),
             (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
         )
@@ -143,11 +144,13 @@ def count(path: Path, progress: Progress | None = None, *, pictures_alone: bool 
     left_out = tuple(f"{raw.keys[row]} ({reason})" for row, reason in incomplete.items())
     kept = raw.subset([row for row in range(len(raw)) if row not in incomplete]) if incomplete else raw
     if len(kept) <= LEAST:
-        found = f"{len(kept)} items with picture and caption" + (f"; without: {few(left_out)}" if left_out else "")
+        found = f"{len(kept)} items with picture and caption" + (
+            f"; without: {first_few(left_out)}" if left_out else ""
+        )
         raise InputError(str(path), found, f"at least {LEAST + 1}{_where(raw, incomplete)}")
     opened = unreadable(kept, progress)
     if opened.names:
-        found = f"{len(opened.names)} of {opened.tried} pictures that cannot be read: {few(opened.names)}"
+        found = f"{len(opened.names)} of {opened.tried} pictures that cannot be read: {first_few(opened.names)}"
         raise InputError(str(path), found, "images, e.g. JPEG or PNG; repair or remove these")
     both = np.array([bool(captions) for captions in kept.captions]) & kept.pictured
     split = None if kept.split is None else _train_and_test(kept.split, both)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.encoders.greys import eight_bits_of
 from fedmq.errors import DataItemError, InputError
 from fedmq.extras import package
 from fedmq.storage.file_digests import file_digests
@@ -34,8 +34,9 @@ MAX_FILE = 1 << 31
 #: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100
 #: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
-#: crop is identical to torchvision's. Version 3: greys of 9 to 15 bits and of 0 to 1 are scaled.
-PIXELS_VERSION = 3
+#: crop is identical to torchvision's. Version 3: greys of 9 to 15 bits and of 0 to 1 are scaled. Version 4: greys of
+#: more than 8 bits in a TIFF in which 0 is white are not inverted any more.
+PIXELS_VERSION = 4
 
 
 class Pictures(Protocol):
@@ -196,6 +197,33 @@ def check_header(path: Path) -> None:
     _read(path, str(path), lambda _: None)
 
 
+def further_pages(path: Path) -> int:
+    """Number of pictures in an image file after the first, the only one that is decoded; 0 for most files.
+
+    These are the pages of a TIFF and the frames of an animation. Smaller copies of a picture are not counted: the
+    reduced pages of a TIFF, and the previews that cameras add to a JPEG.
+
+    Raises:
+        InputError: as in :func:`check_header`.
+    """
+
+    def pages(image: Any) -> int:
+        if image.format == "TIFF":
+            found = 0
+            for page in range(1, image.n_frames):
+                image.seek(page)
+                found += not int(image.tag_v2.get(_PAGE_KIND, 0)) & 1
+            return found
+        return image.n_frames - 1 if getattr(image, "is_animated", False) and image.format in _ANIMATED else 0
+
+    return _read(path, str(path), pages)
+
+
+#: TIFF tag whose lowest bit says that a page is a smaller copy of another one.
+_PAGE_KIND = 254
+_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")
+
+
 def _decoded(source: Path | io.BytesIO, place: str, error: type[InputError] = InputError) -> Pixels:
     ops = package("PIL.ImageOps", "embedded", place)
 
@@ -249,56 +277,17 @@ def _check_sides(place: str, width: int, height: int) -> None:
 def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
     """Convert an opened image to uint8 [height, width, 3].
 
-    Greys of more than 8 bits are rescaled here, as Pillow would clip them at 255, which turns scans and depth maps
-    white, and would cut floating-point values from 0 to 1 down to black.
-
     Raises:
         InputError: the range of the grey values is not known.
     """
     if not image.mode.startswith(("I", "F")):
         return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
-    grey = np.asarray(image).astype(np.float64)
-    clear = np.zeros(grey.shape, np.bool_)
-    if (transparent := image.info.get("transparency")) is not None:
-        clear = grey == transparent  # a 16-bit PNG can declare one grey value transparent
-    low, high = _grey_range(image.mode, tags, grey[~clear], place)
-    scaled = np.where(clear, 255, np.round((np.clip(grey, low, high) - low) * (255 / (high - low))))
-    return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
+    grey = eight_bits_of(image, tags, place)
+    return np.repeat(grey[..., None], 3, axis=2)
 
 
 #: Level, of 256, that the brightest colour of a picture of 16 bits reaches; those of 14 bits in it reach 63.
 _LEAST_OF_16_BITS = 64
-#: TIFF tags that declare the smallest and the largest grey value, in order of preference.
-_DECLARED = ((340, 341), (280, 281))
-
-
-def _grey_range(mode: str, tags: Mapping[int, Any], grey: npt.NDArray[np.float64], place: str) -> tuple[float, float]:
-    """The grey values of black and white: those that a TIFF declares, or the narrowest usual range of the values.
-
-    Usual are 0 to 1 for floating-point values, and 0 to the largest number of 8, 10, 12, 14 or 16 bits.
-
-    Raises:
-        InputError: no usual range holds all values.
-    """
-    for pair in _DECLARED:
-        try:
-            low, high = (
-                float(value[0] if isinstance(value, tuple) else value) for value in (tags[tag] for tag in pair)
-            )
-        except (KeyError, TypeError, ValueError, IndexError):  # no such tag, or a damaged one
-            continue
-        if math.isfinite(high - low) and low < high and low <= grey.min(initial=low) and grey.max(initial=low) <= high:
-            return low, high
-    if grey.size and not np.isfinite(grey).all():
-        raise InputError(place, "grey values that are not finite", "numbers")
-    lowest, highest = grey.min(initial=0.0), grey.max(initial=0.0)
-    if mode.startswith("F") and lowest >= 0 and highest <= 1:
-        return 0.0, 1.0
-    for bits in (8, 10, 12, 14, 16):
-        if lowest >= 0 and highest < 1 << bits:
-            return 0.0, float((1 << bits) - 1)
-    found_range = f"grey values from {lowest:.6g} to {highest:.6g} of Pillow's mode {mode}"
-    raise InputError(place, found_range, "values from 0 to 1 or of 8 to 16 bits, or TIFF tags that declare the range")
 
 
 def _on_white(image: Any) -> Any:

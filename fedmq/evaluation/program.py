@@ -242,8 +242,8 @@ def _answer(link: Channel, evaluator: Evaluator, message: Message, logger: Logge
         place = "" if known else errors.add(error, EVALUATOR, f"evaluation of version {version}")
         logger.warning("evaluation failed", version=version, error=text, **({"traceback": place} if place else {}))
         # With its own held-out set, the text of an unexpected error may contain anything.
-        told = reportable(error, whole=evaluator.shares_data)
-        link.send(Kind.ERROR, (Error.saying("evaluation_failed", told),), **numbers)
+        reported = reportable(error, whole=evaluator.shares_data)
+        link.send(Kind.ERROR, (Error.saying("evaluation_failed", reported),), **numbers)
     else:
         link.send(Kind.REPLY, (result,), **numbers)
         logger.info("evaluated", version=version)

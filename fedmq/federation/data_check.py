@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import blake3
 import numpy as np
@@ -22,9 +23,11 @@ from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
 from fedmq.data.label_levels import counts_of
+from fedmq.data.picture_check import in_files
 from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, of_labels, sentences
+from fedmq.data.remarks import Remarks, of_captions, of_heldout_labels, of_labels, sentences
 from fedmq.data.splits import SPLITS, split_of
+from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import Population, build_population
@@ -47,12 +50,14 @@ class _Decoded:
     Args:
         problem: ``name: reason`` if it cannot be read; else empty.
         pixels: digest of its pixels; empty if there are none.
-        constant: whether its values differ by at most :data:`_CONSTANT`, so that it is practically blank.
+        constant: whether the values of each colour differ by at most :data:`_CONSTANT`: practically blank.
+        pages: number of further pictures in the same file, which are not read.
     """
 
     problem: str = ""
     pixels: str = ""
     constant: bool = False
+    pages: int = 0
 
 
 def _decode(raw: RawSet, row: int) -> _Decoded:
@@ -60,6 +65,8 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
         return _Decoded()
     try:
         frames = raw.pictures.frames(row)
+        path = Path(raw.pictures.name(row))
+        pages = further_pages(path) if in_files(raw) and path.suffix.lower() in IMAGE_ENDINGS else 0
     except InputError as error:
         if isinstance(error.__context__, ImportError):
             raise  # the package that reads these files is missing
@@ -67,8 +74,9 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
     pixels = blake3.blake3()
     for frame in frames:
         pixels.update(repr(frame.shape).encode() + frame.tobytes())
-    spread = max(int(frame.max()) for frame in frames) - min(int(frame.min()) for frame in frames)
-    return _Decoded(pixels=pixels.hexdigest(), constant=spread <= _CONSTANT)
+    highest, lowest = (np.stack([reduce(frame, axis=(0, 1)) for frame in frames]) for reduce in (np.max, np.min))
+    spread = highest.max(axis=0).astype(int) - lowest.min(axis=0)
+    return _Decoded(pixels=pixels.hexdigest(), constant=int(spread.max()) <= _CONSTANT, pages=pages)
 
 
 def _decode_all(raw: RawSet, progress: Progress | None) -> list[_Decoded]:
@@ -129,7 +137,9 @@ class DataFacts:
         duplicates_of_training_items: keys of evaluated items that duplicate a training item.
         duplicates_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
-        remarks: counts of what is probably unintended; only for a data set whose features are known.
+        paged: names of files with several pictures, such as the pages of a TIFF, of which only the first is read.
+        remarks: counts of what is probably unintended; of vectors, only for a data set whose features are known.
+        heldout_labels: one line for each held-out split in which labels distinguish no items.
         captions_alone: files of captions without a picture, which are not items.
         example: one item with its captions and labels, in a line.
     """
@@ -151,7 +161,9 @@ class DataFacts:
     duplicates_of_training_items: tuple[str, ...] | None = None
     duplicates_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
+    paged: tuple[str, ...] | None = None
     remarks: Remarks | None = None
+    heldout_labels: tuple[str, ...] = ()
     captions_alone: tuple[str, ...] | None = None
     example: str = ""
 
@@ -205,9 +217,12 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
         without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
         constant=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant),
+        paged=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.pages),
         duplicates_by_picture=()
         if split is None
         else _duplicates_by_pixels(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
+        remarks=Remarks().model_copy(update=of_captions(text for captions in raw.captions for text in captions)),
+        heldout_labels=() if split is None else tuple(of_heldout_labels(kept.labels, kept.label_names, split)),
         captions_alone=raw.alone,
         example=raw.example,
     )
@@ -321,6 +336,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         duplicates_of_training_items=_duplicates(population, progress),
         duplicates_by_picture=_duplicates_by_vector(population),
         remarks=prepared.meta.remarks,
+        heldout_labels=tuple(of_heldout_labels(prepared.labels, prepared.label_names, np.asarray(prepared.split))),
     )
 
 
@@ -361,6 +377,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             without_captions=facts.without_captions,
             without_image=facts.without_image,
             constant=facts.constant,
+            paged=facts.paged,
             duplicates_by_picture=facts.duplicates_by_picture,
             captions_alone=facts.captions_alone,
             example=facts.example,
@@ -410,7 +427,7 @@ def show(facts: DataFacts, out: Console) -> None:
     out.print(line, highlight=False, markup=False)
     if facts.example:
         out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
-    for line in of_labels(facts.labels, facts.items):
+    for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
@@ -419,6 +436,7 @@ def show(facts: DataFacts, out: Console) -> None:
         ("text files without a picture next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
+        ("with several pictures in one file, of which only the first is read", facts.paged),
         ("duplicates of training items", facts.duplicates_of_training_items),
         ("items with the picture of a training item", facts.duplicates_by_picture),
     ):

@@ -9,19 +9,18 @@ import numpy as np
 from pydantic import Field
 
 from fedmq.data.splits import SPLITS
-from fedmq.storage.json_files import Digest, Stored
+from fedmq.storage.json_files import Count, Digest, Stored
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement
 
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
 Modalities = Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
 
 
 class ItemCounts(Stored):
     """Numbers of items of a split, by the modalities they have."""
 
-    paired: _Count
-    image_only: _Count
-    text_only: _Count
+    paired: Count
+    image_only: Count
+    text_only: Count
 
 
 def _plain(value: object) -> object:
@@ -35,8 +34,8 @@ class StatedFormat(Stored):
 
     label_names: list[str]
     vocabulary: list[str]
-    image_shape: list[_Count]
-    text_shape: list[_Count]
+    image_shape: list[Count]
+    text_shape: list[Count]
     image_dtype: str
     text_dtype: str
     image_encoder: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fedmq.evaluation.metrics import shown
 from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
 from fedmq.runs.status import StatusFile
+from fedmq.text import counted
 
 #: Galleries with fewer items give coarse metrics.
 COARSE = 100
@@ -78,7 +79,7 @@ class Gallery:
         if hidden:
             found.append(
                 f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
-                f"with {_count(self.smallest, 'item')} to retrieve from, any model reaches 1"
+                f"with {counted(self.smallest, 'item')} to retrieve from, any model reaches 1"
             )
         if self.smallest < COARSE:
             found.append(
@@ -106,8 +107,8 @@ def gallery_of_status(status: StatusFile) -> Gallery | None:
 
 def gallery_with(found: EvaluatedItems) -> Gallery:
     """The gallery of the evaluator's items."""
-    captions = "" if found.captions is None else f", {_count(found.captions, 'caption')}"
-    return Gallery(f"{_count(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
+    captions = "" if found.captions is None else f", {counted(found.captions, 'caption')}"
+    return Gallery(f"{counted(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
 
 
 def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
@@ -118,14 +119,10 @@ def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
     few, most = min(sizes), max(sizes)
     each = f"{few}" if few == most else f"{few} to {most}"
     return Gallery(
-        f"{_count(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few, queries=heldout.items
+        f"{counted(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few, queries=heldout.items
     )
 
 
 def meaningful(values: Mapping[str, float], gallery: Gallery | None) -> dict[str, float]:
     """The values without recalls that every model reaches in this gallery; all of them if it is unknown."""
     return {name: value for name, value in values.items() if gallery is None or not gallery.certain(name)}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

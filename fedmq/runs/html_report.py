@@ -21,7 +21,7 @@ from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSumm
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
-from fedmq.text import size_text
+from fedmq.text import counted, size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sent_payloads import SentPayloads
 
@@ -96,7 +96,7 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
         first: metrics of the untrained model.
     """
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
-    rounds = f"{summary.versions} round{'' if summary.versions == 1 else 's'}"
+    rounds = counted(summary.versions, "round")
     if summary.versions in summary.unevaluated:
         return f"{summary.method} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
 from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.storage.json_files import Finite
 
 
 @lru_cache(4096)  # the records of a run repeat the same names
@@ -43,7 +44,6 @@ def _metric(entry: object) -> Metric:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 #: Metric name to value; of a built-in metric, within its bounds.
 Figures = Annotated[dict[str, Finite], AfterValidator(_checked)]
 #: Silo name to its figures.

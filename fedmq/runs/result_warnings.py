@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedmq.evaluation.metrics import HEADLINE, metric_of
 from fedmq.runs.run_records import RunSummary
-from fedmq.text import printable
+from fedmq.text import enumerated, first_few, printable
 from fedmq.wire.messages import EVALUATOR
 
 #: Maximum number of names listed individually.
@@ -16,9 +16,7 @@ _MANY = 5
 def name_some(names: Sequence[str]) -> str:
     """``silo-02, silo-03 and the evaluator``; for many names, the first few and the number of others."""
     shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
-    if len(shown_names) > _MANY:
-        return f"{', '.join(shown_names[:_MANY])} and {len(shown_names) - _MANY} more"
-    return " and ".join(filter(None, [", ".join(shown_names[:-1]), *shown_names[-1:]]))
+    return first_few(shown_names, _MANY) if len(shown_names) > _MANY else enumerated(shown_names)
 
 
 def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> Iterator[str]:

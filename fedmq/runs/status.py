@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -15,18 +14,13 @@ from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.metric_values import Figures
 from fedmq.runs.run_records import EvaluatedItems
-from fedmq.storage.json_files import DateTime, Stored, read_json
+from fedmq.storage.json_files import Amount, Count, DateTime, Finite, Stored, read_json
 from fedmq.text import printable
 
 #: Interval between two writings of ``status.json`` [s].
 STATUS_SECONDS = 1.0
 #: Characters kept of an error in a status.
 ERROR_CHARACTERS = 300
-
-
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 #: Phase in ``status.json`` of a run that an error has ended; the other phases are those of the rounds' state machine.
@@ -65,11 +59,11 @@ class SiloStatus(Stored):
 
     phase: SiloPhase = Field(strict=False)
     heard: DateTime | None = None
-    task_seconds: _Seconds | None = None
-    limit: _Seconds | None = None
+    task_seconds: Amount | None = None
+    limit: Amount | None = None
     error: str = ""
-    up: _Count = 0
-    down: _Count = 0
+    up: Count = 0
+    down: Count = 0
 
 
 class CoordinatorFacts(Stored):
@@ -101,7 +95,7 @@ class StatusFile(Stored):
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
-        diverged: whether the run ended as training diverged in all silos.
+        diverged: whether the run ended because training diverged in all silos.
         metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
         metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
@@ -122,18 +116,18 @@ class StatusFile(Stored):
     written: DateTime
     phase: str
     error: str = ""
-    round: _Count
-    rounds: _Count
-    loss: _Number | None
+    round: Count
+    rounds: Count
+    loss: Finite | None
     diverged: bool = False
     metrics: Figures
-    metrics_round: _Count | None = None
+    metrics_round: Count | None = None
     evaluated: EvaluatedItems | None = None
-    up: _Count
-    down: _Count
-    now: _Seconds
-    elapsed: _Seconds
-    refused: dict[str, _Count]
+    up: Count
+    down: Count
+    now: Amount
+    elapsed: Amount
+    refused: dict[str, Count]
     last_refused: str
     last_refused_at: DateTime | None = None
     silos: dict[str, SiloStatus]

@@ -15,14 +15,21 @@ from fedmq.errors import InputError, RunError
 from fedmq.storage.locks import locked
 
 FORMAT: Final = 1  # part of every cache key, so that a change of format makes new folders
+_VARIABLE: Final = "FEDMQ_CACHE"
 
 
 def cache_folder() -> Path:
     """Folder of prepared data and shared weights: $FEDMQ_CACHE, else $XDG_CACHE_HOME/fedmq, else ~/.cache/fedmq."""
-    if configured := os.environ.get("FEDMQ_CACHE"):
+    if configured := os.environ.get(_VARIABLE):
         return Path(configured)
     general = os.environ.get("XDG_CACHE_HOME")
     return (Path(general) if general else Path.home() / ".cache") / "fedmq"
+
+
+def use_cache(folder: Path | None) -> None:
+    """Use another cache folder in this process and those that it starts; None changes nothing."""
+    if folder is not None:
+        os.environ[_VARIABLE] = str(folder)
 
 
 def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:

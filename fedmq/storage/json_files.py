@@ -17,6 +17,12 @@ from fedmq.text import printable
 #: 32 bytes in hexadecimal.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+#: A number of things.
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+#: A finite time, size or other quantity, at least 0.
+Amount = Annotated[Finite, Field(ge=0)]
+
 
 def _zoned(text: str) -> str:
     if datetime.fromisoformat(text).tzinfo is None:

@@ -8,7 +8,7 @@ from fedmq.wire.messages import COORDINATOR, Reason
 from fedmq.wire.transports.tcp import unknown_host
 
 #: What to do about another scenario.
-_SAME = "both sides need the same file and the same --set and --seed"
+SAME_SCENARIO = "both sides need the same file and the same --set and --seed"
 
 
 def silent(uri: str, run: str, seconds: float) -> str:
@@ -48,6 +48,6 @@ def refused(uri: str, identity: Identity, refusal: HelloRefusedError, differing:
             return f"the coordinator at {uri} does not accept this key of {identity.name}: {ask}"
         case Reason.WRONG_RUN:
             which = f"{refusal.detail}{f', with other values of {differing}' if differing else ''}"
-            return f"the coordinator at {uri} has another scenario: {which}; {_SAME}"
+            return f"the coordinator at {uri} has another scenario: {which}; {SAME_SCENARIO}"
         case _:
             return f"the coordinator at {uri} refuses the handshake: {refusal.reason}: {refusal.detail}"

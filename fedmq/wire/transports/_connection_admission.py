@@ -20,6 +20,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fedmq.recent import Recent
 from fedmq.text import printable
 from fedmq.wire.keys import fingerprint, words
 from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
@@ -29,7 +30,7 @@ UNHEARD = 256
 #: Connections of one key that may be open; those not heard for the longest time are closed. A peer needs one, and
 #: another for an inquiry.
 PER_KEY = 8
-#: Of the process's file descriptors, the part that connections without a message may take.
+#: Part of the process's file descriptors that connections without a message may take.
 _PART = 4
 #: Refusals, and addresses of refused peers, that are remembered.
 _REMEMBERED = 256
@@ -56,7 +57,7 @@ class ConnectionAdmission:
         self._unheard: dict[int, None] = {}
         self._heard: dict[str, dict[int, None]] = {}
         self._keys_heard: dict[int, str] = {}
-        self._unknown: dict[str, bytes] = {}
+        self._unknown = Recent[str, bytes](_REMEMBERED)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
         self._monitor = socket.get_monitor_socket(_EVENTS)
@@ -143,8 +144,6 @@ class ConnectionAdmission:
         claim = self._keys.claimed(public)
         if claim is None:
             self._unknown[address] = public
-            while len(self._unknown) > _REMEMBERED:
-                del self._unknown[next(iter(self._unknown))]
             self.refused.append(f"{address}: a key that is not accepted")
             return
         name, sign = claim

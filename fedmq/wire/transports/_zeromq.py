@@ -18,6 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import InputError, RemoteWireError
+from fedmq.recent import Recent
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import ConnectionAdmission
@@ -71,7 +72,7 @@ class ZeroMQListener(Listener):
     ) -> None:
         self.uri = uri
         self._socket, self._context, self._admission = socket, context, admission
-        self._descriptors: dict[bytes, int] = {}
+        self._descriptors = Recent[bytes, int](_MAX_DESCRIPTORS)
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """See the interface."""
@@ -95,8 +96,6 @@ class ZeroMQListener(Listener):
     def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int, key: str) -> None:
         admission.heard(descriptor, key)
         self._descriptors[peer] = descriptor
-        if len(self._descriptors) > _MAX_DESCRIPTORS:
-            del self._descriptors[next(iter(self._descriptors))]
 
     def cut(self, peer: bytes) -> None:
         """See the interface."""

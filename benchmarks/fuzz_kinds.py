@@ -23,8 +23,10 @@ from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
 from benchmarks.fuzz_damage import Folder, Kind
+from benchmarks.fuzz_encoder_kinds import ENCODER_KINDS
 from benchmarks.fuzz_result_kinds import RESULT_KINDS
 from benchmarks.fuzz_run_kinds import RUN_KINDS
+from benchmarks.fuzz_state_kinds import STATE_KINDS
 from fedmq.audit.log_heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.config import loader, site
@@ -39,7 +41,7 @@ from fedmq.retrieval.gallery import Gallery, GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
 from fedmq.runs.model_signature import sign_model, verify_model
-from fedmq.runs.run_records import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release_config import ReleaseConfig, ReleasedInputs
 from fedmq.seeds import numpy_generator
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request
@@ -373,7 +375,7 @@ def _kinds() -> dict[str, Kind]:
     }
 
 
-KINDS: Mapping[str, Kind] = {**_kinds(), **RUN_KINDS, **RESULT_KINDS}
+KINDS: Mapping[str, Kind] = {**_kinds(), **ENCODER_KINDS, **RUN_KINDS, **RESULT_KINDS, **STATE_KINDS}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Kinds of files of results, prepared data and frozen encoders, and the commands that read them again."""
+"""Kinds of files of results and prepared data, and the commands that read them again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-
-import safetensors.torch
-import torch
 
 from benchmarks.fuzz_damage import Folder, Kind
 from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
@@ -23,7 +20,6 @@ from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import open_prepared
 from fedmq.data.splits import SPLITS
-from fedmq.encoders import clip_weights, matconvnet
 from fedmq.errors import InputError
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.retrieval import report_data
@@ -34,14 +30,8 @@ from fedmq.runs.report_logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.keys import passphrase_in
 from fedmq.wire.message_log import MessageLog
-from tests.data_set_folders import matconvnet as matconvnet_file
 
 _SILOS = ("silo-00", "silo-01")
-_CLIP = {
-    "embed_dim": 8,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 16},
-    "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 2},
-}
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -120,35 +110,6 @@ def _read_prepared(folder: Path) -> None:
     assert prepared.content and item_digests(prepared, data).shape == (prepared.n, 3, 32)
 
 
-# --- frozen encoders ------------------------------------------------------------------------------------------------
-def _clip(ending: str) -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        path = Path(name) / "model.json"
-        path.write_text(json.dumps(_CLIP))
-        backbone = Backbone(name=str(path))
-        state = clip_weights._full_model(backbone, clip_weights.config_of(str(path)), 0).state_dict()
-        weights = Path(name) / f"weights.{ending}"
-        if ending == "pt":
-            torch.save(state, weights)
-        else:
-            safetensors.torch.save_file({key: value.clone() for key, value in state.items()}, weights)
-        return {path.name: path.read_bytes(), weights.name: weights.read_bytes()}
-
-
-def _read_clip(ending: str, folder: Path) -> None:
-    backbone = Backbone(name=str(folder / "model.json"), pretrained=str(folder / f"weights.{ending}"))
-    clip_weights.weights(backbone, 0, folder / "cache")
-
-
-def _matconvnet() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        return {"net.mat": matconvnet_file(Path(name) / "net.mat").read_bytes()}
-
-
-def _read_matconvnet(folder: Path) -> None:
-    matconvnet.load(Backbone(name="matconvnet", pretrained=str(folder / "net.mat")), "cpu")
-
-
 # --- others ---------------------------------------------------------------------------------------------------------
 @cache
 def _model_with_card() -> Folder:
@@ -175,9 +136,6 @@ RESULT_KINDS: Mapping[str, Kind] = {
     "trace": Kind(_trace, _read_trace),
     "faults of a resumed run": Kind(_faults, _read_faults),
     "prepared data": Kind(_prepared, _read_prepared),
-    "CLIP model": Kind(partial(_clip, "safetensors"), partial(_read_clip, "safetensors")),
-    "CLIP model in pt": Kind(partial(_clip, "pt"), partial(_read_clip, "pt")),
-    "MatConvNet network": Kind(_matconvnet, _read_matconvnet),
     "model card": Kind(_model_with_card, lambda folder: export_hub(open_model(folder), folder / "hub")),
     "passphrase": Kind(_passphrase, _read_passphrase),
 }

@@ -19,6 +19,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.fuzz_mutations import golden_messages, mutated_body, mutated_bytes, mutated_msgpack
+from coordinator import handshakes
 from coordinator import roster as rosters
 from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
 from coordinator.inquiries import Inquiries
@@ -226,20 +227,21 @@ class RosterReaders:
         """
         seconds, peers = self.clock.at - self._began, len(_SILOS)
         for name, count in self._accepted_messages.items():
-            most = rosters._MESSAGES + seconds + self._granted[name] + 1
+            most = rosters.MESSAGES + seconds + self._granted[name] + 1
             assert count <= most, f"{count} messages of {name}, allowed {most:.0f}"
-        handshakes = 2 * peers * (rosters._HELLOS + rosters._COPIES + 11 * seconds + 2)
+        welcomes = 2 * peers * (handshakes.HELLOS + handshakes.COPIES + 11 * seconds + 2)
         rekeyed = peers * (rekeying.MOST_ANSWERED + seconds + 1)
         bounds = {
-            "welcome": handshakes,
-            "reject": rosters._REJECTIONS + 10 * seconds + 1,
+            "welcome": welcomes,
+            "reject": handshakes.REJECTIONS + 10 * seconds + 1,
             "rekeyed": rekeyed,
         }
         for what, bound in bounds.items():
             assert self._answers[what] <= bound, f"{self._answers[what]} x {what}, allowed {bound:.0f}"
-        for what, held in (("hellos", self.roster._answered), ("handshakes", self.roster._pending)):
-            assert len(held) <= rosters._MAX_PENDING, f"{len(held)} {what} are kept"
-        for each in (self.roster._hellos, self.roster._copies, self.roster._rekeys, self.roster._messages):
+        answering = self.roster._handshakes
+        for what, held in (("hellos", answering._answered), ("handshakes", answering._pending)):
+            assert len(held) <= handshakes.MAX_PENDING, f"{len(held)} {what} are kept"
+        for each in (answering._hellos, answering._copies, self.roster._rekeys, self.roster._messages):
             most = 2 * len(self._accepted)  # handshakes and inquiries
             assert len(each._of) <= most, f"{len(each._of)} rate limits for {most // 2} keys"
         if self._frames % 500 == 0:
@@ -261,7 +263,7 @@ class RosterReaders:
         allowed = {UNKNOWN: PER_MINUTE * (seconds // 60 + 1)}
         for name in _SILOS:
             # One message beyond the limit ends a session.
-            messages = rosters._MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
+            messages = rosters.MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
             allowed[name] = messages + opened[name] + 2
         for name, most in allowed.items():
             assert refused[name] <= most, f"{refused[name]} log records of refusals of {name}, allowed {most:.0f}"

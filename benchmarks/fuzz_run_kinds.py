@@ -149,13 +149,14 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _resolved() -> ResolvedRun:
+def resolved_run() -> ResolvedRun:
+    """The run that the kinds of run folders are of."""
     return resolve(Source(scenario_file(), load(scenario_file())), protocols)
 
 
 def _run(root: Path, *, resume: bool, until: int) -> Phase:
     """Run or resume the scenario in this process, up to a number of merges."""
-    run, last = _resolved(), RunFolder(root).checkpoints / f"version-{until:06d}"
+    run, last = resolved_run(), RunFolder(root).checkpoints / f"version-{until:06d}"
     return run_coordinator(
         CoordinatorArguments(run, InProcessPeers.uri, root, root, resume, None),
         stop_wanted=last.exists,
@@ -370,7 +371,7 @@ def _given(path: Path) -> bytes:
 
 
 def _peer_task() -> Folder:
-    arguments = SiloArguments(_resolved(), "silo-01", "tcp://host:1", Path("/keys"), Path("/out"))
+    arguments = SiloArguments(resolved_run(), "silo-01", "tcp://host:1", Path("/keys"), Path("/out"))
     return {"task.json": peer_records.encode(peer_records.PeerTask.of(arguments, gpu=False))}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from coordinator.peer_sessions import Peer
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
+from fedmq.recent import Recent
 from fedmq.storage.logs import Logger
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.messages import Kind
@@ -31,14 +32,12 @@ class DisplacedSessions:
     def __init__(self, clock: Clock, patience: float, logger: Logger) -> None:
         self._clock, self._logger = clock, logger
         self._in_transit = BEAT_SECONDS * patience / 2
-        self._replaced: dict[bytes, tuple[Peer, float]] = {}
+        self._replaced = Recent[bytes, tuple[Peer, float]](_MOST)
 
     def add(self, earlier: Peer, address: bytes) -> None:
         """Remember a session unless the one that replaced it is on the same connection, at ``address``."""
         if earlier.address != address:
             self._replaced[earlier.address] = earlier, self._clock.stopwatch()
-        while len(self._replaced) > _MOST:
-            del self._replaced[next(iter(self._replaced))]
 
     def still_used(self, address: bytes, frames: Sequence[memoryview]) -> tuple[bool, Peer | None]:
         """Whether frames are an authentic message of a replaced session.

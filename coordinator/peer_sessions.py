@@ -1,10 +1,9 @@
-"""Handshakes and sessions of a coordinator's peers."""
+"""Sessions of a coordinator's peers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedmq.wire.handshake import Responded
 from fedmq.wire.sealed_sessions import Session
 
 
@@ -23,18 +22,3 @@ class Peer:
     address: bytes
     session: Session
     heard: float
-
-
-@dataclass(frozen=True)
-class PendingHandshake:
-    """A handshake between welcome and ready.
-
-    Args:
-        hello: SHA-256 of the hello.
-        welcome: its answer.
-        responded: state of the handshake.
-    """
-
-    hello: bytes
-    welcome: tuple[bytes, bytes]
-    responded: Responded

@@ -1,8 +1,7 @@
-"""Peers connected through a transport: handshakes, sessions and liveness."""
+"""Peers connected through a transport: their sessions and liveness."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,8 +9,9 @@ from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.displaced_sessions import DisplacedSessions
+from coordinator.handshakes import Handshakes
 from coordinator.inquiries import Inquiries
-from coordinator.peer_sessions import Peer, PendingHandshake
+from coordinator.peer_sessions import Peer
 from coordinator.peers import HeaderMaker, Ready, Unusable
 from coordinator.scenario_reports import ScenarioReports
 from coordinator.second_processes import SecondProcesses
@@ -20,14 +20,13 @@ from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
 from fedmq.wire.channel import DISPLACED, EXPELLED
-from fedmq.wire.codec import decode_clear, decode_header
-from fedmq.wire.handshake import confirm, reject, respond
+from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import ANY_RUN, Header, Kind, Message, Reason, ShortHeader
+from fedmq.wire.messages import Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.rate_limits import PeerRateLimits, RateLimit
+from fedmq.wire.rate_limits import PeerRateLimits
 from fedmq.wire.refusal_log import UNKNOWN, FormerSessions, RefusalLog
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
@@ -36,15 +35,10 @@ from fedmq.wire.transports.base import Listener
 _KEYS_SECONDS = 1.0
 #: Nothing is hidden.
 _DEFAULTS = Wire()
-#: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
-_MAX_PENDING = 4096
-#: Maximum number of handshakes of a peer in a burst; one more is allowed per second. Copies of a hello, and refused
-#: hellos of all senders, have limits of their own, so that their senders cannot use up what a peer may send.
-_HELLOS, _COPIES, _REJECTIONS = 30, 300, 100
 #: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
 #: per second.
-_MESSAGES = 60
-_ALLOWED = f"one message for each request, {_MESSAGES} more at once, then one per second"
+MESSAGES = 60
+_ALLOWED = f"one message for each request, {MESSAGES} more at once, then one per second"
 #: What a peer may send before it has joined.
 _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
@@ -89,7 +83,7 @@ class Roster:
         options: Wire = _DEFAULTS,
         restarted: bool = False,
     ) -> None:
-        self._options, self._names = options, names
+        self._options = options
         self._former = FormerSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
@@ -101,12 +95,9 @@ class Roster:
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self.header = HeaderMaker(run, identity.name, clock)
-        self._pending: dict[bytes, PendingHandshake] = {}
-        self._answered: dict[bytes, None] = {}
+        self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
         # By peer, not by connection or session, as a peer could open new ones.
-        self._hellos, self._copies = PeerRateLimits(_HELLOS), PeerRateLimits(_COPIES, 10.0)
-        self._rejections = RateLimit(_REJECTIONS, clock.stopwatch(), 10.0)
-        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(_MESSAGES)
+        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -165,7 +156,7 @@ class Roster:
             header = decode_clear(frames[0])
             kind = None if isinstance(header, ShortHeader) else header.kind
             if kind is Kind.HELLO:
-                self._hello(address, frames, size)
+                self._handshakes.hello(address, frames)
                 return None
             if kind in (Kind.READY, Kind.INQUIRE):
                 return self._ready(address, frames, size)
@@ -240,64 +231,8 @@ class Roster:
         self._refusals.flush()
         self._former.note(all_=True)
 
-    def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
-        digest = hashlib.sha256(b"".join(frames)).digest()
-        pending = self._pending.get(address)
-        if pending is not None and pending.hello == digest:
-            self._listener.send(address, pending.welcome)
-            return
-        self._check_hellos(decode_header(frames[0]), copy=digest in self._answered)
-        try:
-            welcome, responded = respond(
-                self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
-            )
-        except RemoteWireError as error:
-            self._reject(address, frames, error)
-            if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
-                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
-                raise RemoteWireError(Reason.WRONG_RUN, detail) from None
-            raise
-        # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
-        # would lock the sender out; it is logged once, since only its sender can complete the handshake.
-        repeated = digest in self._answered
-        (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
-        if not (responded.inquiry or self._names is None or responded.peer in self._names):
-            stranger = RemoteWireError(Reason.UNEXPECTED, f"{responded.peer} is not a silo of this scenario")
-            self._reject(address, frames, stranger)
-            raise stranger
-        self._answered[digest] = None
-        self._pending[address] = PendingHandshake(digest, welcome, responded)
-        for memory in (self._answered, self._pending):
-            while len(memory) > _MAX_PENDING:
-                del memory[next(iter(memory))]
-        # The sender of an inquiry may keep no log for an audit to compare with; the inquiry is noted instead.
-        if not repeated and not responded.inquiry:
-            self._log.handshake("received", Kind.HELLO, responded.peer, size)
-            self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
-        self._listener.send(address, welcome)
-
-    def _reject(self, address: bytes, frames: Sequence[memoryview], error: RemoteWireError) -> None:
-        """Answer a refused hello, unless too many were answered."""
-        allowed, now = self._rejections.take(self._clock.stopwatch()), self._clock.now()
-        if allowed and (rejection := reject(self._identity, self._accepted, frames, error, now)) is not None:
-            self._listener.send(address, rejection)
-
-    def _check_hellos(self, claim: Header, *, copy: bool) -> None:
-        """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
-
-        Only hellos that were signed with the peer's key count, so no other sender can use up its limit.
-        """
-        limits, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
-        if claim.sender in self._accepted and not limits.left(who, self._clock.stopwatch()):
-            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {_HELLOS} handshakes at once, then one per second")
-
     def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
-        pending = self._pending.get(address)
-        if pending is None:
-            raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
-        responded = pending.responded
-        session = confirm(responded, frames)
-        del self._pending[address]
+        responded, session = self._handshakes.complete(address, frames)
         self._former.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
@@ -496,5 +431,5 @@ class Roster:
         if peer is None:
             return False
         self._by_address.pop(peer.address, None)
-        self._pending.pop(peer.address, None)
+        self._handshakes.forget(peer.address)
         return True

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedmq.config.scenario_digests import keys_in, named
 from fedmq.errors import RemoteWireError
+from fedmq.recent import Recent
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Reason
@@ -26,14 +27,12 @@ class ScenarioReports:
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions = Recent[bytes, Session](_MAX_SESSIONS)
         self._noted: set[tuple[str, str]] = set()
 
     def expect(self, address: bytes, session: Session) -> None:
         """An inquiry of a silo or the evaluator was answered, with the digests of the scenario."""
         self._sessions[address] = session
-        while len(self._sessions) > _MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
 
     def take(self, address: bytes, frames: Sequence[memoryview]) -> tuple[str, str] | None:
         """The sender of a report and its keys as text; None if no inquiry on this connection was answered.

@@ -14,8 +14,8 @@ from fedmq.wire.messages import Header
 
 
 @dataclass(frozen=True)
-class FailureReport:
-    """Reports of a silo's failed tasks and evaluations.
+class FailureReporter:
+    """Reports a silo's failed tasks and evaluations.
 
     Args:
         name: the silo's name.
@@ -29,7 +29,7 @@ class FailureReport:
     logger: Logger
     whole: bool
 
-    def made(self, error: Exception, header: Header, what: Mapping[str, int]) -> str:
+    def report(self, error: Exception, header: Header, what: Mapping[str, int]) -> str:
         """Report an error to the silo's operator; returns the text for the coordinator.
 
         Args:

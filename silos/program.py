@@ -46,7 +46,7 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from fedmq.wire.scenario_query import ScenarioComparison
 from protocols._missing_branch import shortened
-from silos.failure_reports import FailureReport
+from silos.failure_reports import FailureReporter
 from silos.personal_state import StateNotes, StateStore
 from silos.start_checks import check_device, check_name
 from silos.training_slots import Slots, slots_folder
@@ -475,8 +475,8 @@ def reply_to(
     except fatal:
         raise
     except Exception as error:
-        report = FailureReport(silo.facts.name, silo.errors, logger, whole=silo.simulated)
-        reported = report.made(error, header, what)
+        reporter = FailureReporter(silo.facts.name, silo.errors, logger, whole=silo.simulated)
+        reported = reporter.report(error, header, what)
         link.send(
             Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
             (Error.of_task(error, f"task {header.sequence}: {reported}"),),

@@ -476,7 +476,7 @@ def test_a_run_truncated_at_an_earlier_signature_is_found_by_heads_noted_later(r
     assert audited(run, "--expect", str(heads))[0] == 3
 
 
-def test_the_records_that_fewer_keys_could_change_are_said_to_be_not_proven(run: Path) -> None:
+def test_records_that_fewer_keys_could_change_are_listed_as_not_proven(run: Path) -> None:
     _, found = audited(run)
     ends, content = found["not_anchored"], lines(run, "coordinator")
     assert ends.keys() == set(processes(run)) and "last records of its log" in found["not_proven"]

@@ -66,7 +66,7 @@ def audited(run: Path, *options: str) -> tuple[int, Record]:
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_a_refused_start_is_told_and_is_no_difference(run: Path) -> None:
+def test_a_refused_start_is_reported_and_is_no_difference(run: Path) -> None:
     for options in ((), ("--keys", str(run / "keys"))):
         code, found = audited(run, *options)
         assert (code, found["findings"]) == (0, [])

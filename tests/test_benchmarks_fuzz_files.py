@@ -106,3 +106,10 @@ def test_finished_kinds_are_not_fuzzed_again(
         assert ended.value.code == 0
         assert len(made) == counted
         assert all(kind in capsys.readouterr().out for kind in made)
+
+
+def test_a_valid_file_that_is_not_read_in_time_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_files, "KINDS", {"fake": Kind(lambda: {"f": b"9"}, lambda _folder: time.sleep(60))})
+    monkeypatch.setattr(fuzz_files, "valid", lambda _kind: {"f": b"9"})
+    with pytest.raises(RuntimeError, match=r"the valid file was not read in 1 s"):
+        fuzz("fake", 1, seed=0, dead_s=0.1)

@@ -167,7 +167,7 @@ def test_a_comparison_with_a_failed_run_writes_the_other_results_and_exits_with_
         (["--vary", "training.learning_rate=0.1,0.2"], {0.1, 0.2}, set(), 1),
     ],
 )
-def test_diverged_runs_are_told_and_a_comparison_fails_only_by_other_errors_or_without_any_result(
+def test_diverged_runs_are_reported_and_a_comparison_fails_only_by_other_errors_or_without_any_result(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

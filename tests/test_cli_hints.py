@@ -14,7 +14,7 @@ from tests.command_line import fedmq
 
 
 @pytest.mark.parametrize("command", ["audit", "report", "status", "replay", "prune"])
-def test_a_run_folder_that_does_not_exist_is_named_so(
+def test_a_run_folder_that_does_not_exist_is_reported_as_missing(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, command, "runs/nothere") == 2
@@ -27,7 +27,7 @@ def test_only_similar_options_are_suggested(monkeypatch: pytest.MonkeyPatch, cap
     assert "--out" in error and "--quiet" not in error
 
 
-def test_an_unusual_name_of_a_key_is_remarked(
+def test_an_unusual_name_of_a_key_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, remarked in (("silo3", True), ("silo-03", False), ("evaluator", False)):

@@ -110,7 +110,7 @@ def test_an_invalid_command_line_prints_one_line(
 
 
 @pytest.mark.parametrize("command", [("audit",), ("search", "--item", "x"), ("verify",), ("replay",), ("compare",)])
-def test_a_path_that_is_too_long_is_a_line(
+def test_a_path_that_is_too_long_is_reported_in_one_line(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name, *options = command
@@ -499,7 +499,7 @@ def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_pa
 
 
 @pytest.mark.parametrize("place", ["runs/smoke/status.json", None])
-def test_too_many_open_files_are_one_line(
+def test_too_many_open_files_are_reported_in_one_line(
     place: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:

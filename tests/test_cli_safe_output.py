@@ -117,7 +117,7 @@ def test_every_kind_of_rich_output_is_harmless(text: str) -> None:
 
 @given(hostile_text | st.text(alphabet="a\n\r\t\v", min_size=1), hostile_text)
 @settings(max_examples=30)
-def test_an_error_of_input_is_one_line_whatever_its_place_and_value(place: str, found: str) -> None:
+def test_an_input_error_is_one_line_whatever_its_place_and_value(place: str, found: str) -> None:
     text = str(InputError(f"{place}.jsonl", found, f"a file like {place}"))
     assert text.isprintable() and text.endswith(f"allowed: a file like {printable(place)}")
 

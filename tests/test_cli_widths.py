@@ -18,7 +18,8 @@ from fedmq.cli import console, terminal
 from fedmq.cli.main import app
 from fedmq.runs.gallery_size import gallery_of
 from fedmq.runs.model_card import model_card
-from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, ReleaseConfig, RunSummary, SiloSummary
+from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from tests.run_summaries import summary

@@ -153,7 +153,7 @@ def test_numbers_in_yaml_notation_are_read_as_numbers(tiny: Path) -> None:
     assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)
 
 
-def test_a_scenario_without_data_is_told_that_they_are_missing(tmp_path: Path) -> None:
+def test_the_error_of_a_scenario_without_data_says_that_they_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\n")
     with pytest.raises(InputError, match=r"x\.yaml: data: found 'nothing', allowed: a data set; only with"):

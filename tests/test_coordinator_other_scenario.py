@@ -138,7 +138,7 @@ def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tm
 
 
 @pytest.mark.usefixtures("run")
-def test_an_accepted_key_that_is_no_silos_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
+def test_an_accepted_key_of_no_silo_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
     operator = load_identity(keys.parent / "operator", "operator")
     asked = ask_status(URI, operator, load_accepted(keys))
     assert json.loads(asked)["coordinator"]["scenario"] is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator import handshakes
 from coordinator import roster as rosters
 from coordinator.admission import SimulatedAdmission
 from coordinator.roster import Roster
@@ -78,8 +79,9 @@ class Ends:
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    for name, most in {"_HELLOS": 6, "_COPIES": 20, "_REJECTIONS": 8, "_MESSAGES": 12}.items():
-        monkeypatch.setattr(rosters, name, most)
+    for name, most in {"HELLOS": 6, "COPIES": 20, "REJECTIONS": 8}.items():
+        monkeypatch.setattr(handshakes, name, most)
+    monkeypatch.setattr(rosters, "MESSAGES", 12)
     yield from opened_ends(tmp_path)
 
 
@@ -145,8 +147,8 @@ def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_pa
 
 
 def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(ends: Ends) -> None:
-    made = [ends.session("silo-00", connection) for connection in opened(rosters._HELLOS + 5)]
-    assert sum(session is not None for session in made) == rosters._HELLOS
+    made = [ends.session("silo-00", connection) for connection in opened(handshakes.HELLOS + 5)]
+    assert sum(session is not None for session in made) == handshakes.HELLOS
     size = ends.log_size()
     for connection in opened(1):
         for _ in range(30):
@@ -163,7 +165,7 @@ def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(
 def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     hello, initiated = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
-    for connection in opened(rosters._HELLOS + 5):
+    for connection in opened(handshakes.HELLOS + 5):
         assert ends.session("silo-00", connection, stranger) is None
         ends.passes(connection, hello)
     for connection in opened(1):
@@ -174,21 +176,21 @@ def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: 
 
 def test_copies_of_a_hello_are_answered_a_bounded_number_of_times(ends: Ends) -> None:
     hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
-    answers = [ends.passes(connection, hello) for connection in opened(rosters._COPIES + 5)]
-    assert sum(answer is not None for answer in answers) == rosters._COPIES + 1
+    answers = [ends.passes(connection, hello) for connection in opened(handshakes.COPIES + 5)]
+    assert sum(answer is not None for answer in answers) == handshakes.COPIES + 1
 
 
 def test_refusals_of_hellos_are_signed_a_bounded_number_of_times(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     answers = []
-    for connection in opened(rosters._REJECTIONS + 5):
+    for connection in opened(handshakes.REJECTIONS + 5):
         hello, _ = initiate(stranger, COORDINATOR, RUN, 0.0)
         answers.append(ends.passes(connection, hello))
-    assert sum(answer is not None for answer in answers) == rosters._REJECTIONS
+    assert sum(answer is not None for answer in answers) == handshakes.REJECTIONS
 
 
 def test_inquiries_do_not_use_up_the_handshakes_of_a_silo(ends: Ends) -> None:
-    for connection in opened(rosters._HELLOS):
+    for connection in opened(handshakes.HELLOS):
         hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, ANY_RUN, 0.0)
         assert ends.passes(connection, hello) is not None
     (session,) = (ends.session("silo-00", connection) for connection in opened(1))
@@ -208,7 +210,7 @@ def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends:
                 sent += 1
             session = ends.session("silo-00", connection)
             assert session is not None
-        assert sent == rosters._MESSAGES + 3, "a new session has no new limit"
+        assert sent == rosters.MESSAGES + 3, "a new session has no new limit"
         assert ends.roster.refused["too_often"] == 3
 
 
@@ -222,14 +224,14 @@ def test_messages_after_lost_ones_use_up_the_rate_limit_of_a_peer(ends: Ends) ->
                 seal_message(session, lost)
                 ends.passes(connection, flat(seal_message(session, lost)))
         assert not ends.roster.online("silo-00")
-        assert ends.roster.refused == {"gap": rosters._MESSAGES, "too_often": 1}
+        assert ends.roster.refused == {"gap": rosters.MESSAGES, "too_often": 1}
 
 
 def test_each_request_allows_an_answer(ends: Ends) -> None:
     for connection in opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None
-        for number in range(1, 3 * rosters._MESSAGES):
+        for number in range(1, 3 * rosters.MESSAGES):
             ends.roster.send("silo-00", Message(ends.roster.header("silo-00", Kind.EVALUATE, sequence=number)))
             reply = header(session, Kind.REPLY, sequence=number, reply_to=number)
             ends.passes(connection, flat(seal_message(session, Message(reply))))

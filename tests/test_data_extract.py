@@ -91,14 +91,42 @@ def test_a_killed_extraction_resumes_after_its_last_finished_chunk(tmp_path: Pat
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("damage", ["mark empty", "mark too far", "rows empty", "rows cut", "rows of another set"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("mark empty", "mark too far", "mark without a digest", "rows empty", "rows cut", "rows of another set"),
+        *("a value", "a type", "a pipe"),
+    ],
+)
 def test_rows_damaged_by_a_machine_crash_are_recomputed(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     half, mark = tmp_path / "rows.npy.partial", tmp_path / "rows.npy.done"
-    np.save(tmp_path / "half.npy", np.full((9 if damage == "rows of another set" else 20, 2), 7, np.float32))
-    content = (tmp_path / "half.npy").read_bytes()
-    half.write_bytes({"rows empty": b"", "rows cut": content[:200]}.get(damage, content))
-    mark.write_text({"mark empty": "", "mark too far": "24"}.get(damage, "8"))
+
+    def stopped(rows: range) -> np.ndarray:
+        if rows.start == 8:
+            raise KeyboardInterrupt
+        return _square(rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        store(path, 20, 4, stopped, lambda _: None)
+    whole, (number, digest) = bytearray(half.read_bytes()), mark.read_text().split()
+    assert number == "8"
+    match damage:
+        case "mark empty" | "mark too far" | "mark without a digest":
+            mark.write_text({"mark empty": "", "mark too far": f"24 {digest}"}.get(damage, "8"))
+        case "rows empty" | "rows cut":
+            half.write_bytes(whole[: 200 if damage == "rows cut" else 0])
+        case "rows of another set":
+            np.save(tmp_path / "other.npy", np.full((9, 2), 7, np.float32))
+            (tmp_path / "other.npy").replace(half)
+        case "a value":
+            whole[130] ^= 1
+            half.write_bytes(whole)
+        case "a type":
+            half.write_bytes(whole.replace(b"<f4", b"<i4"))
+        case "a pipe":
+            mark.unlink()
+            os.mkfifo(mark)
     asked: list[range] = []
 
     def encode(rows: range) -> np.ndarray:
@@ -290,6 +318,9 @@ def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeyp
     assert not (found.folder / "text_features.npy").exists()
     told: list[tuple[str, int, int]] = []
     assert np.array_equal(text_features(found, backbone, progress=lambda *each: told.append(each)), whole)
+    (found.folder / "text_features.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match=r"text_features\.npy: found .*"):
+        text_features(found, backbone)
     assert (len(calls), told) == (4, [("captions for the clusters", 6, 6)])
 
 

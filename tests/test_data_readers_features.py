@@ -360,7 +360,7 @@ def test_vectors_of_any_scale_are_refused_or_have_unit_length_in_float32(exponen
         assert torch.allclose(lengths, torch.ones(len(some)), atol=1e-5)
 
 
-def test_what_stands_behind_an_items_captions_may_have_any_scale(tmp_path: Path) -> None:
+def test_rows_after_an_items_captions_may_have_any_scale(tmp_path: Path) -> None:
     text = np.array(arrays()["text"], np.float32)
     text[:, 1:] = 1e-30
     assert read_features(saved(tmp_path, text=text, captions=np.ones(10, np.int64))).captions.sum() == 10

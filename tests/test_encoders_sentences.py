@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
@@ -76,7 +79,7 @@ def test_pickled_weights_and_folders_without_an_encoder_are_one_line_errors(bert
         prepared(tmp_path, bert)
     weights.write_bytes(b"no tensors")
     with pytest.raises(
-        InputError, match=r"text_encoder: .*sentence encoder that sentence-transformers loads"
+        InputError, match=r"text_encoder: .*model\.safetensors: .*a readable safetensors file"
     ) as caught:
         prepared(tmp_path, bert)
     assert "\n" not in str(caught.value)
@@ -95,3 +98,60 @@ def test_a_bag_of_words_is_refused_by_a_sentence_encoder(bert: Path, tmp_path: P
     data = Data(name="mirflickr", path=tmp_path / "set", queries=2, val=1, train=4)
     with pytest.raises(InputError, match=r"data\.text: found 'bag with backbone\.text_encoder'"):
         prepare(data, Backbone(name="lite", text_encoder=bert, head="mlp"), tmp_path / "cache")
+
+
+def _changed(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _without_queries(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(path).items() if "query.weight" not in name}
+    save_file(kept, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_without_queries, r"no values for .*query\.weight \[32, 32\]"),
+        (lambda folder: _changed(folder / "config.json", model_type="gpt2"), "no values for"),
+        (lambda folder: _changed(folder / "config.json", num_hidden_layers=3000), r"num_hidden_layers: found '3000'"),
+        (lambda folder: _changed(folder / "config.json", num_labels=1 << 31), r"num_labels: found '2147483648'"),
+        (lambda folder: _changed(folder / "config.json", intermediate_size=1 << 20), r"[\d,]+ parameters"),
+        (lambda folder: (folder / "modules.json").write_text('[{"type": "os.system", "path": ""}]'), "os.system"),
+        (
+            lambda folder: (folder / "modules.json").write_text(
+                '[{"type": "sentence_transformers.models.Pooling", "path": "../.."}]'
+            ),
+            r"found '\.\./\.\.', allowed: a folder in that of the encoder",
+        ),
+    ],
+)
+def test_a_folder_that_lacks_weights_or_asks_for_other_modules_is_refused(
+    bert: Path, change: Callable[[Path], object], found: str
+) -> None:
+    encode, cut = sentences.load(bert, "cpu")
+    assert encode(["picture 1"]).shape == (1, WIDTH) and cut(["picture"] * 2) == [False, False]
+    change(bert)
+    with pytest.raises(InputError, match=found):
+        sentences.load(bert, "cpu")
+
+
+def test_a_dense_layer_larger_than_its_weights_is_refused(bert: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer, models
+
+    parts = (models.Transformer(str(bert)), models.Pooling(WIDTH), models.Dense(WIDTH, 5))
+    SentenceTransformer(modules=parts, device="cpu").save(str(tmp_path / "all"))
+    encode, _ = sentences.load(tmp_path / "all", "cpu")
+    assert encode(["picture 1"]).shape == (1, 5)
+    _changed(tmp_path / "all" / "2_Dense" / "config.json", out_features=1 << 20)
+    with pytest.raises(InputError, match=r"2_Dense/config\.json: found '\[32, 1048576\]'"):
+        sentences.load(tmp_path / "all", "cpu")
+
+
+def test_an_encoder_that_computes_no_number_is_refused(bert: Path) -> None:
+    path = bert / "model.safetensors"
+    save_file({name: value * float("nan") for name, value in load_file(path).items()}, path, {"format": "pt"})
+    encode, _ = sentences.load(bert, "cpu")
+    with pytest.raises(InputError, match="values that are not finite"):
+        encode(["picture"])

@@ -49,7 +49,7 @@ def test_the_bad_files_of_a_site_are_all_listed(
     assert "11 items, 11 captions" in capfd.readouterr().out
 
 
-def test_a_scenario_without_its_site_file_and_the_reverse_are_told_the_command(
+def test_the_error_for_a_missing_site_file_or_scenario_names_the_command(
     site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "data", "check", "own.yaml") == 2

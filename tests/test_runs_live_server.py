@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -20,6 +21,7 @@ import pytest
 
 from fedmq.errors import InputError
 from fedmq.runs import live_server
+from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.live_server import GrowingRun
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
@@ -127,6 +129,22 @@ def test_a_growing_run_reads_only_what_is_new_and_gives_the_figures_of_the_whole
     folder.metrics.write_bytes(folder.metrics.read_bytes().splitlines(keepends=True)[0])
     assert growing.update()
     assert len(growing.lines) == 1, "a resumed run cuts its metrics"
+
+
+def test_a_pipe_or_a_device_is_not_followed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero", "nothing"):
+        assert AppendedLines(tmp_path / name).new() == ([], False)
+
+
+def test_a_report_that_is_no_text_or_no_file_does_not_fail_the_board(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished / "done" / "scenario.yaml", tmp_path / "run")
+    (tmp_path / "run" / "report.html").write_bytes(b"\xff<p>")
+    with live_server.serving(live_server.board_app(tmp_path, TOKEN), 0, TOKEN) as address:
+        found = httpx.get(f"{address.partition('?')[0]}run/run", params={"token": TOKEN})
+        assert (found.status_code, found.content) == (200, b"\xff<p>")
 
 
 def test_connections_beyond_a_number_are_closed_those_that_wait_for_a_request_first(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.runs import results
-from fedmq.runs.run_records import ReleaseConfig
+from fedmq.runs.release_config import ReleaseConfig
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 
@@ -70,7 +70,7 @@ def test_an_old_folder_can_be_compared_and_replayed(old: RunFolder) -> None:
     assert replay.first_difference(record, record) is None
 
 
-def test_the_status_of_an_old_folder_is_said_to_be_in_its_report(old: RunFolder) -> None:
+def test_the_status_of_an_old_folder_is_refused_with_the_command_that_shows_its_results(old: RunFolder) -> None:
     with pytest.raises(InputError, match=r"has ended, and an earlier fedmq kept no status.*`fedmq report .*` shows"):
         CliRunner().invoke(cli.app, ["status", str(old.root)], catch_exceptions=False)
 

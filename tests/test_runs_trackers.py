@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -207,3 +208,23 @@ def test_lines_of_a_run_have_the_real_time_and_a_replay_ignores_it(tiny: Path, t
         assert lines and all(line.wall is not None for line in lines)
         records.append(read_record(RunFolder(tmp_path / name)))
     assert first_difference(*records) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        ({"key": "../../other", "versions": {}}, r"csv\.key"),
+        ({"key": "csv", "versions": {"merge": 10**6}}, r"version 1000000 of"),
+        ({"key": "csv", "versions": {"merge": -2}}, r"csv\.versions\.merge"),
+    ],
+)
+def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
+    tiny: Path, tmp_path: Path, sent: dict[str, object], found: str
+) -> None:
+    folder, notices = RunFolder(Path(shutil.copytree(OLD, tmp_path / "run"))), list[str]()
+    (folder.root / "trackers").mkdir()
+    (folder.root / "trackers" / "state.json").write_text(json.dumps({"trackers": {"csv": sent}}))
+    with tracking(run_of(resolved(tiny, "track=csv")), folder, notices.append):
+        pass
+    assert len(notices) == 2 and re.search(found, notices[0]) and "the trackers start a new run" in notices[0]
+    assert len(read_csv(folder.root)) > 5

@@ -63,13 +63,15 @@ def test_a_task_that_fails_unexpectedly_is_one_line_on_the_terminal(tiny: Path, 
 
 
 @pytest.mark.slow
-def test_so_it_is_if_the_silos_run_inside_the_coordinator(tiny: Path, tmp_path: Path) -> None:
+def test_a_task_that_fails_unexpectedly_inside_the_coordinator_is_one_line_on_the_terminal(
+    tiny: Path, tmp_path: Path
+) -> None:
     done = completed(*words(tiny, tmp_path, "launcher=inline"), "--quiet")
     assert done.returncode == 0, done.stderr
     failed(done.stderr, tmp_path / "run")
 
 
-def test_tracebacks_are_printed_on_wish_or_if_the_file_cannot_be_written(
+def test_tracebacks_are_printed_on_request_or_if_the_file_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:

@@ -84,7 +84,7 @@ def test_both_ends_continue_with_new_keys_and_messages_in_transit_arrive(options
     assert len(identifiers) == 4
 
 
-def test_keys_that_another_signed_are_refused_and_the_session_continues() -> None:
+def test_new_keys_that_another_key_signed_are_refused_and_the_session_continues() -> None:
     silo, coordinator = pair()
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     asked, _ = rekeying.begin(stranger, silo, header(silo, Kind.REKEY))

@@ -18,8 +18,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.runs.extension import earlier_ends
 from fedmq.runs.model_files import BESIDE, beside, parameters
+from fedmq.runs.release_config import ReleaseConfig
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.run_records import MetricsLine, PersonalLine, ReleaseConfig, RunSummary
+from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable

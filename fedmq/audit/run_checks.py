@@ -24,6 +24,7 @@ from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.metric_values import BySilo, Figures
 from fedmq.runs.model_files import BESIDE, beside, digests_by_name, digests_of, parameters
+from fedmq.runs.release_config import ReleaseConfig
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluationLine,
@@ -31,7 +32,6 @@ from fedmq.runs.run_records import (
     MetricsLine,
     OwnHeldOutLine,
     PersonalLine,
-    ReleaseConfig,
     RunSummary,
 )
 from fedmq.storage.json_files import read_json

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import blake3
 import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
-from fedmq.data.prepared_arrays import Prepared, finish, open_prepared, prepared_key, save_arrays, save_present
+from fedmq.data.prepared_arrays import Prepared, finish, mapped, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.data.remarks import of_captions, of_vectors
@@ -32,6 +33,7 @@ from fedmq.errors import DataItemError, InputError, RunError
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, key_of
 from fedmq.storage.locks import locked
+from fedmq.storage.regular_files import read_regular
 
 Array = npt.NDArray[Any]
 
@@ -74,21 +76,24 @@ def store(
             if path.is_file():
                 return path
             ends = np.cumsum(np.ones(n, np.int64) if each is None else each)
-            done, total = _marked(mark, partial, n, int(ends[-1])), int(ends[-1])
-            mapped = np.lib.format.open_memmap(partial, "r+") if done else None
+            total = int(ends[-1])
+            done, hashed = _marked(mark, partial, ends)
+            rows = np.lib.format.open_memmap(partial, "r+") if done else None
             while done < n:
                 values = encode(range(done, min(done + chunk, n)))
-                if mapped is None:
-                    mapped = np.lib.format.open_memmap(partial, "w+", values.dtype, (total, *values.shape[1:]))
+                if rows is None:
+                    rows = np.lib.format.open_memmap(partial, "w+", values.dtype, (total, *values.shape[1:]))
+                    hashed = _begun(rows)
                     # Reserve the space now: on a full disk, writing a mapped page kills the process (SIGBUS).
                     with partial.open("r+b") as file:
                         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
                 stop = min(done + chunk, n)
-                mapped[ends[done - 1] if done else 0 : ends[stop - 1]] = values
+                rows[ends[done - 1] if done else 0 : ends[stop - 1]] = values
+                hashed.update(np.ascontiguousarray(values).tobytes())
                 done = stop
                 # Flush the rows before the mark, so that the mark never counts rows that are not on disk.
-                mapped.flush()
-                _write_mark(mark, done)
+                rows.flush()
+                _write_mark(mark, f"{done} {hashed.hexdigest()}")
                 on_progress(done)
             partial.replace(path)
             mark.unlink(missing_ok=True)
@@ -97,20 +102,36 @@ def store(
     return path
 
 
-def _marked(mark: Path, partial: Path, n: int, total: int) -> int:
-    """Number of finished items, whose rows are ``total`` in all; 0 if a crash damaged the mark or the rows."""
+def _marked(mark: Path, partial: Path, ends: npt.NDArray[np.int64]) -> tuple[int, blake3.blake3]:
+    """Number of finished items and the digest of their rows so far; 0 if the mark or the rows are damaged.
+
+    Args:
+        mark: file with the number of finished items and the digest of their rows.
+        partial: file of the rows.
+        ends: int64 [n], row after each item's last.
+    """
     try:
-        done = int(mark.read_text(encoding="ascii"))
+        number, _, digest = read_regular(mark, "a mark of finished items").decode("ascii").partition(" ")
         # Open read-only first: opening a truncated file for writing would pad it with zeros.
-        rows = np.load(partial, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return 0
-    return done if len(rows) == total and 0 < done <= n else 0
+        rows, done = mapped(partial), int(number)
+        if not (0 < done <= len(ends) and rows.ndim and len(rows) == ends[-1]):
+            return 0, blake3.blake3()
+        hashed, stop = _begun(rows), int(ends[done - 1])
+        for start in range(0, stop, CHUNK):
+            hashed.update(rows[start : min(start + CHUNK, stop)].tobytes())
+    except (InputError, ValueError):
+        return 0, blake3.blake3()
+    return (done, hashed) if hashed.hexdigest() == digest else (0, blake3.blake3())
 
 
-def _write_mark(mark: Path, done: int) -> None:
+def _begun(rows: Array) -> blake3.blake3:
+    """The digest of no rows of this type and shape."""
+    return blake3.blake3(f"{rows.dtype.str} {rows.shape[1:]} ".encode())
+
+
+def _write_mark(mark: Path, content: str) -> None:
     unfinished = mark.with_name(f"{mark.name}.new")
-    unfinished.write_text(str(done), encoding="ascii")
+    unfinished.write_text(content, encoding="ascii")
     unfinished.replace(mark)
 
 

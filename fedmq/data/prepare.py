@@ -20,6 +20,7 @@ from fedmq.data.prepared_arrays import (
     Prepared,
     finish,
     first_rows,
+    mapped,
     open_prepared,
     prepared_key,
     save_arrays,
@@ -182,7 +183,7 @@ def text_features(
 
     on_progress = tell(progress, "captions for the clusters", prepared.n)
     path = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, on_progress)
-    features: npt.NDArray[np.float32] = np.load(path, allow_pickle=False)
+    features: npt.NDArray[np.float32] = np.array(mapped(path))
     return features
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedmq.encoders.base import BATCH
+from fedmq.encoders.sentence_folder import check_folder, check_loaded
 from fedmq.errors import InputError
 from fedmq.extras import package
 from fedmq.storage.cache import file_digest, key_of
@@ -48,29 +50,49 @@ def load(folder: Path, device: str) -> tuple[Encode, Callable[[Sequence[str]], l
         device: device to compute on.
 
     Raises:
-        InputError: sentence-transformers is not installed, or it cannot load the folder.
+        InputError: sentence-transformers is not installed, it cannot load the folder, or weights are missing. Both
+            functions raise it if the encoder fails, or computes values that are not finite.
     """
-    library = package("sentence_transformers", "bert", str(folder))
-    try:
-        # Downloads nothing, runs no code from the folder, and unpickles nothing.
-        model = library.SentenceTransformer(
+    library, transformers = package("sentence_transformers", "bert", str(folder)), package("transformers", "bert", "")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its reports take many lines
+    check_folder(folder, _PLACE)
+    # Downloads nothing, runs no code from the folder, and unpickles nothing.
+    model = _guarded(
+        folder,
+        lambda: library.SentenceTransformer(
             str(folder),
             device=device,
             local_files_only=True,
             trust_remote_code=False,
             model_kwargs={"use_safetensors": True},
-        )
-    except Exception as error:  # the library raises various exceptions on an invalid folder
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{_PLACE}: {folder}", reason, "a sentence encoder that sentence-transformers loads") from None
+        ),
+    )
+    check_loaded(folder, model, _PLACE)
 
     def encode(texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        vectors = model.encode(list(texts), batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True)
-        return np.asarray(vectors, dtype=np.float32)
+        vectors = _guarded(
+            folder,
+            lambda: model.encode(list(texts), batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True),
+        )
+        found = np.asarray(vectors, dtype=np.float32)
+        if found.ndim != 2 or len(found) != len(texts) or not np.isfinite(found).all():
+            what = f"vectors of shape {list(found.shape)} for {len(texts)} texts, or values that are not finite"
+            raise InputError(f"{_PLACE}: {folder}", what, "an encoder with one finite vector for each text")
+        return found
 
     def cut(texts: Sequence[str]) -> list[bool]:
         limit = model.max_seq_length
-        lengths = [len(ids) for ids in model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]]
-        return [limit is not None and length > limit for length in lengths]
+        encoded = _guarded(folder, lambda: model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"])
+        return [limit is not None and len(ids) > limit for ids in encoded]
 
     return encode, cut
+
+
+def _guarded(folder: Path, action: Callable[[], Any]) -> Any:
+    """Run an action of the library, which raises various exceptions on an invalid folder."""
+    try:
+        return action()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"{_PLACE}: {folder}", reason, "a sentence encoder that sentence-transformers loads") from None

@@ -28,6 +28,7 @@ from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, open_prepared
 from fedmq.data.readers.features import BROKEN_NPZ
+from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
@@ -352,15 +353,26 @@ def _partition(
 def _read_npz(path: Path) -> dict[str, I64] | None:
     """Read a cached partition; None if there is none, or it is damaged."""
     try:
+        check_npz(path)
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in ("ends", "rows", "evaluated")}
-    except BROKEN_NPZ:
+            found = {name: stored[name] for name in ("ends", "rows", "evaluated")}
+            return found if str(stored["digest"]) == _digest(found) else None
+    except (InputError, *BROKEN_NPZ):
         return None
+
+
+def _digest(arrays: Mapping[str, I64]) -> str:
+    """SHA-256 (hex) of a partition's arrays, with which it is kept in the cache."""
+    hashed = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
 
 
 def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+        np.savez(file, allow_pickle=False, digest=np.array(_digest(arrays)), **arrays)
 
 
 def _compute_partition(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedmq.errors import InputError
+from fedmq.storage.regular_files import open_regular
+
 
 @dataclass
 class AppendedLines:
@@ -21,13 +24,13 @@ class AppendedLines:
     def new(self) -> tuple[list[bytes], bool]:
         """Complete lines appended since the last call, and whether the file was cut and these are all its lines."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, "a file to which lines are appended") as file:
                 cut = file.seek(0, 2) < self.position
                 if cut:
                     self.position = 0
                 file.seek(self.position)
                 content = file.read()
-        except OSError:
+        except (OSError, InputError):
             return [], False
         complete, _, _ = content.rpartition(b"\n")
         self.position += len(complete) + bool(complete)

@@ -34,6 +34,7 @@ from fedmq.runs.html_timeline import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import COORDINATOR
 
@@ -46,6 +47,8 @@ _DRAWING_SHARE = 0.02
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
 #: What a run in a phase is doing, for readers who do not know the rounds' states; other phases are shown as they are.
 _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "running", "merging": "running"}
+#: Maximum size of a report [bytes].
+_MOST_REPORT = 1 << 28
 #: Connections that may be open, each a file descriptor of a process that supervises a run. The oldest are closed, first
 #: those that wait for a request; a browser opens its stream of updates again by itself.
 CONNECTIONS = 64
@@ -299,7 +302,11 @@ def board_app(root: Path, token: str) -> Any:
         if folder is None:
             return responses.PlainTextResponse("no such run", 404)
         if folder.report.is_file():
-            return responses.HTMLResponse(folder.report.read_text(encoding="utf-8"), headers=_REPORT_HEADERS)
+            try:
+                report = read_regular(folder.report, "a report that `fedmq report` wrote", _MOST_REPORT)
+            except InputError as error:
+                return responses.PlainTextResponse(str(error), 404)
+            return responses.HTMLResponse(report, headers=_REPORT_HEADERS)
         events = f"/events/{quote(folder.root.name, safe='')}"
         return responses.HTMLResponse(_live_page(folder, events, token), headers=_HEADERS)
 

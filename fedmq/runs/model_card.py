@@ -9,8 +9,9 @@ from fedmq.config.scenario import Objective
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
 from fedmq.runs.gallery_size import gallery_of, meaningful
+from fedmq.runs.release_config import ReleaseConfig
 from fedmq.runs.results import with_own_figures
-from fedmq.runs.run_records import ReleaseConfig, RunSummary
+from fedmq.runs.run_records import RunSummary
 
 _TOWERS = """\
 Each tower maps the frozen encoder's vector `x` (float32) of a picture or a caption to an embedding:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import InputError
-from fedmq.runs.run_records import ReleaseConfig, RunSummary
+from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.run_records import RunSummary
 from fedmq.storage.regular_files import check_regular
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import MAX_BYTES, Layout

@@ -78,11 +78,13 @@ class TrackedRun:
         folder: the run folder.
         id: id of the run on the wire.
         parameters: scenario keys with dots, and their values.
+        rounds: number of its rounds.
     """
 
     folder: RunFolder
     id: str
     parameters: Mapping[str, object]
+    rounds: int
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -28,6 +29,7 @@ from fedmq.version import __version__
 _INTERVAL = 1.0
 #: How long the end of a run waits for its trackers [s].
 _PATIENCE = 60.0
+_ALLOWED = "the state of a run's trackers"
 
 Notice = Callable[[str], None]
 
@@ -40,8 +42,8 @@ class _Sent(Stored):
         versions: last version passed on, by kind of line.
     """
 
-    key: str
-    versions: dict[str, int] = Field(default_factory=dict)
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    versions: dict[str, Annotated[int, Field(ge=-1)]] = Field(default_factory=dict)
 
 
 class _State(Stored):
@@ -127,7 +129,11 @@ class _Follower:
         if not self._path.is_file():
             return {}
         try:
-            return dict(read_json(self._path, _State, "the state of a run's trackers").trackers)
+            found, rounds = read_json(self._path, _State, _ALLOWED).trackers, self._run.rounds
+            for name, sent in found.items():
+                if (last := max(sent.versions.values(), default=0)) > rounds:
+                    raise InputError(f"{self._path}: {name}", f"version {last} of {rounds}", _ALLOWED)
+            return dict(found)
         except InputError as error:
             self._notice(f"{error}; the trackers start a new run")
             return {}
@@ -190,7 +196,7 @@ def tracking(
     if not names:
         yield
         return
-    follower = _Follower(TrackedRun(folder, run.id, parameters_of(run)), names, notice, trackers)
+    follower = _Follower(TrackedRun(folder, run.id, parameters_of(run), run.scenario.rounds), names, notice, trackers)
     follower.start()
     end = End.FAILED
     try:

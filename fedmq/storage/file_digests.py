@@ -18,6 +18,9 @@ from fedmq.storage.cache import cache_folder
 _READERS = min(16, os.cpu_count() or 4)
 _BLOCK = 1 << 20  # bytes per read
 _BATCH = 1024  # files between two reports of progress; their digests are remembered together
+_DIGITS = 64  # of a digest
+#: What SQLite raises on a damaged file, also of messages that quote what is in it.
+_BROKEN = (OSError, sqlite3.Error, UnicodeError)
 _WAIT_S = 30.0  # for another process that is writing
 _COLUMNS = (
     "path BLOB PRIMARY KEY, device INTEGER, inode INTEGER, size INTEGER, mtime INTEGER, ctime INTEGER, digest TEXT"
@@ -62,7 +65,7 @@ class _Memory:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=_WAIT_S)
             self._file.execute(f"CREATE TABLE IF NOT EXISTS digests ({_COLUMNS})")
-        except (OSError, sqlite3.Error):
+        except _BROKEN:
             self.close()
 
     def find(self, path: bytes, identity: Identity) -> str | None:
@@ -71,24 +74,32 @@ class _Memory:
         query = "SELECT device, inode, size, mtime, ctime, digest FROM digests WHERE path = ?"
         try:
             row = self._file.execute(query, (path,)).fetchone()
-        except sqlite3.Error:
+        except _BROKEN:
             return None
-        return row[5] if row is not None and tuple(row[:5]) == _signed(identity) else None
+        if row is None or tuple(row[:5]) != _signed(identity):
+            return None
+        digest = str(row[5])[:_DIGITS]
+        return digest if row[5] == _sealed(path, identity, digest) else None
 
     def keep(self, rows: Sequence[tuple[bytes, Identity, str]]) -> None:
         if self._file is None or not rows:
             return
-        values = [(path, *_signed(identity), digest) for path, identity, digest in rows]
+        values = [(path, *_signed(identity), _sealed(path, identity, digest)) for path, identity, digest in rows]
         try:
             with self._file:
                 self._file.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-        except sqlite3.Error:
+        except _BROKEN:
             self.close()  # the cache only saves time
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def _sealed(path: bytes, identity: Identity, digest: str) -> str:
+    """A file's digest followed by one of it and the file, so that a damaged row is noticed."""
+    return digest + blake3.blake3(path + repr((identity, digest)).encode()).hexdigest()
 
 
 def _signed(identity: Identity) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections import Counter
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
+from fedmq.recent import Recent
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Reason, ShortHeader
@@ -80,21 +81,16 @@ class FormerSessions:
 
     def __init__(self, log: MessageLog, clock: Clock, *, restarted: bool) -> None:
         self._log, self._clock, self._restarted = log, clock, restarted
-        self._known: dict[bytes, None] = {}
-        self._broken: dict[bytes, None] = {}
+        self._known, self._broken = Recent[bytes, None](_MAX_SESSIONS), Recent[bytes, None](_MAX_SESSIONS)
         self._dropped, self._first = 0, math.inf
 
     def know(self, session: bytes) -> None:
         """Remember a session of this process, whose refused messages are not of a former one."""
         self._known[session] = None
-        while len(self._known) > _MAX_SESSIONS:
-            del self._known[next(iter(self._known))]
 
     def end(self, session: bytes) -> None:
         """The connection of a session is broken; what arrived before that may still be queued."""
         self._broken[session] = None
-        while len(self._broken) > _MAX_SESSIONS:
-            del self._broken[next(iter(self._broken))]
 
     def drop(self, header: Header | ShortHeader | None, error: RemoteWireError) -> bool:
         """Whether an unauthenticated message is of a former or broken session; those of former ones are counted."""

@@ -20,6 +20,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fedmq.recent import Recent
 from fedmq.text import printable
 from fedmq.wire.keys import fingerprint, words
 from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
@@ -56,7 +57,7 @@ class ConnectionAdmission:
         self._unheard: dict[int, None] = {}
         self._heard: dict[str, dict[int, None]] = {}
         self._keys_heard: dict[int, str] = {}
-        self._unknown: dict[str, bytes] = {}
+        self._unknown = Recent[str, bytes](_REMEMBERED)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
         self._monitor = socket.get_monitor_socket(_EVENTS)
@@ -143,8 +144,6 @@ class ConnectionAdmission:
         claim = self._keys.claimed(public)
         if claim is None:
             self._unknown[address] = public
-            while len(self._unknown) > _REMEMBERED:
-                del self._unknown[next(iter(self._unknown))]
             self.refused.append(f"{address}: a key that is not accepted")
             return
         name, sign = claim

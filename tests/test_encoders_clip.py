@@ -23,7 +23,7 @@ from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip, clip_weights
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.select import image_encoder
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.federation.population import device_of
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.models import clip_two_tower
@@ -519,3 +519,22 @@ def test_a_configuration_that_cannot_be_built_or_does_not_fit_its_weights_is_ref
     with pytest.raises(InputError, match=allowed) as refused:
         clip_weights.weights(backbone(path, pretrained=str(tmp_path / "weights.safetensors")), 0, tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "unknown"])
+def test_a_damaged_tower_in_the_cache_is_one_error_that_says_what_to_delete(tmp_path: Path, damage: str) -> None:
+    sizes = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16}
+    words = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    config = tmp_path / "model.json"
+    config.write_text(json.dumps({"embed_dim": 8, "vision_cfg": sizes, "text_cfg": words}))
+    stored = clip_weights.weights(Backbone(name=str(config)), 0, tmp_path / "cache")
+    path = stored.folder / "image.safetensors"
+    state = safetensors.torch.load_file(path)
+    name = "visual.conv1.weight"
+    value = state.pop(name)
+    if damage != "missing":
+        state[name if damage == "shape" else f"{name}.more"] = value[:1].clone()
+    safetensors.torch.save_file(state, path)
+    with pytest.raises(RunError, match=r"image\.safetensors cannot be read \(.*conv1.*delete its folder"):
+        clip.load_tower(stored, "image")
+    clip.load_tower(stored, "text")

@@ -81,6 +81,15 @@ def test_without_a_usable_memory_files_are_read_each_time(tmp_path: Path, damage
     assert file_digests([file]) == file_digests([file]) == [blake3.blake3(b"one").hexdigest()]
 
 
+def test_a_memory_that_is_damaged_anywhere_in_its_schema_is_not_used(tmp_path: Path) -> None:
+    file, place = made(tmp_path / "a", b"one"), tmp_path / "cache" / "file_digests.sqlite"
+    expected, whole = file_digests([file]), place.read_bytes()
+    begin = whole.index(b"CREATE TABLE digests")
+    for at in range(begin, begin + 60):
+        place.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        assert file_digests([file]) == expected, at
+
+
 @pytest.mark.parametrize("digest", ["0" * 64, "0" * 128, "", 5, b"x", None])
 def test_a_damaged_digest_is_not_used(tmp_path: Path, digest: object) -> None:
     file = made(tmp_path / "a", b"one")

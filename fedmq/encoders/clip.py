@@ -133,12 +133,18 @@ def _assign(model: nn.Module, path: Path) -> None:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 owner, _, leaf = name.rpartition(".")
                 module, value = model.get_submodule(owner), file.get_tensor(name)
+                if (wanted := getattr(module, leaf).shape) != value.shape:
+                    raise ValueError(f"{name} of shape {list(value.shape)}, not {list(wanted)}")
                 if leaf in module._parameters:
                     module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
                 else:
                     module._buffers[leaf] = value
-    except (OSError, safetensors.SafetensorError, AttributeError) as error:
-        raise RunError(f"{path} cannot be read ({error}): delete its folder, and it will be created again") from error
+    except (OSError, safetensors.SafetensorError, AttributeError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, found: str) -> RunError:
+    return RunError(f"{path} cannot be read ({found}): delete its folder, and it will be created again")
 
 
 def load_tower(
@@ -155,10 +161,14 @@ def load_tower(
     Raises:
         RunError: the cached file is damaged.
     """
-    model = skeleton(weights.name, weights.config)
-    _assign(model, weights.folder / f"{modality}.safetensors")
+    model, path = skeleton(weights.name, weights.config), weights.folder / f"{modality}.safetensors"
+    _assign(model, path)
+    tower = tower_of(model, modality)
+    found = (*tower.named_parameters(), *tower.named_buffers())
+    if missing := [name for name, value in found if value.is_meta and name not in SCALES]:
+        raise _unreadable(path, f"without {missing[0]}")
     scales = (weights.mean, weights.std) if modality == "image" else ((), ())
-    frozen = Frozen(tower_of(model, modality), *scales, half=half)
+    frozen = Frozen(tower, *scales, half=half)
     for scale in SCALES:
         # Still on the meta device, so .to() would fail; no tower needs them.
         if hasattr(frozen.tower, scale):

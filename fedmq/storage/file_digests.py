@@ -19,6 +19,8 @@ _READERS = min(16, os.cpu_count() or 4)
 _BLOCK = 1 << 20  # bytes per read
 _BATCH = 1024  # files between two reports of progress; their digests are remembered together
 _DIGITS = 64  # of a digest
+#: What SQLite raises on a damaged file, also of messages that quote what is in it.
+_BROKEN = (OSError, sqlite3.Error, UnicodeError)
 _WAIT_S = 30.0  # for another process that is writing
 _COLUMNS = (
     "path BLOB PRIMARY KEY, device INTEGER, inode INTEGER, size INTEGER, mtime INTEGER, ctime INTEGER, digest TEXT"
@@ -63,7 +65,7 @@ class _Memory:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=_WAIT_S)
             self._file.execute(f"CREATE TABLE IF NOT EXISTS digests ({_COLUMNS})")
-        except (OSError, sqlite3.Error):
+        except _BROKEN:
             self.close()
 
     def find(self, path: bytes, identity: Identity) -> str | None:
@@ -72,7 +74,7 @@ class _Memory:
         query = "SELECT device, inode, size, mtime, ctime, digest FROM digests WHERE path = ?"
         try:
             row = self._file.execute(query, (path,)).fetchone()
-        except sqlite3.Error:
+        except _BROKEN:
             return None
         if row is None or tuple(row[:5]) != _signed(identity):
             return None
@@ -86,7 +88,7 @@ class _Memory:
         try:
             with self._file:
                 self._file.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-        except sqlite3.Error:
+        except _BROKEN:
             self.close()  # the cache only saves time
 
     def close(self) -> None:

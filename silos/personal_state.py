@@ -73,6 +73,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 class StateStore:
     """A silo's personal tensors by task number.
 
+    The folder is listed only at the start: files that are deleted while the process runs are missed, and never make a
+    silo train from an older state.
+
     Args:
         folder: folder of this silo alone.
     """
@@ -80,6 +83,7 @@ class StateStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         remove_unfinished(folder)
+        self._numbers = self._stored()
         self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def _path(self, sequence: int) -> Path:
@@ -92,7 +96,7 @@ class StateStore:
 
     def newest(self, sequence: int) -> int | None:
         """Number of the newest task up to ``sequence`` whose state is stored; None if there is none."""
-        return max((number for number in self._stored() if number <= sequence), default=None)
+        return max((number for number in self._numbers if number <= sequence), default=None)
 
     def epochs(self, clock: Clock) -> TaskEpochs:
         """Snapshots of the task that starts now.
@@ -105,21 +109,24 @@ class StateStore:
     @property
     def empty(self) -> bool:
         """Whether nothing is stored."""
-        return not self._stored()
+        return not self._numbers
 
     def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
         """The state from which task ``sequence`` starts; empty for the first.
 
         Raises:
-            InputError: its file is damaged.
+            InputError: its file is damaged, or was deleted while this process was running.
         """
-        older = [number for number in self._stored() if number < sequence]
-        if not older:
+        number = self.newest(sequence - 1)
+        if number is None:
             return {}
-        if self._newest is None or self._newest[0] != older[-1]:
-            path = self._path(older[-1])
+        if self._newest is None or self._newest[0] != number:
+            path = self._path(number)
+            if not path.exists():
+                allowed = "the file; start the silo again to continue from the silo's state before it"
+                raise InputError(str(path), "a personal state that was deleted while the silo was running", allowed)
             try:
-                self._newest = older[-1], _load(path)
+                self._newest = number, _load(path)
             except (OSError, SafetensorError) as error:
                 allowed = "an undamaged file; delete it to continue from the silo's state before it"
                 raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
@@ -138,8 +145,7 @@ class StateStore:
         Raises:
             DiskError: it could not be written, for any reason.
         """
-        stored = self._stored()
-        if state or stored:
+        if state or self._numbers:
             contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
             try:
                 kept = self._path(sequence)
@@ -147,8 +153,11 @@ class StateStore:
             except InputError as error:
                 raise DiskError(str(error)) from error
             self._newest = sequence, contiguous
-        for number in [number for number in stored if number <= settled][:-1]:
-            self._path(number).unlink(missing_ok=True)
+            before = [number for number in self._numbers if number != sequence]
+            for number in [number for number in before if number <= settled][:-1]:
+                self._path(number).unlink(missing_ok=True)
+                before.remove(number)
+            self._numbers = sorted((*before, sequence))
         (self._folder / _EPOCHS).unlink(missing_ok=True)  # the task is done
 
 

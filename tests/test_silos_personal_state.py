@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedmq.clock import WallClock
+from fedmq.errors import InputError
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateNotes, StateStore
@@ -33,3 +34,16 @@ def test_a_silo_in_a_new_folder_says_that_its_state_is_missing(
     assert noted(tmp_path / "second", (7, 4, True), (9, 7, True)) == [gone, kept]
     assert "its reply to task 4 was sent from another folder than this --out" in capfd.readouterr().err
     assert noted(tmp_path / "begins later", (7, 4, False), (9, 7, True)) == [kept], "the method had no state before"
+
+
+def test_a_state_deleted_while_its_silo_runs_is_missed_and_no_older_one_is_used(tmp_path: Path) -> None:
+    store, states = StateStore(tmp_path), {number: {"w": torch.full((2,), float(number))} for number in (1, 4, 7)}
+    for number, state in states.items():
+        store.keep(number, state, settled=0)
+    for number in (4, 7):
+        (tmp_path / f"task-{number:09d}.safetensors").unlink()
+    assert torch.equal(store.before(8)["w"], states[7]["w"]), "still in memory"
+    assert torch.equal(store.before(2)["w"], states[1]["w"])
+    with pytest.raises(InputError, match=r"task-000000004.*deleted while the silo was running"):
+        store.before(5)
+    assert torch.equal(StateStore(tmp_path).before(8)["w"], states[1]["w"]), "a new process notes that it is older"

@@ -16,6 +16,7 @@ from fedmq.errors import InputError
 from fedmq.storage.logs import QUIET, LogFormat, LogLevel, LogOptions, open_log
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Kind
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run, run_of
 
@@ -83,6 +84,16 @@ def test_records_of_a_message_log_are_logged_with_the_level_of_their_kind(tmp_pa
     ]
 
 
+def test_the_log_says_that_a_silo_has_joined_only_when_it_has(tmp_path: Path) -> None:
+    """It used to say so after the handshake, when the coordinator may still refuse the silo's data."""
+    path = tmp_path / "log"
+    logger = open_log(LogOptions(LogLevel.INFO, path, LogFormat.JSON, console=False), "coordinator")
+    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock(), logger=logger) as log:
+        log.handshake("received", Kind.READY, "silo-01", 100)
+        log.note(NoteKind.JOINED, peer="silo-01")
+    assert [(line["event"], line["peer"]) for line in lines(path)] == [("connected", "silo-01"), ("joined", "silo-01")]
+
+
 def test_the_most_detailed_log_of_a_silo_has_no_secret(tiny: Path, tmp_path: Path) -> None:
     scenario, path = resolved(tiny, "rounds=2", "training.warmup_rounds=1"), tmp_path / "silo.log"
     logs = LogOptions(LogLevel.DEBUG, path, LogFormat.JSON, console=False)
@@ -111,7 +122,8 @@ def test_all_processes_of_a_scenario_log_to_one_file(tiny: Path, tmp_path: Path)
     silos = {f"silo-0{index}" for index in range(4)}
     assert {line["process"] for line in found} == {"coordinator", "evaluator", *silos}
     assert [line["round"] for line in found if line["event"] == "merged"] == [1, 2, 3, 4]
-    assert {line["peer"] for line in found if line["event"] == "joined" and line["process"] == "coordinator"} == {
-        "evaluator",
-        *silos,
-    }
+    by_coordinator = [
+        (line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line
+    ]
+    assert {peer for event, peer in peers if event == "connected"} == {"evaluator", *silos}
+    assert {peer for event, peer in peers if event == "joined"} == silos

@@ -189,6 +189,26 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_and_the_next_is_read
     listener.close()
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_the_connection_of_a_message_of_very_many_frames_is_ended(scheme: str, tmp_path: Path) -> None:
+    listener = listen(URIS[scheme](tmp_path))
+    raw = raw_socket(zmq.DEALER, listener.uri)
+    raw.connect(listener.uri)
+    raw.send_multipart([b"head", b"body"])
+    peer, _ = received(listener)
+    raw.send_multipart([b"x"] * 50_000)
+    with pytest.raises(RemoteWireError, match="50000 frames, expected 2"):
+        listener.receive(SOON)
+    until = time.monotonic() + SOON
+    while listener.send(peer, [b"head", b"body"]):
+        assert time.monotonic() < until, "the connection is still open"
+        time.sleep(0.05)
+    raw.send_multipart([b"head", b"body"])
+    assert received(listener)[0] != peer, "it has connected again"
+    raw.close(0)
+    listener.close()
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "memory"])
 def test_a_listeners_message_of_the_wrong_number_of_frames_is_refused(scheme: str, tmp_path: Path) -> None:
     uri = URIS[scheme](tmp_path)

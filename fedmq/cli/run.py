@@ -392,10 +392,12 @@ def coordinator_command(
 
 @contextlib.contextmanager
 def _on_full_disk(resume: str) -> Iterator[None]:
-    """Add the command that continues the run to the error of a disk that is full."""
+    """Add the command that continues the run to the error of a disk that is full, not to that of a deleted log."""
     try:
         yield
     except DiskError as error:
+        if error.__cause__ is None:
+            raise
         raise DiskError(f"{error}; free space, then: {resume}") from error
 
 

@@ -23,7 +23,7 @@ _INFO = frozenset(
     {
         NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED, NoteKind.ENDED, NoteKind.RELEASED, NoteKind.ALL_MERGED,
         NoteKind.INLINE, NoteKind.REPLY_DISCARDED, NoteKind.LEFT_OUT_BY_KRUM, NoteKind.FAULT, NoteKind.STATE_KEPT,
-        NoteKind.RECONNECTED, NoteKind.FORMER_SESSIONS,
+        NoteKind.RECONNECTED, NoteKind.FORMER_SESSIONS, NoteKind.JOINED,
     }
 )  # fmt: skip
 _WARNING = frozenset(
@@ -89,7 +89,8 @@ def mirror(logger: Logger, record: LogRecord) -> None:
             values = _given(sequence=header.sequence, reply_to=header.reply_to, version=header.base_version)
             logger.debug(f"{header.kind.value} {record.action}", peer=peer, bytes=record.bytes, **values)
         case HandshakeRecord(kind=Kind.READY, action="received"):
-            logger.info("joined", peer=record.peer)
+            # It has not joined: the coordinator may still refuse the data that it states next.
+            logger.info("connected", peer=record.peer)
         case HandshakeRecord():
             logger.debug(f"{record.kind.value} {record.action}", peer=record.peer, bytes=record.bytes)
         case RefusedRecord():

@@ -22,7 +22,7 @@ from fedmq.recent import Recent
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import ConnectionAdmission
-from fedmq.wire.transports.base import Connection, Listener, Trouble, check_received, check_sendable
+from fedmq.wire.transports.base import FRAMES, Connection, Listener, Trouble, check_number, check_sendable
 from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -39,6 +39,9 @@ _ATTEMPTS = (2, 5)
 _CONNECT_MS = 5000
 #: Time for a connection's handshake before it is closed [ms].
 _HANDSHAKE_MS = 10_000
+#: Number of frames of a message above which its connection is ended: no peer sends as many by mistake, and reading them
+#: takes time.
+_MOST_FRAMES = 64
 #: Peers whose connections are remembered, to end them.
 _MAX_DESCRIPTORS = 1 << 14
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -77,15 +80,18 @@ class ZeroMQListener(Listener):
             raise RemoteWireError(Reason.UNKNOWN_SENDER, self._admission.refused.popleft())
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
             return None
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        received = _received(self._socket, 1 + FRAMES)
+        if received is None:
             return None
-        peer, *rest = (frame.buffer for frame in frames)
+        (first, *rest), number = received
+        peer = bytes(first.buffer)
         if self._admission is not None:
-            key = str(frames[0].get("User-Id")) if self._admission.by_key else ""
-            self._note_descriptor(self._admission, bytes(peer), int(frames[0].get(zmq.SRCFD)), key)
-        return bytes(peer), check_received(rest)
+            key = str(first.get("User-Id")) if self._admission.by_key else ""
+            self._note_descriptor(self._admission, peer, int(first.get(zmq.SRCFD)), key)
+        if (frames := number - 1) > _MOST_FRAMES:
+            self.cut(peer)
+        check_number(frames)
+        return peer, [frame.buffer for frame in rest]
 
     def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int, key: str) -> None:
         admission.heard(descriptor, key)
@@ -169,8 +175,12 @@ class ZeroMQConnection(Connection):
         """See the interface."""
         if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
             os.read(self._wakes, 4096)
-        frames = _received(self._socket)
-        return None if frames is None else check_received(frames)
+        received = _received(self._socket, FRAMES)
+        if received is None:
+            return None
+        frames, number = received
+        check_number(number)
+        return [frame.buffer for frame in frames]
 
     def wake(self) -> None:
         """See the interface."""
@@ -404,8 +414,15 @@ def _milliseconds(timeout_s: float | None) -> int | None:
     return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
 
 
-def _received(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
-    """The frames of a message that has arrived, or None."""
-    with contextlib.suppress(zmq.Again):
-        return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-    return None
+def _received(socket: zmq.Socket[bytes], most: int) -> tuple[list[zmq.Frame], int] | None:
+    """The first frames of a message that has arrived, at most ``most``, and the number of all; None if none has."""
+    try:
+        frames = [frame := socket.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return None
+    number = 1
+    while frame.more:  # further ones are dropped one by one: a peer may send a million in one message
+        frame, number = socket.recv(copy=False), number + 1
+        if number <= most:
+            frames.append(frame)
+    return frames, number

@@ -187,9 +187,18 @@ def check_received(frames: FramesT) -> FramesT:
     Raises:
         RemoteWireError: reason ``malformed``: not two frames.
     """
-    if len(frames) != FRAMES:
-        raise RemoteWireError(Reason.MALFORMED, f"{len(frames)} frames, expected {FRAMES}")
+    check_number(len(frames))
     return frames
+
+
+def check_number(found: int) -> None:
+    """Check the number of frames of a peer's message.
+
+    Raises:
+        RemoteWireError: reason ``malformed``: not two.
+    """
+    if found != FRAMES:
+        raise RemoteWireError(Reason.MALFORMED, f"{found} frames, expected {FRAMES}")
 
 
 def check_sendable(frames: FramesT) -> FramesT:

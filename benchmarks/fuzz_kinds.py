@@ -187,7 +187,7 @@ def _videos() -> Folder:
     for ending, codec in (("mp4", "mpeg4"), ("avi", "mjpeg")):
         file = io.BytesIO()
         with av.open(file, "w", format=ending) as container:
-            stream = container.add_stream(codec, rate=10)
+            stream: Any = container.add_stream(codec, rate=10)
             stream.width, stream.height = 32, 24
             stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
             for number in range(6):

@@ -538,3 +538,13 @@ def test_a_damaged_tower_in_the_cache_is_one_error_that_says_what_to_delete(tmp_
     with pytest.raises(RunError, match=r"image\.safetensors cannot be read \(.*(conv1|weight).*delete its folder"):
         clip.load_tower(stored, "image")
     clip.load_tower(stored, "text")
+
+
+@pytest.mark.parametrize("damage", [b"", b"0" * 63, b"\xff" * 64, b"x" * 64])
+def test_a_damaged_digest_of_weights_in_the_cache_is_computed_again(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "w.pt"
+    path.write_bytes(b"weights")
+    expected = clip_weights.digest_of(path, tmp_path / "cache")
+    (kept,) = (each for each in (tmp_path / "cache" / "digests").iterdir() if each.suffix != ".lock")
+    kept.write_bytes(damage)
+    assert clip_weights.digest_of(path, tmp_path / "cache") == expected

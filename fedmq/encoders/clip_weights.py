@@ -3,6 +3,7 @@
 import difflib
 import functools
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from copy import deepcopy
@@ -328,11 +329,12 @@ def digest_of(path: Path, cache: Path) -> str:
     about = path.stat()
     kept = cache / "digests" / key_of(str(path.resolve()), about.st_size, about.st_mtime_ns)
     with locked(kept.with_suffix(".lock")):
-        if not kept.is_file():
-            unfinished = kept.with_suffix(".unfinished")
-            unfinished.write_text(file_digest(path), encoding="ascii")
+        known = kept.read_bytes().decode("ascii", "replace") if kept.is_file() else ""
+        if not re.fullmatch("[0-9a-f]{64}", known):
+            unfinished, known = kept.with_suffix(".unfinished"), file_digest(path)
+            unfinished.write_text(known, encoding="ascii")
             unfinished.replace(kept)
-    return kept.read_text(encoding="ascii")
+    return known
 
 
 def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:

@@ -125,5 +125,5 @@ def test_all_processes_of_a_scenario_log_to_one_file(tiny: Path, tmp_path: Path)
     by_coordinator = [
         (line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line
     ]
-    assert {peer for event, peer in peers if event == "connected"} == {"evaluator", *silos}
-    assert {peer for event, peer in peers if event == "joined"} == silos
+    assert {peer for event, peer in by_coordinator if event == "connected"} == {"evaluator", *silos}
+    assert {peer for event, peer in by_coordinator if event == "joined"} == silos

@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import av
 import h5py  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow
@@ -27,13 +28,15 @@ from benchmarks.fuzz_encoder_kinds import ENCODER_KINDS
 from benchmarks.fuzz_result_kinds import RESULT_KINDS
 from benchmarks.fuzz_run_kinds import RUN_KINDS
 from benchmarks.fuzz_state_kinds import STATE_KINDS
+from fedmq.audit.known_keys import KnownKeys
 from fedmq.audit.log_heads import check_expected
 from fedmq.audit.policy import read_policy
-from fedmq.config import loader, site
+from fedmq.config import loader, site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.readers.features import read_features
 from fedmq.encoders.base import InputSpec
+from fedmq.encoders.images import video_frames
 from fedmq.experiments import spec_file, tune_file
 from fedmq.federation import data_check
 from fedmq.models.build import build_towers
@@ -142,6 +145,12 @@ def _hdf5(arrays: Callable[[], dict[str, Any]]) -> Folder:
     return {"f.h5": file.getvalue()}
 
 
+def _npz_parts() -> Folder:
+    file = io.BytesIO()
+    np.savez(file, **_parts())
+    return {"f.npz": file.getvalue()}
+
+
 def _read_parts(name: str, folder: Path) -> object:
     return read_arrays(Data(name="mirflickr", path=folder / name, queries=2, train=4))
 
@@ -156,6 +165,45 @@ def _png(number: int) -> bytes:
 
 def _photos(count: int = 9) -> dict[str, bytes]:
     return {f"{row}.png": _png(row) for row in range(count)}
+
+
+def _other_pictures() -> Folder:
+    found: dict[str, bytes] = {}
+    generator = numpy_generator(0, "fuzz", "formats")
+    for row, ending in enumerate(("jpeg", "tiff", "webp", "gif", "bmp", "ppm", "png", "tif", "ico")):
+        # The seventh and eighth have one channel of 16 bits, and of floating-point values.
+        pixels: Any = generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)
+        pixels = {"png": pixels[..., 0].astype(np.uint16) << 8, "tif": pixels[..., 0] / np.float32(255)}.get(
+            ending, pixels
+        )
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "tiff" if ending == "tif" else ending)
+        found[f"{row}.{ending}"] = file.getvalue()
+    return {"list.csv": "\n".join(["image,caption", *(f"{name},a {name}" for name in found)]).encode(), **found}
+
+
+def _videos() -> Folder:
+    found = {}
+    for ending, codec in (("mp4", "mpeg4"), ("avi", "mjpeg")):
+        file = io.BytesIO()
+        with av.open(file, "w", format=ending) as container:
+            stream = container.add_stream(codec, rate=10)
+            stream.width, stream.height = 32, 24
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            for number in range(6):
+                pixels = numpy_generator(0, "fuzz", number).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(stream.encode())
+        found[f"video.{ending}"] = file.getvalue()
+    return found
+
+
+def _read_videos(folder: Path) -> object:
+    return [video_frames(folder / f"video.{ending}", 3) for ending in ("mp4", "avi")]
+
+
+def _own_file() -> Folder:
+    return {"mine.py": b"from dataclasses import dataclass\n\n\n@dataclass\nclass Options:\n    weight: float = 0.5\n"}
 
 
 def _csv() -> Folder:
@@ -264,6 +312,7 @@ def _read_keys(folder: Path) -> object:
             path.chmod(0o600)
     accepted, own = load_accepted(folder), load_identity(folder, "silo-00")
     request = read_request(folder / "silo-01.request")
+    assert KnownKeys.load(folder).all
     return accepted, own, acceptance_of(folder, folder / "silo-01.request", request)
 
 
@@ -334,6 +383,7 @@ def _kinds() -> dict[str, Kind]:
         "mat": Kind(partial(_mat, _parts), partial(_read_parts, "f.mat")),
         "compressed mat": Kind(partial(_mat, _parts, compressed=True), partial(_read_parts, "f.mat")),
         "hdf5": Kind(partial(_hdf5, _parts), partial(_read_parts, "f.h5")),
+        "arrays in npz": Kind(_npz_parts, partial(_read_parts, "f.npz")),
         "pixels in mat": Kind(partial(_mat, _pixels), partial(_check, "mirflickr", "f.mat")),
         "pixels in hdf5": Kind(partial(_hdf5, _pixels), partial(_check, "mirflickr", "f.h5")),
         "csv": Kind(_csv, partial(_check, "manifest", "list.csv")),
@@ -342,6 +392,8 @@ def _kinds() -> dict[str, Kind]:
         "pictures with texts": Kind(_texts, partial(_check, "folder", "")),
         "metadata.csv": Kind(partial(_imagefolder, "csv"), partial(_check, "folder", "")),
         "metadata.jsonl": Kind(partial(_imagefolder, "jsonl"), partial(_check, "folder", "")),
+        "pictures of other formats": Kind(_other_pictures, partial(_check, "manifest", "list.csv")),
+        "videos": Kind(_videos, _read_videos),
         "parquet": Kind(_parquet, partial(_check, "parquet", "t.parquet")),
         "parquet with paths": Kind(partial(_parquet, paths=True), partial(_check, "parquet", "t.parquet")),
         "arrow": Kind(_arrow, partial(_check, "parquet", "t.arrow")),
@@ -368,6 +420,7 @@ def _kinds() -> dict[str, Kind]:
             partial(_yaml, "tune.yaml", _TUNE, with_scenario=True), lambda folder: tune_file.read(folder / "tune.yaml")
         ),
         "keys": Kind(partial(_files_of, _keys), _read_keys),
+        "own Python file": Kind(_own_file, lambda folder: user_files.adopt(folder / "mine.py")),
         "heads": Kind(_heads, lambda folder: check_expected(str(folder / "heads.json"))),
         "model": Kind(partial(_files_of, _model), _open_model),
         "signed model": Kind(partial(_files_of, _model), verify_model),

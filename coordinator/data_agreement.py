@@ -13,6 +13,7 @@ from coordinator.task_errors import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests
+from fedmq.data.remarks import of_spellings
 from fedmq.errors import InputError
 from fedmq.federation.agreement import FormatError
 from fedmq.federation.population import Population
@@ -128,6 +129,8 @@ def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log
     for silo in data.silos:
         if silo.image != silo.text:  # its operator may have forgotten the other modality
             log.logger.info(f"{silo.name} has {'images' if silo.image else 'captions'} only")
+    for line in of_spellings(data.label_names):  # each site may have its own spelling
+        log.logger.warning("labels of the silos", detail=line)
     roster.offer()
     return data
 

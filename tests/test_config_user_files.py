@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
@@ -288,3 +289,23 @@ def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch
 def test_a_title_has_twelve_digits_of_the_digest() -> None:
     assert user_files.titled(f"mine.py@{'0123456789abcdef' * 4}") == "mine.py@0123456789ab"
     assert user_files.titled("rcsr") == "rcsr"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "deep", "large", "folder", "name"])
+def test_a_file_that_cannot_be_python_is_refused_before_it_is_read_or_compiled(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "mine.py"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "deep":
+            path.write_text("x = " + "-" * 100_000 + "1\n")
+        case "large":
+            path.write_bytes(b"#" * (5 << 20))
+        case "folder":
+            path.mkdir()
+        case "name":
+            path = tmp_path / f"{'x' * 300}.py"
+    with pytest.raises(user_files.UserFileError):
+        user_files.adopt(path)

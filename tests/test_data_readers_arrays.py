@@ -301,7 +301,8 @@ def test_wikipedias_raw_features_take_their_classes_from_the_lists_next_to_them(
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
     scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
     found = read_arrays(Data(name="wikipedia", path=tmp_path / "raw_features.mat"))
-    assert found["labels"].tolist() == [0, 1, 0, 8, 9]
+    assert found["labels"].argmax(axis=1).tolist() == [0, 1, 0, 8, 9]
+    assert (found["labels"].sum(axis=1) == 1).all()
     assert [SPLITS[code] for code in found["split"]] == ["train", "train", "val", "test", "test"]
 
 

@@ -21,7 +21,8 @@ from safetensors.numpy import save_file
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.array_files import Stored
-from fedmq.data.readers.features import label_array, read_features
+from fedmq.data.readers.features import read_features
+from fedmq.data.readers.label_arrays import label_array
 from fedmq.data.splits import draw_split
 from fedmq.errors import InputError
 
@@ -364,3 +365,48 @@ def test_rows_after_an_items_captions_may_have_any_scale(tmp_path: Path) -> None
     text = np.array(arrays()["text"], np.float32)
     text[:, 1:] = 1e-30
     assert read_features(saved(tmp_path, text=text, captions=np.ones(10, np.int64))).captions.sum() == 10
+
+
+# --- the numbers of classes -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=9), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_class_numbers_name_the_labels_that_they_count_or_are_refused(classes: list[int], from_1: bool) -> None:
+    names, numbers = np.array(list("abcdefg")), np.array(classes) + from_1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.npz"
+        np.savez(path, image=np.eye(len(numbers)), text=np.eye(len(numbers)), labels=numbers, label_names=names)
+        if 0 not in numbers and 7 not in numbers:
+            with pytest.raises(InputError, match=r"class numbers \d to \d for 7 label_names', allowed: a 0 among"):
+                read_features(path)
+        else:
+            found = read_features(path)
+            assert found.labels is not None
+            assert [found.label_names[row.argmax()] for row in found.labels] == [names[each] for each in classes]
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_texts_with_the_captions_in_the_last_axis_are_refused(tmp_path: Path, stated: bool) -> None:
+    image, text = np.random.default_rng(0).normal(size=(10, 6)), np.random.default_rng(1).normal(size=(10, 3, 6))
+    captions = {"captions": np.full(10, 3)} if stated else {}
+    turned = np.ascontiguousarray(text.transpose(0, 2, 1))
+    with pytest.raises(InputError, match=r"text: found 'shape \[10, 6, 3\]: 6 captions of 3 numbers for each item"):
+        read_features(saved(tmp_path, image=image, text=turned, **captions))
+    many = read_features(saved(tmp_path, image=image, text=turned, captions=np.arange(10) % 6 + 1))
+    assert many.captions.max() == 6
+    turned[4, 5] = 0  # padding, so that the second axis counts captions
+    assert read_features(saved(tmp_path, image=image, text=turned)).captions.min() == 5
+
+
+def test_one_image_in_all_rows_is_refused_by_name(tmp_path: Path) -> None:
+    split = np.array(["train"] * 6 + ["test"] * 4)
+    with pytest.raises(InputError, match="the same image in all 10 rows"):
+        read_features(saved(tmp_path, image=np.ones((10, 6)), text=np.eye(10), split=split))
+
+
+@pytest.mark.parametrize("name", ["image_test", "text_val", "X_train", "query_images"])
+def test_vectors_of_a_part_next_to_those_of_all_items_are_refused_instead_of_ignored(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: found 'an array of a part of the items"):
+        read_features(saved(tmp_path, **{name: np.ones((4, 6))}))
+    read_features(saved(tmp_path, **{f"{name}_ids": np.arange(4), "hospital": np.ones((10, 2))}))

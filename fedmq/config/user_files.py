@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 import sys
 import threading
@@ -23,10 +24,13 @@ from types import ModuleType
 
 from fedmq.errors import InputError, RunError
 from fedmq.storage.cache import cache_folder
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_bytes
 
 _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.py"
 _REFERENCE = re.compile(rf"(?P<file>{_FILE})@(?P<digest>[0-9a-f]{{64}})")
+#: Maximum size of a file [bytes].
+_MOST_BYTES = 1 << 22
 #: Prevents two threads from executing a file twice, which would create two versions of its classes.
 _LOCK = threading.RLock()
 #: Variable of an executed file with its name, for :func:`place_of_error`.
@@ -74,21 +78,19 @@ def adopt(path: Path) -> str:
     """
     if not re.fullmatch(_FILE, path.name):
         raise UserFileError(str(path), path.name, "a file name of letters, digits, '_', '-' and '.' that ends in .py")
+    if not os.path.lexists(path):
+        raise UserFileError(str(path), "no such file", "a Python file; paths are relative to the scenario's folder")
     try:
-        source = path.read_bytes()
-    except FileNotFoundError:
-        raise UserFileError(
-            str(path), "no such file", "a Python file; paths are relative to the scenario's folder"
-        ) from None
-    except OSError as error:
-        raise UserFileError(str(path), error.strerror or str(error), "a readable Python file") from None
+        source = read_regular(path, "a readable Python file", _MOST_BYTES)
+    except InputError as error:
+        raise UserFileError(error.place, error.found, error.allowed) from None
     try:
         compile(source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         place = f"{path}: line {error.lineno}" if error.lineno else str(path)
         raise UserFileError(place, error.msg, "valid Python") from None
-    except ValueError as error:  # a null byte
-        raise UserFileError(str(path), str(error), "valid Python") from None
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:  # a null byte, or what nests too deeply
+        raise UserFileError(str(path), str(error) or type(error).__name__, "valid Python") from None
     digest = hashlib.sha256(source).hexdigest()
     kept = _copy(digest)
     try:

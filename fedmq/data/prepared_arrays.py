@@ -24,7 +24,7 @@ from pydantic import Field, JsonValue
 
 from fedmq.data.item_modalities import all_present
 from fedmq.data.label_levels import counts_of
-from fedmq.data.remarks import NOTHING, Remarks, of_heldout_labels, of_labels, sentences
+from fedmq.data.remarks import NOTHING, Remarks, of_heldout_labels, of_labels, of_spellings, sentences
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -140,7 +140,8 @@ class Prepared:
         """One line for each property of vectors, captions and labels that is probably unintended."""
         labels = of_labels(counts_of(self.labels, self.label_names), self.n)
         heldout = of_heldout_labels(self.labels, self.label_names, np.asarray(self.split))
-        return [*sentences(self.meta.remarks, equal=False), *labels, *heldout]
+        sites = of_spellings(sorted(set(self.column or ())), "values of the column of partition.column")
+        return [*sentences(self.meta.remarks, equal=False), *labels, *heldout, *sites]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
         """An array of a file.

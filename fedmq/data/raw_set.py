@@ -22,7 +22,7 @@ from fedmq.config.scenario import Data
 from fedmq.data.duplicates import first_of_equals
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.readers.cells import one_spelling
-from fedmq.data.readers.features import MAX_LABELS
+from fedmq.data.readers.label_arrays import MAX_LABELS
 from fedmq.encoders.images import Files, Pictures
 from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError, line_of

@@ -29,6 +29,7 @@ class Remarks(Stored):
         same_images: items whose image vector equals an earlier item's.
         same_texts: captions whose vector equals a caption's of an earlier item.
         known: items of val and test whose image vector equals a training item's.
+        public: further items of val and test whose image vector equals a public item's, on which some methods train.
         near: further items of val and test whose image vector is nearly a training item's.
         copies: captions whose vector equals the image vector of their item.
         placeholders: captions such as ``None`` or ``N/A``, which often stand for a missing value.
@@ -46,6 +47,7 @@ class Remarks(Stored):
     same_images: int = 0
     same_texts: int = 0
     known: int = 0
+    public: int = 0
     near: int = 0
     copies: int = 0
     placeholders: int = 0
@@ -103,16 +105,18 @@ def of_vectors(
     blank = np.array([not row.any() for row in image])
     zero = int((blank if present is None else blank & present[:, 0]).sum())
     first = same_rows(image)
-    same, known, near, copies = int((first < np.arange(len(image))).sum()), 0, 0, 0
+    same, known, public, near, copies = int((first < np.arange(len(image))).sum()), 0, 0, 0, 0
     if split is not None:
         train, *heldout = (SPLITS.index(name) for name in ("train", *_HELD_OUT))
         found_in_training = np.isin(first, first[split == train])
         known = int((np.isin(split, heldout) & found_in_training).sum())
+        found_in_public = np.isin(first, first[split == SPLITS.index("public")]) & ~found_in_training
+        public = int((np.isin(split, heldout) & found_in_public).sum())
         others = np.flatnonzero(np.isin(split, heldout) & ~found_in_training)
         near = int(nearly_equal(image[others], image[split == train]).sum())
     if image.shape[1:] == text.shape[1:]:
         copies = sum(bool(row.any()) and np.array_equal(row, image[at]) for row, at in zip(text, owner, strict=True))
-    more = {"zero_images": zero, "same_images": same, "known": known, "near": near, "copies": copies}
+    more = {"zero_images": zero, "same_images": same, "known": known, "public": public, "near": near, "copies": copies}
     return found.model_copy(update=more)
 
 
@@ -146,6 +150,7 @@ def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> li
         (remarks.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
         (remarks.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
         (remarks.known * known, heldout, "the image vector of a training item"),
+        (remarks.public, heldout, "the image vector of a public item"),
         (remarks.near, heldout, "nearly the image vector of a training item, like one picture that was encoded twice"),
         (remarks.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (remarks.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
@@ -189,14 +194,14 @@ def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
     return lines
 
 
-def of_spellings(names: Iterable[str]) -> list[str]:
-    """One line for labels that probably mean the same: ``X-ray`` and ``x ray``, or ``é`` in two forms of Unicode."""
+def of_spellings(names: Iterable[str], what: str = "labels") -> list[str]:
+    """One line for names of ``what`` that probably mean the same: ``X-ray`` and ``x ray``, or an ``é`` in two forms."""
     alike = defaultdict[str, list[str]](list)
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold().strip(" .")
         alike[_BETWEEN_LETTERS.sub("", folded)].append(name)
     return [
-        f"{len(same)} labels differ only in spelling: {first_few(same)}" for same in alike.values() if len(same) > 1
+        f"{len(same)} {what} differ only in spelling: {first_few(same)}" for same in alike.values() if len(same) > 1
     ]
 
 
@@ -215,10 +220,9 @@ def of_heldout_labels(
         return lines
     for name in _HELD_OUT:
         queries = np.asarray(labels)[split == SPLITS.index(name)][:, fine]
-        gallery = np.asarray(labels)[split == SPLITS.index("database")][:, fine]
         if len(queries) and not queries.any():
             lines.append(f"no item of {name} has a label, so no item is relevant to another one there")
-        shared = queries.all(axis=0) & gallery.all(axis=0) & ~np.asarray(labels)[:, fine].all(axis=0)
+        shared = queries.all(axis=0) & ~np.asarray(labels)[:, fine].all(axis=0)
         if len(queries) >= _SEVERAL and shared.any():
             label = names[fine[int(np.flatnonzero(shared)[0])]]
             lines.append(f"every item of {name} has the label {label}, so each is relevant to all others there")

@@ -3,7 +3,7 @@
 A silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and model
 inputs. Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are
 the list that all silos have, or else the sorted union, to which each silo maps its columns. The same holds for the
-vocabulary of bags of words. Columns without names (``label-000``, ...) must be the same in number.
+vocabulary of bags of words. Columns without names (``label-000``, ...) must have the same numbers.
 """
 
 from __future__ import annotations
@@ -158,9 +158,10 @@ def _labels_differ(name: str, stated: Sequence[str], other: str, reference: Sequ
     if not any(unnamed) or not (stated and reference):
         return None
     if all(unnamed):
-        if len(stated) == len(reference):
+        if tuple(stated) == tuple(reference):
             return None
-        what = f"{name} has {len(stated)} label columns without names, {other} has {len(reference)}"
+        held, others = (f"{len(each)} ({each[0]} to {each[-1]})" for each in (stated, reference))
+        what = f"{name} has {held} label columns without names, {other} has {others}"
     else:
         first, second = (name, other) if unnamed[0] else (other, name)
         what = f"{first} has label columns without names, {second} has names"

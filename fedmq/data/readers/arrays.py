@@ -26,7 +26,6 @@ from fedmq.data.readers.array_files import (
     parts_of,
     recognise,
 )
-from fedmq.data.readers.features import label_array
 from fedmq.data.readers.folders import (
     WIKIPEDIA_CLASSES,
     WIKIPEDIA_LISTS,
@@ -34,6 +33,7 @@ from fedmq.data.readers.folders import (
     wikipedia_photos,
     wikipedia_split,
 )
+from fedmq.data.readers.label_arrays import label_array
 from fedmq.data.readers.pixel_arrays import PixelArray
 from fedmq.data.splits import SPLITS, split_codes
 from fedmq.encoders.images import is_leftover
@@ -122,9 +122,6 @@ def _labels(by_role: StoredByRole, sizes: Mapping[str, int], data: Data) -> dict
             allowed = f"{wide} for each item, as {by_role[first, 'labels'].key} has"
             raise InputError(by_role[part, "labels"].place, f"shape {list(value.shape)}", allowed)
     value = np.concatenate(list(read.values()))
-    if value.ndim == 1:
-        # MATLAB counts classes from 1.
-        value = value - value.min()
     names = level_names(data.name, value.shape[1]) if value.ndim == 2 else ()
     return {"labels": value, **({"label_names": np.array(names)} if names else {})}
 
@@ -151,7 +148,8 @@ def _wikipedia(folder: Path, sizes: Mapping[str, int]) -> dict[str, Array]:
     if {split: len(pairs) for split, pairs in lists.items()} != dict(sizes):
         raise InputError(str(folder), f"lists of {[len(v) for v in lists.values()]} pairs", f"as the arrays: {sizes}")
     numbers = [number for pairs in lists.values() for _, _, number in pairs]
-    return {"labels": np.array(numbers), "label_names": np.array(WIKIPEDIA_CLASSES)}
+    one_hot = np.eye(len(WIKIPEDIA_CLASSES), dtype=np.uint8)[numbers]
+    return {"labels": one_hot, "label_names": np.array(WIKIPEDIA_CLASSES)}
 
 
 def read_arrays(data: Data) -> dict[str, Array]:
@@ -304,9 +302,10 @@ def read_pixels(data: Data) -> RawSet:
     if len(wrong):
         allowed = "finite float32 numbers"
         raise InputError(by_role["all", "text"].place, f"a value in row {wrong[0]} that is not finite", allowed)
+    numbers = np.unique(labels) if labels.ndim == 1 else np.arange(labels.shape[1])
     if labels.ndim == 1:
-        labels = (labels[:, None] == np.unique(labels)).astype(np.uint8)
-    names = level_names(data.name, labels.shape[1]) or tuple(f"label-{i:03d}" for i in range(labels.shape[1]))
+        labels = (labels[:, None] == numbers).astype(np.uint8)
+    names = level_names(data.name, labels.shape[1]) or tuple(f"label-{number:03d}" for number in numbers)
     # MATLAB stores even 0/1 tags as doubles.
     with np.errstate(invalid="ignore"):
         narrow = bag.astype(np.uint8)

@@ -7,7 +7,6 @@ import json
 import tokenize
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,8 @@ import safetensors.numpy
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
+from fedmq.data.readers.array_files import meaning
+from fedmq.data.readers.label_arrays import labels_of, unique_strings
 from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
@@ -30,7 +31,6 @@ Array = npt.NDArray[Any]
 
 PRESENT = ("image_present", "text_present")
 KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename", *PRESENT)
-MAX_LABELS = 10_000
 FLOATS = ("float16", "float32", "float64")
 CHUNK = 4096  # rows per check for finite values
 
@@ -139,6 +139,10 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
             raise InputError(
                 f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
             )
+    for name in names:
+        if name not in (*KNOWN, column) and _is_part(name, read, broken):
+            allowed = "image and text with all items, and split [n] with the part of each"
+            raise InputError(f"{path}: {name}", "an array of a part of the items, which would be ignored", allowed)
     if column is not None and (column in KNOWN or column not in names):
         others = [name for name in names if name not in KNOWN]
         found = f"keys {', '.join(others)} in addition to the known ones" if others else "only the known keys"
@@ -150,6 +154,15 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
         except broken as error:
             raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
     return arrays
+
+
+def _is_part(name: str, read: Callable[[str], Array], broken: tuple[type[Exception], ...]) -> bool:
+    """Whether a name such as ``image_test`` is that of the images or texts of one part, and the array holds vectors."""
+    part, role = meaning(name) or ("all", "labels")
+    try:
+        return part != "all" and role != "labels" and read(name).ndim > 1
+    except broken:  # damaged arrays of other names are ignored
+        return False
 
 
 def _line(error: BaseException) -> str:
@@ -260,83 +273,23 @@ def _captions(
     return np.where(with_text, value, 0).astype(np.int64)
 
 
-def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
-    if value.shape != (count,) or value.dtype.kind not in "US":
-        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings [{count}]")
-    try:
-        names = tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
-    for item in names:
-        try:
-            item.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
-    if len(set(names)) != len(names):
-        twice = next(item for item, count in Counter(names).items() if count > 1)
-        raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")
-    return names
-
-
-def label_array(place: str, value: Array, n: int) -> Array:
-    """Labels by the one rule of all array files: class numbers int64 [n] or multi-hot uint8 [n, L].
-
-    A column [n, 1] or a row [1, n] is a vector of class numbers, also if these are 0 and 1. Whole floating-point
-    numbers are whole numbers (MATLAB's default type is double), and multi-hot labels may be -1 and 1.
+def _check_axes(path: Path, shape: tuple[int, ...], captions: npt.NDArray[np.int64], *, stated: bool) -> None:
+    """Refuse texts [n, C, d] that are probably [n, d, C]: more captions than numbers in each, without gaps or reason.
 
     Args:
-        place: the array, for error messages.
-        value: the stored array.
-        n: number of items.
-
-    Raises:
-        InputError: another shape, or values that are neither class numbers nor multi-hot labels.
+        path: the file, for the error message.
+        shape: shape of the texts.
+        captions: numbers of captions of the items that have some.
+        stated: whether the file states these numbers.
     """
-    allowed = f"class numbers [{n}] or multi-hot 0/1 [{n}, L]"
-    if value.shape in ((n, 1), (1, n)):
-        value = value.reshape(-1)
-    if value.dtype.kind not in "iufb" or value.ndim not in (1, 2) or len(value) != n:
-        raise InputError(place, f"{value.dtype} {list(value.shape)}", allowed)
-    if value.dtype.kind == "f":
-        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
-            raise InputError(place, "values that are not whole", allowed)
-        value = value.astype(np.int64)
-    if value.ndim == 1:
-        value = value.astype(np.int64)
-        if len(value) and value.min() < 0:
-            raise InputError(place, int(value.min()), "class numbers from 0 or 1")
-        return value
-    lowest = -1 if (value < 0).any() else 0  # published .mat files use either -1 and 1 or 0 and 1
-    if (other := value[(value != lowest) & (value != 1)]).size:
-        raise InputError(place, int(other.flat[0]), f"multi-hot labels of {lowest} and 1")
-    return (value > 0).astype(np.uint8)
-
-
-def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
-    """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L]."""
-    place = f"{path}: labels"
-    if value.shape == (n, 1) and names is not None and names.shape == (1,):
-        multi = (value == 1).astype(np.uint8)  # the file names one label, which an item has or lacks
-        if not ((value == 0) | multi.astype(np.bool_)).all():
-            raise InputError(place, f"shape {list(value.shape)} and other values", "0 and 1 for one label name")
-        return multi, _names(path, "label_names", names, 1)
-    value = label_array(place, value, n)
-    if value.ndim == 1:
-        first = int(value.min() == 1)  # MATLAB counts classes from 1
-        count = int(value.max()) + 1 - first
-        if names is not None and names.ndim == 1:
-            first, count = int(value.min() >= 1 and value.max() == len(names)), len(names)
-        if value.max() - first >= min(count, MAX_LABELS):
-            raise InputError(place, int(value.max()), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
-        multi = np.zeros((n, count), dtype=np.uint8)
-        multi[np.arange(n), value - first] = 1
-    else:
-        if not 1 <= value.shape[1] <= MAX_LABELS:
-            raise InputError(place, f"shape {list(value.shape)}", f"1 to {MAX_LABELS} columns of 0 and 1")
-        multi = value
-    if names is None:
-        return multi, tuple(f"label-{index:03d}" for index in range(multi.shape[1]))
-    return multi, _names(path, "label_names", names, multi.shape[1])
+    n, most, width = shape
+    if most <= width or not len(captions) or (captions.max() == most if stated else captions.min() < most):
+        return
+    found = f"shape {[n, most, width]}: {most} captions of {width} numbers for each item"
+    allowed = f"[{n}, captions, numbers]"
+    if stated:
+        raise InputError(f"{path}: text", f"{found}, of which at most {captions.max()} are used", allowed)
+    raise InputError(f"{path}: text", found, f"{allowed}; a key captions [{n}] if there are so many")
 
 
 def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
@@ -389,6 +342,7 @@ def checked(
         raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
     text = text if text.ndim == 3 else text[:, None, :]
     captions = _captions(path, arrays.get("captions"), text, present)
+    _check_axes(path, text.shape, captions[captions > 0], stated="captions" in arrays)
     kept = text[np.arange(text.shape[1]) < np.maximum(captions, 1)[:, None]]
     _check_lengths(path, "image", image, np.arange(n))
     _check_lengths(path, "text", kept, np.repeat(np.arange(n), np.maximum(captions, 1)))
@@ -396,7 +350,7 @@ def checked(
     labels: npt.NDArray[np.uint8] | None = None
     label_names: tuple[str, ...] = ()
     if "labels" in arrays:
-        labels, label_names = _labels(path, arrays["labels"], n, arrays.get("label_names"))
+        labels, label_names = labels_of(path, arrays["labels"], n, arrays.get("label_names"))
     key = next((name for name in ("keys", "filename") if name in arrays), None)
     given = split_codes(path, arrays["split"], n) if "split" in arrays else None
     found = FeatureSet(
@@ -407,7 +361,7 @@ def checked(
         label_names=label_names,
         split=np.zeros(n, np.uint8) if given is None else given,
         split_given=given is not None,
-        keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
+        keys=unique_strings(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
         present=present,
         column=None if column is None else _values(path, column, arrays[column], n),
     )
@@ -435,7 +389,7 @@ def _one_item_per_image(path: Path, found: FeatureSet) -> FeatureSet:
     items, item = np.unique(first, return_inverse=True)
     if len(items) == n:
         return found
-    if len(items) < 2:
+    if not same.any():
         raise InputError(f"{path}: image", f"the same image in all {n} rows", "at least 2 images")
     order = np.argsort(item, kind="stable")
     counts, starts = np.maximum(found.captions, 1), first_rows(found.captions)

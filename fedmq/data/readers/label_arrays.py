@@ -1,0 +1,111 @@
+"""Labels of items in arrays: class numbers or multi-hot, and the names of labels and items."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.errors import InputError
+
+Array = npt.NDArray[Any]
+
+MAX_LABELS = 10_000
+
+
+def unique_strings(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
+    """The different strings of an array of this length.
+
+    Raises:
+        InputError: another length or type, bytes or characters that are not Unicode, or equal strings.
+    """
+    if value.shape != (count,) or value.dtype.kind not in "US":
+        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings [{count}]")
+    try:
+        names = tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
+    for item in names:
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
+    if len(set(names)) != len(names):
+        twice = next(item for item, count in Counter(names).items() if count > 1)
+        raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")
+    return names
+
+
+def label_array(place: str, value: Array, n: int) -> Array:
+    """Labels by the one rule of all array files: class numbers int64 [n] or multi-hot uint8 [n, L].
+
+    A column [n, 1] or a row [1, n] is a vector of class numbers, also if these are 0 and 1. Whole floating-point
+    numbers are whole numbers (MATLAB's default type is double), and multi-hot labels may be -1 and 1.
+
+    Args:
+        place: the array, for error messages.
+        value: the stored array.
+        n: number of items.
+
+    Raises:
+        InputError: another shape, or values that are neither class numbers nor multi-hot labels.
+    """
+    allowed = f"class numbers [{n}] or multi-hot 0/1 [{n}, L]"
+    if value.shape in ((n, 1), (1, n)):
+        value = value.reshape(-1)
+    if value.dtype.kind not in "iufb" or value.ndim not in (1, 2) or len(value) != n:
+        raise InputError(place, f"{value.dtype} {list(value.shape)}", allowed)
+    if value.dtype.kind == "f":
+        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
+            raise InputError(place, "values that are not whole", allowed)
+        value = value.astype(np.int64)
+    if value.ndim == 1:
+        value = value.astype(np.int64)
+        if len(value) and value.min() < 0:
+            raise InputError(place, int(value.min()), "class numbers from 0 or 1")
+        return value
+    lowest = -1 if (value < 0).any() else 0  # published .mat files use either -1 and 1 or 0 and 1
+    if (other := value[(value != lowest) & (value != 1)]).size:
+        raise InputError(place, int(other.flat[0]), f"multi-hot labels of {lowest} and 1")
+    return (value > 0).astype(np.uint8)
+
+
+def labels_of(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
+    """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L].
+
+    Without ``names``, labels are named by the numbers of the file: of classes, or of columns from 0. So two files fit
+    together only if both count from the same number.
+
+    Raises:
+        InputError: invalid labels or names, or class numbers that may count the names from 0 or from 1.
+    """
+    place = f"{path}: labels"
+    if value.shape == (n, 1) and names is not None and names.shape == (1,):
+        multi = (value == 1).astype(np.uint8)  # the file names one label, which an item has or lacks
+        if not ((value == 0) | multi.astype(np.bool_)).all():
+            raise InputError(place, f"shape {list(value.shape)} and other values", "0 and 1 for one label name")
+        return multi, unique_strings(path, "label_names", names, 1)
+    value, first = label_array(place, value, n), 0
+    if value.ndim == 1:
+        lowest, highest = int(value.min()), int(value.max())
+        first = int(lowest == 1)  # MATLAB counts classes from 1
+        count = highest + 1 - first
+        if names is not None and names.ndim == 1:
+            first, count = int(lowest >= 1 and highest == len(names)), len(names)
+            if lowest >= 1 and highest < count:
+                allowed = f"a 0 among them if they count from 0, a {count} if from 1; or multi-hot 0/1 [{n}, {count}]"
+                raise InputError(place, f"class numbers {lowest} to {highest} for {count} label_names", allowed)
+        if value.max() - first >= min(count, MAX_LABELS):
+            raise InputError(place, int(value.max()), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
+        multi = np.zeros((n, count), dtype=np.uint8)
+        multi[np.arange(n), value - first] = 1
+    else:
+        if not 1 <= value.shape[1] <= MAX_LABELS:
+            raise InputError(place, f"shape {list(value.shape)}", f"1 to {MAX_LABELS} columns of 0 and 1")
+        multi = value
+    if names is None:
+        return multi, tuple(f"label-{index:03d}" for index in range(first, first + multi.shape[1]))
+    return multi, unique_strings(path, "label_names", names, multi.shape[1])

@@ -122,6 +122,8 @@ def test_all_processes_of_a_scenario_log_to_one_file(tiny: Path, tmp_path: Path)
     silos = {f"silo-0{index}" for index in range(4)}
     assert {line["process"] for line in found} == {"coordinator", "evaluator", *silos}
     assert [line["round"] for line in found if line["event"] == "merged"] == [1, 2, 3, 4]
-    peers = [(line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line]
-    assert {peer for event, peer in peers if event == "connected"} == {"evaluator", *silos}
-    assert {peer for event, peer in peers if event == "joined"} == silos
+    by_coordinator = [
+        (line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line
+    ]
+    assert {peer for event, peer in by_coordinator if event == "connected"} == {"evaluator", *silos}
+    assert {peer for event, peer in by_coordinator if event == "joined"} == silos

@@ -119,6 +119,7 @@ def _without_queries(folder: Path) -> None:
         (lambda folder: _changed(folder / "config.json", num_labels=1 << 31), r"num_labels: found '2147483648'"),
         (lambda folder: _changed(folder / "config.json", intermediate_size=1 << 20), r"[\d,]+ parameters"),
         (lambda folder: (folder / "modules.json").write_text('[{"type": "os.system", "path": ""}]'), "os.system"),
+        (lambda folder: (folder / "modules.json").write_text("[]"), "begins with a Transformer"),
         (
             lambda folder: (folder / "modules.json").write_text(
                 '[{"type": "sentence_transformers.models.Pooling", "path": "../.."}]'

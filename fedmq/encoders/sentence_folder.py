@@ -58,8 +58,11 @@ def check_folder(folder: Path, place: str) -> None:
     Raises:
         InputError: see above, or a file is damaged, or no regular file.
     """
-    found = _weights(folder, place)
-    for path, kind in _modules(folder, place):
+    found, modules = _weights(folder, place), list(_modules(folder, place))
+    if [kind for _, kind in modules[:1]] != ["Transformer"]:
+        beginning = modules[0][1] if modules else "no module"
+        raise InputError(f"{place}: {folder / 'modules.json'}", beginning, "a list that begins with a Transformer")
+    for path, kind in modules:
         if kind == "Transformer":
             _check_network(path, found, place)
         elif (path / "config.json").exists():

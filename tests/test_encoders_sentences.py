@@ -148,6 +148,9 @@ def test_a_dense_layer_larger_than_its_weights_is_refused(bert: Path, tmp_path: 
     _changed(tmp_path / "all" / "2_Dense" / "config.json", out_features=1 << 20)
     with pytest.raises(InputError, match=r"2_Dense/config\.json: found '\[32, 1048576\]'"):
         sentences.load(tmp_path / "all", "cpu")
+    (tmp_path / "all" / "2_Dense" / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"2_Dense/config\.json: found '\[None, None\]'"):
+        sentences.load(tmp_path / "all", "cpu")
 
 
 def test_an_encoder_that_computes_no_number_is_refused(bert: Path) -> None:

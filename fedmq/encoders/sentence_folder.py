@@ -68,7 +68,7 @@ def check_folder(folder: Path, place: str) -> None:
         elif (path / "config.json").exists():
             described = _read(path / "config.json", place)
             _check_numbers(path / "config.json", described, found, place)
-            sizes = [described.get(name) for name in _DENSE] if isinstance(described, dict) else []
+            sizes = [described.get(name) if isinstance(described, dict) else None for name in _DENSE]
             if kind == "Dense":
                 _check_dense(path, sizes, found, place)
 

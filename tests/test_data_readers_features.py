@@ -376,14 +376,34 @@ def test_class_numbers_name_the_labels_that_they_count_or_are_refused(classes: l
     names, numbers = np.array(list("abcdefg")), np.array(classes) + from_1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.npz"
-        np.savez(path, image=np.eye(len(numbers)), text=np.eye(len(numbers)), labels=numbers, label_names=names)
+        stored = {"image": np.eye(len(numbers)), "text": np.eye(len(numbers)), "labels": numbers, "label_names": names}
+        np.savez(path, **stored)
         if 0 not in numbers and 7 not in numbers:
-            with pytest.raises(InputError, match=r"class numbers \d to \d for 7 label_names', allowed: a 0 among"):
+            with pytest.raises(InputError, match=r"class numbers \d to \d for 7 label_names', allowed: a key first_"):
                 read_features(path)
-        else:
-            found = read_features(path)
-            assert found.labels is not None
-            assert [found.label_names[row.argmax()] for row in found.labels] == [names[each] for each in classes]
+            np.savez(path, **stored, first_class=int(from_1))
+        found = read_features(path)
+        assert found.labels is not None
+        assert [found.label_names[row.argmax()] for row in found.labels] == [names[each] for each in classes]
+
+
+@pytest.mark.parametrize(
+    ("first_class", "numbers", "message"),
+    [
+        (2, [0, 1], "first_class: found 2, allowed: 0 or 1, the number of the first class"),
+        ([0, 1], [0, 1], r"first_class: found 'int64 \[2\]', allowed: 0 or 1"),
+        ("1", [1, 2], "first_class: found '1', allowed: 0 or 1"),
+        (1, [0, 1], "labels: found 0, allowed: class numbers 1 to 3"),
+        (0, [0, 3], "labels: found 3, allowed: class numbers 0 to 2"),
+        (1, [1, 4], "labels: found 4, allowed: class numbers 1 to 3"),
+    ],
+)
+def test_class_numbers_outside_the_stated_ones_are_refused(
+    tmp_path: Path, first_class: object, numbers: list[int], message: str
+) -> None:
+    stated = {"labels": np.array(numbers * 5), "label_names": np.array(list("abc")), "first_class": first_class}
+    with pytest.raises(InputError, match=message):
+        read_features(saved(tmp_path, **{name: np.array(value) for name, value in stated.items()}))
 
 
 @pytest.mark.parametrize("stated", [False, True])

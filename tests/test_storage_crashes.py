@@ -120,6 +120,13 @@ def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -
         assert log.records == 2
 
 
+def test_lines_are_appended_to_regular_files_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"metrics\.jsonl: found 'no regular file'"):
+        run_folder.append_line(path, {"a": 1})
+
+
 @pytest.mark.slow
 def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

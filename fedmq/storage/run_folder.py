@@ -304,10 +304,12 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
         durable: also wait until the line is on disk, for files that must survive a power failure.
 
     Raises:
-        InputError: the file cannot be written there.
+        InputError: the file cannot be written there, or is no regular file.
         DiskError: the disk is full or broken.
     """
     unwritten = memoryview(json.dumps(record).encode() + b"\n")
+    if path.exists() and not path.is_file():  # opening a pipe waits for its reader
+        raise InputError(str(path), "no regular file", "a regular file, or none")
     with writing(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:

@@ -30,7 +30,7 @@ from fedmq.errors import InputError
 Array = npt.NDArray[Any]
 
 PRESENT = ("image_present", "text_present")
-KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename", *PRESENT)
+KNOWN = ("image", "text", "captions", "labels", "label_names", "first_class", "split", "keys", "filename", *PRESENT)
 FLOATS = ("float16", "float32", "float64")
 CHUNK = 4096  # rows per check for finite values
 
@@ -350,7 +350,7 @@ def checked(
     labels: npt.NDArray[np.uint8] | None = None
     label_names: tuple[str, ...] = ()
     if "labels" in arrays:
-        labels, label_names = labels_of(path, arrays["labels"], n, arrays.get("label_names"))
+        labels, label_names = labels_of(path, arrays["labels"], n, arrays.get("label_names"), arrays.get("first_class"))
     key = next((name for name in ("keys", "filename") if name in arrays), None)
     given = split_codes(path, arrays["split"], n) if "split" in arrays else None
     found = FeatureSet(
@@ -417,9 +417,9 @@ def read_features(path: Path, seed: int = 0, column: str | None = None) -> Featu
     Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64; one of
     them is left out if no item has that modality. Optional:
     ``captions`` int [n]; ``labels`` int [n] or 0/1 [n, L]; ``label_names`` strings [L] (in a .safetensors file a JSON
-    list in the metadata); ``split`` [n] of train, val, test, public, database or 0 to 4; ``keys`` (or ``filename``)
-    strings [n]; ``image_present`` and ``text_present`` bool [n], for items that lack one of the two, whose row in
-    ``image`` or ``text`` is ignored. Other keys are ignored.
+    list in the metadata); ``first_class`` 0 or 1, the number of the first class; ``split`` [n] of train, val, test,
+    public, database or 0 to 4; ``keys`` (or ``filename``) strings [n]; ``image_present`` and ``text_present`` bool [n],
+    for items that lack one of the two, whose row in ``image`` or ``text`` is ignored. Other keys are ignored.
 
     Args:
         path: .npz or .safetensors file.

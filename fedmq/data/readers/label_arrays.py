@@ -73,16 +73,28 @@ def label_array(place: str, value: Array, n: int) -> Array:
     return (value > 0).astype(np.uint8)
 
 
-def labels_of(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
+def labels_of(
+    path: Path, value: Array, n: int, names: Array | None, first_class: Array | None = None
+) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
     """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L].
 
     Without ``names``, labels are named by the numbers of the file: of classes, or of columns from 0. So two files fit
     together only if both count from the same number.
 
+    Args:
+        path: the file, for error messages.
+        value: the stored labels.
+        n: number of items.
+        names: the stored names [L], if any.
+        first_class: the number of the first class, a single 0 or 1; found from the class numbers if not given.
+
     Raises:
-        InputError: invalid labels or names, or class numbers that may count the names from 0 or from 1.
+        InputError: invalid labels, names or first class, or class numbers that may count the names from 0 or from 1.
     """
     place = f"{path}: labels"
+    if first_class is not None and (first_class.size != 1 or first_class.item() not in (0, 1)):
+        found = first_class.item() if first_class.size == 1 else f"{first_class.dtype} {list(first_class.shape)}"
+        raise InputError(f"{path}: first_class", found, "0 or 1, the number of the first class")
     if value.shape == (n, 1) and names is not None and names.shape == (1,):
         multi = (value == 1).astype(np.uint8)  # the file names one label, which an item has or lacks
         if not ((value == 0) | multi.astype(np.bool_)).all():
@@ -91,15 +103,18 @@ def labels_of(path: Path, value: Array, n: int, names: Array | None) -> tuple[np
     value, first = label_array(place, value, n), 0
     if value.ndim == 1:
         lowest, highest = int(value.min()), int(value.max())
-        first = int(lowest == 1)  # MATLAB counts classes from 1
+        first = int(lowest == 1) if first_class is None else int(first_class.item())  # MATLAB counts from 1
         count = highest + 1 - first
         if names is not None and names.ndim == 1:
-            first, count = int(lowest >= 1 and highest == len(names)), len(names)
-            if lowest >= 1 and highest < count:
-                allowed = f"a 0 among them if they count from 0, a {count} if from 1; or multi-hot 0/1 [{n}, {count}]"
+            count = len(names)
+            if first_class is None:
+                first = int(lowest >= 1 and highest == count)
+            if first_class is None and lowest >= 1 and highest < count:
+                allowed = "a key first_class of 0 or 1, as they may count the names from either"
                 raise InputError(place, f"class numbers {lowest} to {highest} for {count} label_names", allowed)
-        if value.max() - first >= min(count, MAX_LABELS):
-            raise InputError(place, int(value.max()), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
+        last = first + min(count, MAX_LABELS) - 1
+        if lowest < first or highest > last:
+            raise InputError(place, lowest if lowest < first else highest, f"class numbers {first} to {last}")
         multi = np.zeros((n, count), dtype=np.uint8)
         multi[np.arange(n), value - first] = 1
     else:

@@ -54,14 +54,19 @@ def _begun() -> _Parts:
     return model, optimisers, numpy_generator(0, "order"), torch_generator(0, "dropout")
 
 
-@cache
-def _trained() -> Mapping[str, Tensor]:
-    """A snapshot after two of four epochs."""
-    model, optimisers, order, dropout = _begun()
+def _step(model: TwoTower, optimisers: Mapping[str, FusedOptimiser]) -> None:
+    """One step of each optimiser with gradients of one."""
     for name, each in optimisers.items():
         for part in model.within([model.branch(name)]):
             part.grad = torch.ones_like(part)
         each.step()
+
+
+@cache
+def _trained() -> Mapping[str, Tensor]:
+    """A snapshot after two of four epochs."""
+    model, optimisers, order, dropout = _begun()
+    _step(model, optimisers)
     order.random(5)
     torch.rand(3, generator=dropout)
     return _epochs.snapshot(_TASK, 2, model, optimisers, order, dropout, torch.tensor([1.5, 8.0], dtype=torch.float64))
@@ -117,10 +122,7 @@ def _read_forged_snapshot(folder: Path) -> None:
             facts = {"digest": personal_state._digest(owner, tensors), "owner": owner}
             write_tensors(path, tensors, facts)
     _, (model, optimisers, order, dropout) = _restored(folder)
-    for name, each in optimisers.items():
-        for part in model.within([model.branch(name)]):
-            part.grad = torch.ones_like(part)
-        each.step()
+    _step(model, optimisers)
     order.permutation(5)
     torch.rand(3, generator=dropout)
 

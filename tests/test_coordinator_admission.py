@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def decide(found: OwnDataAdmission, name: str, held: DataFormat = FORMAT) -> Any
     ],
 )
 def test_a_process_that_states_other_data_than_the_partition_gives_it_is_refused(
-    change: dict[str, Any], line: str
+    change: Mapping[str, Any], line: str
 ) -> None:
     """The coordinator used to admit it, and every record of the run then showed its numbers."""
     counts = np.zeros((5, 3), np.int64)

@@ -289,7 +289,9 @@ def _check_axes(path: Path, shape: tuple[int, ...], captions: npt.NDArray[np.int
     allowed = f"[{n}, captions, numbers]"
     if stated:
         raise InputError(f"{path}: text", f"{found}, of which at most {captions.max()} are used", allowed)
-    raise InputError(f"{path}: text", found, f"{allowed}; a key captions [{n}] if there are so many")
+    raise InputError(
+        f"{path}: text", found, f"{allowed}; if each item has {most} captions, a key captions [{n}] with their numbers"
+    )
 
 
 def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from fedmq.config.faults import (
     Fault,
     ModalityGained,
     ModalityLost,
+    Persistent,
     Poison,
-    Standing,
     TaskFault,
     Timed,
 )
@@ -26,7 +26,7 @@ from fedmq.errors import InputError
 from fedmq.federation.fault_effects import TaskOutcome, outcome_after
 from fedmq.federation.protocol import SiloFacts
 
-_TIMED, _POISON, _STANDING = get_args(Timed), get_args(Poison), get_args(Standing)
+_TIMED, _POISON, _PERSISTENT = get_args(Timed), get_args(Poison), get_args(Persistent)
 
 
 class FaultHit(NamedTuple):
@@ -150,9 +150,9 @@ class FaultSchedule:
             if isinstance(strike.fault, _POISON)
         ]
 
-    def standing(self, silo: str, round_: int) -> tuple[FaultHit, ...]:
+    def persistent(self, silo: str, round_: int) -> tuple[FaultHit, ...]:
         """The faults of a silo's data that are active in a round."""
-        return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _STANDING))
+        return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _PERSISTENT))
 
     def generator(self, place: int, silo: str) -> np.random.Generator:
         """The generator of a fault of a silo's data, the same for all tasks."""

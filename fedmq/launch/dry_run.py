@@ -26,8 +26,8 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.hosting import limits_here, plan_hosting
 from fedmq.launch.rehearsal import Answer, Rehearsal, Step, measured_step, rehearse, seconds_of
-from fedmq.progress import Progress
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
 
 #: A task that takes longer than this is estimated from one step [s].
 _LONG_TASK = 10.0

@@ -16,7 +16,6 @@ from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.extras import package
 from fedmq.launch.peer_records import (
     PeerArguments,
     PeerFiles,
@@ -30,6 +29,7 @@ from fedmq.launch.peer_records import (
 )
 from fedmq.launch.private_folder import PEER, private_folder
 from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
+from fedmq.packages import package
 from fedmq.storage.run_folder import RunFolder
 
 #: Time to wait for a cluster's machine [s].

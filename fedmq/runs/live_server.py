@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from fedmq.config.loader import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs import html_side_by_side, report_figures
 from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful

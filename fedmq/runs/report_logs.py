@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmq.progress import Progress, tell
 from fedmq.runs.html_timeline import LogFacts, add_record
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress, tell
 from fedmq.wire.log_records import MessageRecord, read_records
 from fedmq.wire.messages import COORDINATOR
 from fedmq.wire.sent_payloads import SentPayloads, sent_payloads

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs.run_records import (
     EvaluationLine,
     MergeLine,

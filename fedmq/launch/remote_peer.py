@@ -19,7 +19,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from fedmq.config.faults import Freeze
 from fedmq.config.scenario import Scenario
@@ -121,13 +120,16 @@ class RemoteProcess(ABC):
         return ended.code
 
 
-class Cluster(Protocol):
-    """Machines on which an existing engine places processes."""
+class Cluster(ABC):
+    """Machines on which an existing engine places processes.
 
-    @property
-    def bind(self) -> str:
-        """The address at which the coordinator listens, so that these machines reach it."""
+    Attributes:
+        bind: the address at which the coordinator listens, so that these machines reach it.
+    """
 
+    bind: str
+
+    @abstractmethod
     def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
         """Start a silo, a host or the evaluator where it finds a place."""
 

@@ -27,7 +27,7 @@ from fedmq.storage.json_files import Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.fields import FieldError
-from fedmq.wire.keys import Identity
+from fedmq.wire.keys import Identity, public_key_of
 from fedmq.wire.layout import MAX_BYTES, Layout
 from fedmq.wire.payloads import ClassPrototypes, Memory, Payload
 
@@ -244,10 +244,10 @@ def verify_model(folder: Path) -> Verified:
     for name in made.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise InputError(f"{path}: files", name, "paths within the folder")
-    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(made.key))
     try:
+        key = public_key_of(bytes.fromhex(made.key))
         key.verify(bytes.fromhex(made.signature), _signed(made.signer, made.files))
-    except InvalidSignature:
+    except (InvalidSignature, ValueError):
         raise InputError(str(path), "a signature that does not fit its list of files", _ALLOWED) from None
     found = _digests(folder)
     differences = []

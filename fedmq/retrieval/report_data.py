@@ -24,7 +24,7 @@ from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
 from fedmq.retrieval.gallery_data import caption_texts
 from fedmq.retrieval.released_model import Release
-from fedmq.runs.report_records import Example, ReportData, ReportHit, ReportItem, Space
+from fedmq.runs.report.data import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
 from fedmq.text import Progress
 

@@ -35,11 +35,11 @@ from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.evaluation.user_metrics import measures_of
+from fedmq.evaluation.custom_metrics import measures_of
+from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.run_data import RunData
-from fedmq.malloc import keep_buffers
-from fedmq.runs import html_report, prometheus
+from fedmq.runs import prometheus
+from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
@@ -51,7 +51,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
-from fedmq.wire.sealed_sessions import TAG_BYTES
+from fedmq.wire.sealed_sessions import TAG_BYTES, keep_buffers
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
@@ -385,7 +385,7 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                html_report.write(run_context.folder)
+                run_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):

@@ -23,14 +23,13 @@ from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import difference, unknown_name
+from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
-from fedmq.federation.site_data import SiteData
-from fedmq.progress import Progress
+from fedmq.packages import versions
 from fedmq.runs.status import StatusFile, status_of
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted
-from fedmq.version import versions
+from fedmq.text import Progress, counted
 from fedmq.wire.connection_troubles import SAME_SCENARIO
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
@@ -41,7 +40,7 @@ from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
-from protocols._missing_branch import shortened
+from protocols.parts.missing_branch import shortened
 from silos.program import Silo, SiloArguments
 from silos.start_checks import check_device
 

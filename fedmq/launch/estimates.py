@@ -1,0 +1,472 @@
+"""What a scenario would run, and estimates of its time, memory and traffic: ``fedmq scenario --check``.
+
+The first rounds are carried out in this process and discarded, or a single training step if a task is long. Nothing is
+sent, and what is written goes to a temporary folder. ``python -m benchmarks --only estimates`` compares the estimates
+with runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+import protocols
+from coordinator.build_run_context import run_context_of
+from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.program import CoordinatorArguments, run_coordinator
+from fedmq.config.resolve import ResolvedRun
+from fedmq.config.scenario import Scenario
+from fedmq.data.extract import ExtractionPlan
+from fedmq.data.prepare import prepare
+from fedmq.errors import FedmqError, InputError
+from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import SiloFacts, Task
+from fedmq.launch.processes import limits_here, plan_hosting
+from fedmq.launch.supervisor import inline_peers
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Payload, tensor_bytes
+from protocols.parts.missing_branch import shortened
+from silos.preflight import first_items
+from silos.program import Silo, SiloArguments
+
+#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
+_MERGES, _MOST_SECONDS = 3, 15.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One task or evaluation, as its silo or the evaluator carried it out.
+
+    Args:
+        name: name of the silo or the evaluator.
+        seconds: time that it took [s].
+        down: size of the request's payloads [bytes].
+        up: size of the answer's payloads [bytes].
+    """
+
+    name: str
+    seconds: float
+    down: int
+    up: int
+
+
+@dataclass
+class Rehearsal:
+    """What the first rounds took.
+
+    Args:
+        tasks: the tasks in order; each silo's first one is slower, as libraries start up.
+        evaluations: the evaluations in order.
+        merges: number of merges.
+        seconds: time of the rounds with their evaluations [s].
+    """
+
+    tasks: list[Answer] = field(default_factory=list)
+    evaluations: list[Answer] = field(default_factory=list)
+    merges: int = 0
+    seconds: float = 0.0
+
+    def of(self, names: Sequence[str]) -> list[Answer]:
+        """The tasks of some silos."""
+        return [each for each in self.tasks if each.name in names]
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Time of an evaluation: the shortest [s]."""
+        return min((each.seconds for each in self.evaluations), default=0.0)
+
+    @property
+    def merge_seconds(self) -> float:
+        """Time of a merge and of the coordinator's other work for a round [s]."""
+        others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
+        return max(0.0, self.seconds - others) / max(1, self.merges)
+
+
+def seconds_of(answers: Sequence[Answer]) -> float:
+    """Median time of tasks, without the first third, in which libraries start up [s]."""
+    later = answers[len(answers) // 3 :]
+    return statistics.median(each.seconds for each in later)
+
+
+def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
+    """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
+
+    Args:
+        run: the run.
+        population: its data.
+
+    Raises:
+        FedmqError: a task failed, or the run would be refused.
+    """
+    run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
+    found, began = Rehearsal(), time.monotonic()
+
+    def peers(name: Path, same: Population) -> dict[str, PeerFunction]:
+        answers = inline_peers(run, RunFolder(name), population.prepared.folder, same)
+        return {each: partial(_timed, found, each, answer) for each, answer in answers.items()}
+
+    def note(status: Status) -> None:
+        found.merges = status.round
+        if status.round:
+            found.seconds = time.monotonic() - began
+
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        place = Path(name)
+        run_coordinator(
+            CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder),
+            status=note,
+            stop_wanted=lambda: found.merges >= _MERGES or time.monotonic() - began > _MOST_SECONDS,
+            peers=partial(peers, place),
+        )
+    return found
+
+
+def _timed(found: Rehearsal, name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
+    began = time.monotonic()
+    payloads = answer(message)
+    seconds = time.monotonic() - began
+    kept = found.tasks if message.header.kind is Kind.TASK else found.evaluations
+    kept.append(Answer(name, seconds, size_of(message.payloads), size_of(payloads)))
+    return payloads
+
+
+def size_of(payloads: Sequence[Payload]) -> int:
+    """Size of payload tensors [bytes], as the summary counts traffic."""
+    return sum(map(tensor_bytes, payloads))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of one silo.
+
+    Args:
+        seconds: time of a whole task, estimated from the step [s].
+        memory: growth of this process's peak memory; 0 if it needed more before [bytes].
+        down: size of the task [bytes].
+        up: size of the reply [bytes].
+    """
+
+    seconds: float
+    memory: int
+    down: int
+    up: int
+
+
+def measured_step(run: ResolvedRun, population: Population, name: str) -> Step | None:
+    """Measure the second of two equal steps of a silo; None if the method never selects it.
+
+    Raises:
+        FedmqError: the step failed.
+    """
+    scenario = run.scenario
+    before, most = psutil.Process().memory_info().rss, _peak()
+    model = population.build_model(scenario, device_of(scenario.device), ("image", "text"))
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as folder:
+        place = Path(folder)
+        arguments = SiloArguments(run, name, InProcessPeers.uri, place, place, data=population.prepared.folder)
+        silo = Silo(arguments, population, model, noise=scenario.seed)
+        training = silo.context.training
+        context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
+        protocol = protocols.create(scenario.protocol, context)
+        if not protocol.eligible(silo.facts):
+            return None
+        size = min(training.batch_size, len(silo.dataset))
+        if size == 0:
+            raise InputError(name, "no training items", "at least one")
+        initial = protocol.initial(silo.model.flat.detach().cpu().clone())
+        task = Task(1, 0, 0, training.rate_at(0, scenario.schedule_rounds), protocol.task(initial, silo.facts))
+        local = replace(silo.local({}), dataset=first_items(silo.dataset, size), unpaired=())
+        protocol.train(local, task)
+        began = time.monotonic()
+        trained = protocol.train(local, task)
+        seconds = time.monotonic() - began
+    steps = training.local_epochs * math.ceil(len(silo.dataset) / size)
+    peak = _peak()
+    sent = [shortened(payload, silo.context.layout, silo.facts) for payload in trained.payloads]
+    return Step(seconds * steps, peak - before if peak > most else 0, size_of(task.payloads), size_of(sent))
+
+
+def _peak() -> int:
+    """The largest memory of this process so far [bytes]."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+#: A task that takes longer than this is estimated from one step [s].
+_LONG_TASK = 10.0
+#: Time that both ends together spend on the messages of a task, and for each byte of their payloads [s]. Measured on
+#: two cores, with tasks of 1.6 to 9.4 MB, as processes and in one process.
+_MESSAGE_SECONDS, _BYTE_SECONDS = 0.025, 1e-9
+#: Time of the handshakes and of the first processes, and to start a process of a silo [s].
+_READY_SECONDS, _START_SECONDS = 1.5, 0.06
+#: Memory of coordinator, evaluator, forkserver and parent together, and of a silo's process [bytes]; and how many times
+#: a silo holds the parameters: model, download, gradient, moments of the optimiser, update and encoded reply.
+_OTHER_MEMORY, _SILO_MEMORY, _COPIES = 850 << 20, 25 << 20, 8
+#: Memory by which a process grows in its first training step, whatever the model [bytes].
+_STEP_MEMORY = 80 << 20
+#: How far estimates and runs may differ, as measured by the benchmark.
+TOLERANCE = "time within a factor of 1.5 if the load stays the same, memory within 30 %, traffic within 5 %"
+
+
+class _NotExtractedError(Exception):
+    """The features are not in the cache."""
+
+
+def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
+    """Lines that say what would run and what it would take.
+
+    Args:
+        run: the run.
+        progress: called during long steps.
+
+    Raises:
+        InputError: the scenario cannot run on its data.
+    """
+    scenario = run.scenario
+    yield from _what(run)
+
+    if not _extracted(scenario, progress):
+        yield "features: not extracted yet, so the silos' items, time and traffic are not known; the run, or"
+        yield "  fedmq data features FILE, extracts them"
+        return
+    population = build_population(scenario, progress, pooled=run.pooled)
+    yield from _who(population)
+    yield from _estimates(run, population)
+
+
+def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
+    """The estimates as plain data.
+
+    Raises:
+        InputError: the scenario cannot run on its data, or its features are not extracted yet.
+        FedmqError: a task failed.
+    """
+    if not _extracted(run.scenario, progress):
+        raise InputError("--check --json", "features that are not extracted yet", "first `fedmq data features FILE`")
+    return asdict(estimate(run, build_population(run.scenario, progress, pooled=run.pooled)))
+
+
+def _extracted(scenario: Scenario, progress: Progress | None) -> bool:
+    """Whether the features of the data are in the cache, or need no extraction."""
+
+    def refuse(_: ExtractionPlan) -> None:
+        raise _NotExtractedError
+
+    try:
+        prepare(scenario.dealt, scenario.backbone, None, scenario.seed, progress, device_of(scenario.device), refuse)
+    except _NotExtractedError:
+        return False
+    return True
+
+
+def _what(run: ResolvedRun) -> Iterator[str]:
+    scenario = run.scenario
+    yield f"{scenario.name}: {scenario.protocol.label}, seed {scenario.seed}, {scenario.rounds} rounds"
+    options = ", ".join(f"{key}={value}" for key, value in scenario.protocol.options.items())
+    yield f"options: {options or 'none'}"
+    rate = scenario.participation.rate
+    yield f"aggregation: {scenario.aggregation.mode}, {rate:.0%} of the eligible silos selected"
+    faults = ", ".join(fault.kind for fault in scenario.faults)
+    yield f"faults: {faults or 'none'}"
+    yield f"data: {scenario.dealt.name}, backbone {scenario.backbone.name}, objective {scenario.objective.base}"
+
+
+def _who(population: Population) -> Iterator[str]:
+    for name, silos in _kinds(population).items():
+        counts = [len(population.train[silo.index]) for silo in silos]
+        size = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
+        yield f"silos with {name}: {len(silos)}, {size} training items each, {sum(counts)} together"
+    yield f"evaluated items: {len(population.evaluated)}"
+
+
+def _kinds(population: Population) -> dict[str, list[SiloFacts]]:
+    found: dict[str, list[SiloFacts]] = {}
+    for silo in population.silos:
+        kind = "images and captions" if silo.paired else "images only" if silo.image else "captions only"
+        found.setdefault(kind, []).append(silo)
+    return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes.
+
+    Args:
+        startup: time until all silos are ready [s].
+        rounds: time of all rounds and evaluations [s].
+        down: size of all tasks [bytes].
+        up: size of all replies [bytes].
+        memory: memory of all processes [bytes].
+        processes: number of silo processes.
+        tasks: number of tasks.
+        seconds: mean time of a task in its silo [s].
+        rehearsed: number of tasks that were carried out; 0 if a step was measured only.
+    """
+
+    startup: float
+    rounds: float
+    down: float
+    up: float
+    memory: float
+    processes: int
+    tasks: int
+    seconds: float
+    rehearsed: int
+
+
+def estimate(run: ResolvedRun, population: Population) -> Estimate:
+    """Time, memory and traffic of a run, from its first rounds or from one step of a silo of each kind.
+
+    Raises:
+        FedmqError: a task failed, or the run would be refused.
+    """
+    # As in a silo.
+    torch.set_num_threads(1)
+    started = time.time() - psutil.Process().create_time()
+    scenario, kinds = run.scenario, _kinds(population)
+    found = {name: step for name, silos in kinds.items() if (step := _step(run, population, silos)) is not None}
+    rehearsal = Rehearsal()
+    if max((step.seconds for step in found.values()), default=0.0) <= _LONG_TASK:
+        rehearsal = rehearse(run, population)
+    training, down, up, tasks, replies = 0.0, 0.0, 0.0, 0.0, 0.0
+    sent, merged = _tasks(run, population)
+    for name, step in found.items():
+        answers = _answers(rehearsal, kinds[name], step, population)
+        out, back = (sum(counts[silo.name] for silo in kinds[name]) for counts in (sent, merged))
+        training += back * seconds_of(answers)
+        down += out * _mean([each.down for each in answers])
+        up += back * _mean([each.up for each in answers])
+        tasks, replies = tasks + out, replies + back
+    inline = scenario.launcher == "inline"
+    processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or scenario.silos.count
+    at_once = 1 if inline else max(1, min(scenario.slots, len(os.sched_getaffinity(0))))
+    messages = 0.0 if inline else _MESSAGE_SECONDS * replies + _BYTE_SECONDS * (down + up)
+    evaluations = _evaluations(scenario) * rehearsal.evaluation_seconds
+    return Estimate(
+        startup=started + (0.0 if inline else _READY_SECONDS) + processes * _START_SECONDS,
+        rounds=(training + messages + evaluations) / at_once + scenario.rounds * rehearsal.merge_seconds,
+        down=down,
+        up=up,
+        memory=_memory(scenario, population, processes, [step.memory for step in found.values()]),
+        processes=processes,
+        tasks=round(tasks),
+        seconds=training / max(1.0, replies),
+        rehearsed=len(rehearsal.tasks),
+    )
+
+
+def _step(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Step | None:
+    """One step of the largest of some silos; None if the method never selects them."""
+    return measured_step(run, population, max(silos, key=lambda silo: len(population.train[silo.index])).name)
+
+
+def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], step: Step, population: Population) -> list[Answer]:
+    """The tasks of some silos in the rehearsal; without any, one that is estimated from a step of the largest silo."""
+    samples = [len(population.train[silo.index]) for silo in silos]
+    alone = Answer(silos[0].name, step.seconds * _mean(samples) / max(1, *samples), step.down, step.up)
+    return rehearsal.of([silo.name for silo in silos]) or [alone]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Number of tasks of each silo in a run, and of its replies that are merged, if nothing fails.
+
+    In synchronous rounds the selected silos are known, unless selection depends on losses; otherwise all are equally
+    likely.
+    """
+    plan = run_context_of(run.scenario, population.counted(run.scenario), RunFolder(Path()))[0].plan
+    sent, merged = Counter[str](), 0
+    for version in range(run.scenario.rounds):
+        merged += plan.wanted(version)
+        sent.update(plan.sampling.choose(plan.seed, version, plan.eligible, plan.tasks_out(version), {}))
+    if plan.mode == "sync" and plan.sampling.candidates is None:
+        share = merged / sent.total()
+        return sent, defaultdict(float, {silo: share * count for silo, count in sent.items()})
+    total = sent.total() if plan.mode == "sync" else merged + plan.tasks_out(0)
+    each = [dict.fromkeys(plan.eligible, count / len(plan.eligible)) for count in (total, merged)]
+    return defaultdict(float, each[0]), defaultdict(float, each[1])
+
+
+def _evaluations(scenario: Scenario) -> int:
+    """Number of evaluations of the shared model."""
+    every, rounds = scenario.evaluation.every, scenario.rounds
+    return len({0, rounds, *(range(0, rounds + 1, every) if every else ())})
+
+
+def _memory(scenario: Scenario, population: Population, processes: int, steps: Sequence[int]) -> float:
+    """Memory of all processes: parameters, data, what training needs, and the programs themselves [bytes]."""
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    parameters = model.layout.nbytes
+    frozen = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) - parameters
+    a_silo = max(population.silos, key=lambda silo: len(population.train[silo.index]))
+    held = population.load(population.train[a_silo.index], image=True, text=True)
+    rows = sum(map(len, population.train)) + 2 * len(population.evaluated)
+    data = rows * (sum(_bytes(each) for each in vars(held).values()) / max(1, len(held)))
+    working = max(0, max(steps, default=0) - _STEP_MEMORY - _COPIES * parameters)
+    at_once = min(scenario.slots, max(1, processes))
+    each = _SILO_MEMORY + _COPIES * parameters
+    return _OTHER_MEMORY + max(1, processes) * each + max(0, frozen) + data + at_once * working
+
+
+def _bytes(held: object) -> int:
+    """Size of a tensor, or of the tensors in a record."""
+    if isinstance(held, torch.Tensor):
+        return held.nbytes
+    return sum(map(_bytes, vars(held).values())) if hasattr(held, "__dataclass_fields__") else 0
+
+
+def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
+    """The estimates in words."""
+    try:
+        found = estimate(run, population)
+    except FedmqError as error:
+        yield f"no estimates, as the first tasks failed: {error}"
+        return
+    if not found.tasks:
+        yield "the method selects no silo"
+        return
+    down, up = found.down / found.tasks, found.up / found.tasks
+    yield (
+        f"tasks: {found.tasks:,}, of {_duration(found.seconds)} each on average, "
+        f"{down / 1e6:.1f} MB down, {up / 1e6:.1f} MB up"
+    )
+    yield (
+        f"estimated time: {_duration(found.startup + found.rounds)} "
+        f"({_duration(found.startup)} until all silos are ready)"
+    )
+    yield f"estimated traffic: {found.down / 1e6:,.1f} MB down, {found.up / 1e6:,.1f} MB up"
+    how = "one process" if not found.processes else f"{found.processes} silo processes and the others"
+    yield f"estimated memory: {found.memory / (1 << 20):,.0f} MB in {how}"
+    basis = (
+        f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
+    )
+    yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,200 @@
+"""What limits the meaning of a run's result: the number of items it was measured on, and what was left out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedmq.evaluation.metrics import HEADLINE, metric_of, shown
+from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
+from fedmq.runs.status import StatusFile
+from fedmq.text import counted, enumerated, first_few, printable
+from fedmq.wire.messages import EVALUATOR
+
+#: Galleries with fewer items give coarse metrics.
+COARSE = 100
+_RECALL = re.compile(r"(?P<way>i2t|t2i|mean)_r(?P<k>\d+)")
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The items that queries retrieve from.
+
+    Args:
+        items: what was evaluated, in words, e.g. ``5 test images, 5 captions``.
+        images: number of images.
+        captions: number of captions; None if unknown, then there is at least one for each image.
+        queries: queries of the direction with fewer of them; those of all silos together where each has its own
+            gallery. None if they are the items of the gallery.
+    """
+
+    items: str
+    images: int
+    captions: int | None = None
+    queries: int | None = None
+
+    @property
+    def smallest(self) -> int:
+        """Size of the smaller gallery of the two directions."""
+        return self.images if self.captions is None else min(self.images, self.captions)
+
+    @property
+    def step(self) -> float:
+        """Change of mean R@1, the mean of both directions, if one more query retrieves the right item first."""
+        return 1 / (2 * max(1, self.smallest if self.queries is None else self.queries))
+
+    def uncertainty(self, recall: float) -> float:
+        """Standard error of a mean R@1, as if all queries of both directions were independent; at least ``step``.
+
+        The variance of a proportion p of n queries is p (1 - p) / n; n is twice the queries of the direction that has
+        fewer, because captions of one image are not independent.
+
+        Args:
+            recall: the mean R@1.
+        """
+        return max(self.step, math.sqrt(max(0.0, recall * (1 - recall)) * self.step))
+
+    def certain(self, name: str) -> bool:
+        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
+
+        Args:
+            name: name of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
+        """
+        found = _RECALL.fullmatch(name.rpartition(".")[2])
+        if found is None:
+            return False
+        captions = self.images if self.captions is None else self.captions
+        sizes = {"i2t": captions, "t2i": self.images, "mean": self.smallest}
+        return int(found["k"]) >= sizes[found["way"]]
+
+    def remarks(self, values: Mapping[str, float]) -> list[str]:
+        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery.
+
+        Args:
+            values: the measured metrics by name.
+        """
+        found = []
+        hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
+        if hidden:
+            found.append(
+                f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
+                f"with {counted(self.smallest, 'item')} to retrieve from, any model reaches 1"
+            )
+        if self.smallest < COARSE:
+            found.append(
+                f"few items ({self.items}): a single query changes the R@1 of its direction by {2 * self.step:.2g}, "
+                f"and the mean of both directions by {self.step:.2g}"
+            )
+        return found
+
+
+def gallery_of(summary: RunSummary) -> Gallery | None:
+    """The gallery of a run's main metrics: the evaluator's, or without one the silos'; None if unknown.
+
+    Runs before December 2026 did not record it.
+    """
+    found = summary.evaluated
+    if found is None:
+        return None if summary.own_heldout is None else own_gallery(summary.own_heldout)
+    return gallery_with(found)
+
+
+def gallery_of_status(status: StatusFile) -> Gallery | None:
+    """The gallery of a run in progress; None if only the evaluator knows it."""
+    return None if status.evaluated is None else gallery_with(status.evaluated)
+
+
+def gallery_with(found: EvaluatedItems) -> Gallery:
+    """The gallery of the evaluator's items."""
+    captions = "" if found.captions is None else f", {counted(found.captions, 'caption')}"
+    return Gallery(f"{counted(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
+
+
+def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
+    """The smallest of the silos' own galleries, each with the silo's held-out pairs; None if no silo evaluated."""
+    sizes = [silo.items for silo in heldout.per_silo.values()]
+    if not sizes:
+        return None
+    few, most = min(sizes), max(sizes)
+    each = f"{few}" if few == most else f"{few} to {most}"
+    return Gallery(
+        f"{counted(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few, queries=heldout.items
+    )
+
+
+def meaningful(values: Mapping[str, float], gallery: Gallery | None) -> dict[str, float]:
+    """The values without recalls that every model reaches in this gallery; all of them if it is unknown."""
+    return {name: value for name, value in values.items() if gallery is None or not gallery.certain(name)}
+
+
+#: Maximum number of names listed individually.
+_MANY = 5
+
+
+def name_some(names: Sequence[str]) -> str:
+    """``silo-02, silo-03 and the evaluator``; for many names, the first few and the number of others."""
+    shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
+    return first_few(shown_names, _MANY) if len(shown_names) > _MANY else enumerated(shown_names)
+
+
+def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> Iterator[str]:
+    """Lines that warn that a run trained only in part, hardly at all, or made the model worse.
+
+    Args:
+        summary: summary of the run.
+        untrained: metrics of the untrained model.
+    """
+    without_task, not_merged = summary.without_part
+    if without_task:
+        yield (
+            f"given no task in any round: {name_some(without_task)}; {summary.method} does not train them, or they "
+            "were not selected or were offline"
+        )
+    if not_merged:
+        yield f"none of their replies was merged, as they were lost or too late: {name_some(not_merged)}"
+    if summary.hardly_changed:
+        yield (
+            f"the run hardly changed the model: by {summary.change:.1g} of its norm; a larger training.learning_rate, "
+            "privacy.clip_norm, aggregation.robust.bound or aggregation.mixing changes it more"
+        )
+    both = [name for name in (HEADLINE, "map") if name in untrained and name in summary.metrics]
+    if both and all(summary.metrics[name] < untrained[name] for name in both):
+        before, after = (f"{metric_of(both[0]).heading} {each[both[0]]:.4f}" for each in (untrained, summary.metrics))
+        yield f"the model retrieves worse than before training: {after}, untrained {before}"
+    for silo, found in summary.never_merged.items():
+        yield (
+            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
+            f"the last one: {printable(found.last)}"
+        )
+
+
+def chosen_by_validation(summary: RunSummary) -> Iterator[str]:
+    """Lines on the best version by validation, and on a run that early stopping ended."""
+    if summary.stopped_early:
+        rounds = "" if summary.rounds is None else f" of {summary.rounds}"
+        yield (
+            f"ended early, after {summary.versions}{rounds} rounds: mean R@1 did not rise in the last evaluations "
+            "(evaluation.patience)"
+        )
+    if summary.best is not None:
+        title = metric_of(summary.best.metric).heading
+        yield f"best version by validation: {summary.best.version}, {title} {summary.best.value:.4f}, in best/model"
+
+
+def items_left_out(summary: RunSummary) -> Iterator[str]:
+    """Lines on the items that were not trained on, and on the items and personal models that were not evaluated."""
+    ignored = {name: silo.ignored for name, silo in summary.per_silo.items() if silo.ignored}
+    if ignored:
+        held, most = sum(silo.samples for silo in summary.per_silo.values()), sorted(ignored, key=lambda k: -ignored[k])
+        named = name_some([f"{name} {ignored[name]}" for name in most])
+        yield (
+            f"{sum(ignored.values())} of {held} training items were not trained on, as they lack a modality or are "
+            f"a silo's only pair: {named}"
+        )
+    if summary.heldout_without_pair:
+        yield f"{summary.heldout_without_pair} held-out items lack a modality and were not evaluated"
+    for silo, why in summary.personal_missing.items():
+        what = "its personal model was not evaluated and is missing from means over silos"
+        yield f"{silo}: {what}: {printable(why)}"

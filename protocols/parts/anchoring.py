@@ -1,0 +1,125 @@
+"""Anchoring of single-modality silos as in RCSR's baselines; FedAvg and its variants use it.
+
+Under the base info_nce a single-modality silo has no pairs to contrast. With anchoring, it pulls its embeddings towards
+the global prototype of the modality it lacks (RCSR eq 3); every silo reports its prototypes, and the coordinator keeps
+their moving average (RCSR, below eq 11). Without anchoring it idles: it is selected and replies with a zero update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Reply, Task, take
+from fedmq.wire.payloads import ModalityPrototypes, Payload
+from protocols.parts import aggregation, prototypes, training
+from protocols.parts.losses import anchor
+from protocols.parts.options import check
+
+
+@dataclass(frozen=True)
+class InfoNceOptions:
+    """Options of local training under the base info_nce.
+
+    Args:
+        tau: temperature of InfoNCE. This and the next four options apply to the base ``info_nce`` only.
+        single_modality: what single-modality silos do: ``anchor`` or ``idle``.
+        lambda_anc: weight of the anchoring loss. This and the next two options apply to ``anchor`` only.
+        ema: fraction of the old global prototype kept over a full round.
+        proto_unit: normalise global prototypes to unit length.
+    """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
+        "single_modality=anchor": ("lambda_anc", "ema", "proto_unit"),
+    }
+
+    tau: float = 0.07
+    single_modality: Literal["anchor", "idle"] = "anchor"
+    lambda_anc: float = 1.0
+    ema: float = 0.9
+    proto_unit: bool = True
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+        check("lambda_anc", self.lambda_anc, 0.0)
+        check("ema", self.ema, 0.0, 1.0)
+
+
+def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:
+    """RCSR eq 3 for a single-modality silo's batch [B, d] and the prototype [d] of the modality it lacks."""
+    present = image if image is not None else text
+    if present is None:
+        raise ValueError("a silo has at least one modality")
+    return weight * anchor(present, missing)
+
+
+class Anchoring:
+    """Anchoring at the silo and at the coordinator; does nothing if single-modality silos idle or under other bases.
+
+    Attributes:
+        uploads: payload kinds it adds to every reply.
+    """
+
+    def __init__(self, options: InfoNceOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self._active = context.objective.base == "info_nce" and options.single_modality == "anchor"
+        self.uploads: frozenset[type[Payload]] = frozenset({ModalityPrototypes} if self._active else ())
+
+    # ----------------------------------------------------------------------- silo side
+    def work(self, local: Local, task: Task) -> training.Work | None:
+        """Local training of a single-modality silo; None if it idles or its missing modality has no prototype yet."""
+        image, text = self._received(task)
+        missing = text if local.silo.image else image
+        if missing is None:
+            return None
+        loss = partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
+        return training.EveryBatch(local, self.context.training.batch_size, loss)
+
+    def report(self, local: Local, task: Task, *, filled: bool = True) -> tuple[Payload, ...]:
+        """The silo's prototypes under the trained model.
+
+        Args:
+            local: the silo; its model holds the trained parameters.
+            task: with the global prototypes.
+            filled: fill the row of a missing modality with the global prototype, otherwise with zeros. The coordinator
+                ignores that row.
+        """
+        if not self._active:
+            return ()
+        means = training.silo_prototypes(local, self.context, task)
+        return (prototypes.upload(means, self._received(task) if filled else (None, None)),)
+
+    def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
+        return prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)
+
+    # ----------------------------------------------------------------------- coordinator side
+    def initial(self) -> Mapping[str, Tensor]:
+        """The coordinator's tensors before the first round: no prototype yet."""
+        return prototypes.initial(self.context.dim) if self._active else {}
+
+    def download(self, tensors: Mapping[str, Tensor]) -> tuple[Payload, ...]:
+        """The global prototypes, for every silo."""
+        return (prototypes.download(tensors),) if self._active else ()
+
+    def averaged(
+        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
+    ) -> Mapping[str, Tensor]:
+        """The coordinator's tensors after a merge, with the silos' prototypes averaged in.
+
+        Args:
+            tensors: before.
+            replies: replies in the fixed silo order.
+            weights: float64 [M] of the replies.
+        """
+        if not self._active:
+            return tensors
+        local, mask = prototypes.read_uploads(replies, self.context.dim)
+        rate = aggregation.decay_at_merge(self.options.ema, len(replies), self.context.cohort)
+        updated = prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
+        return {**tensors, **updated}

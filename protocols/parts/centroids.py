@@ -1,0 +1,270 @@
+"""Several centroids per modality as anchors for silos that lack it, for FedBridge and RCSR's ``anchor: multi``.
+
+A silo clusters its embeddings, assigns each item to a cluster once, and reports the mean of each cluster. The
+coordinator keeps every silo's last report and sends a single-modality silo all centroids of the modality it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.config.sections import Modality
+from fedmq.encoders.base import MODALITIES
+from fedmq.errors import RemoteWireError
+from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
+from fedmq.seeds import numpy_generator
+from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
+from protocols.parts import class_prototypes, training, unpaired
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.clusters import k_means, nearest
+from protocols.parts.losses import unit
+
+CENTROIDS = "centroids"
+COUNTS = "centroid_counts"
+VERSIONS = "centroid_versions"
+#: At the silo, one tensor per modality: the cluster of every item that the silo has clustered, and those items' rows.
+MEMBERS = "centroid_members"
+ROWS = "centroid_rows"
+
+
+# --------------------------------------------------------------------------------------------------- silo side
+def members_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> Tensor:
+    """K-means cluster of each of a silo's embeddings; clusters of fewer than ``support`` samples are dropped.
+
+    Args:
+        z: [n, d] of unit length.
+        count: maximum number of clusters.
+        support: minimum samples per cluster.
+        generator: generator of K-means.
+
+    Returns:
+        int64 [n], from 0 to ``count - 1``; -1 for samples of dropped clusters.
+    """
+    clusters = min(count, len(z) // support)
+    if clusters == 0:
+        return torch.full((len(z),), -1)
+    centres, held = k_means(z, torch.ones(len(z), dtype=torch.float64), clusters, generator)
+    occupied = held.nonzero().squeeze(1)  # rows of empty clusters are zero and must not attract points
+    owner = occupied[nearest(z, centres[occupied])]
+    return torch.where(torch.bincount(owner, minlength=clusters)[owner] >= support, owner, -1)
+
+
+def centroids_of(z: Tensor, members: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Unit-length means of the clusters' embeddings.
+
+    Args:
+        z: [n, d] of unit length.
+        members: int64 [n], see :func:`members_of`.
+        count: number of rows.
+
+    Returns:
+        float32 [count, d] and the number of samples per cluster, int64 [count]; unused rows are zero.
+    """
+    kept = members >= 0
+    sizes = torch.bincount(members[kept], minlength=count)
+    total = torch.zeros(count, z.shape[1], dtype=torch.float64).index_add_(0, members[kept], z[kept].double())
+    return unit(total).float() * (sizes > 0).unsqueeze(1), sizes
+
+
+def _first(rows: Tensor) -> Tensor:
+    """Mask bool [n] of first occurrences in rows [n]; drift may add an item that the silo already has."""
+    order = rows.argsort(stable=True)
+    first = torch.ones(len(rows), dtype=torch.bool)
+    first[order[1:]] = rows[order[1:]] != rows[order[:-1]]
+    return first
+
+
+def _members(
+    local: Local, context: Context, modality: Modality, z: Tensor, count: int, support: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clusters of the silo's items in one modality; each item is assigned once and never moves to another cluster.
+
+    If every task clustered the items again, a silo would eventually send two clusters that differ in one item, and
+    their difference reveals that item's embedding, whatever ``support`` is. So when a scenario's drift removes an item,
+    its cluster is retired and the remaining items of the cluster belong to none. Items new to the silo are clustered
+    among themselves, into free cluster numbers. An item that occurs twice counts once.
+
+    Args:
+        local: the silo.
+        context: context of the run.
+        modality: modality of the embeddings.
+        z: [n, d] of unit length, the silo's items.
+        count: maximum number of clusters.
+        support: minimum samples per cluster.
+
+    Returns:
+        int64 [n], from 0 to ``count - 1``, -1 for items in no cluster; and the tensors for the silo's state.
+    """
+    rows, names = local.dataset.rows, (f"{MEMBERS}_{modality}", f"{ROWS}_{modality}")
+    first = _first(rows)
+    seen = members = rows[:0]
+    if names[0] in local.state:
+        members = local.state[names[0]]
+        seen = local.state.get(names[1], rows)  # old states have no rows: assume the current items
+        ended = members[~(torch.isin(seen, rows) & _first(seen))]
+        members = torch.where(torch.isin(members, ended), -1, members)
+    new = first & ~torch.isin(rows, seen)
+    if bool(new.any()):
+        free = sorted(set(range(count)).difference(members.tolist()))
+        generator = numpy_generator(context.seed, "centroids", local.silo.name, modality)
+        clusters = members_of(z[new], len(free), support, generator)
+        members = torch.cat([members, torch.tensor([*free, -1])[clusters]])  # index -1 picks the last entry, -1
+        seen = torch.cat([seen, rows[new]])
+    order = seen.argsort(stable=True)
+    place = order[torch.searchsorted(seen[order], rows)]
+    return torch.where(first, members[place], -1), dict(zip(names, (members, seen), strict=True))
+
+
+def report(
+    local: Local, context: Context, task: Task, count: int, support: int, *, begun: bool
+) -> tuple[ClassPrototypes, dict[str, Tensor]]:
+    """Centroids to report, image rows before text rows, and the cluster assignments for the silo's state.
+
+    Rows of a modality that the silo lacks are empty.
+
+    Args:
+        local: the silo; its model holds the trained parameters.
+        context: context of the run.
+        task: the task.
+        count: maximum centroids per modality.
+        support: minimum samples per centroid.
+        begun: whether clustering has started; before that all rows are empty.
+    """
+    empty = torch.zeros(count, context.dim), torch.zeros(count, dtype=torch.int64)
+    both = [empty, empty]
+    kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
+    if begun:
+        # Always the first caption: two reports with different captions of one item would reveal their difference.
+        for place, modality in enumerate(MODALITIES):
+            if not getattr(local.silo, modality):
+                continue
+            held = replace(local, dataset=unpaired.items_with(local, modality), unpaired=())
+            first = None if modality == "image" else np.zeros(len(held.dataset), np.int64)
+            z = training.embed_all(held, first, context.training.batch_size)[place]
+            if z is not None:
+                members, assigned = _members(held, context, modality, z, count, support)
+                both[place], kept = centroids_of(z, members, count), {**kept, **assigned}
+    prototypes, counts = (torch.cat(parts) for parts in zip(*both, strict=True))
+    return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), kept
+
+
+def received(payloads: Sequence[Payload], silo: SiloFacts) -> Tensor | None:
+    """Centroids of a silo's missing modality in a task's payloads, float32 [J, d] of unit length; None if absent.
+
+    Args:
+        payloads: payloads of the task.
+        silo: the silo, or a view of its items that lack a modality.
+    """
+    if silo.paired:
+        return None
+    sent, lacking = [each for each in payloads if isinstance(each, ClassPrototypes)], MODALITIES[int(silo.image)]
+    for each in sent:
+        rows = as_tensor(each.prototypes)
+        if each.modality == "both":
+            half = slice(len(rows) // 2, None) if silo.image else slice(0, len(rows) // 2)
+            rows = rows[half][as_tensor(each.counts)[half] > 0]
+        if each.modality in ("both", lacking) and len(rows):
+            return unit(rows)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------- coordinator side
+def check(payloads: Sequence[Payload], count: int, dim: int) -> None:
+    """Check the centroids of a reply.
+
+    Raises:
+        RemoteWireError: a wrong number of rows or columns, rows too long, or more samples than the update has. The
+            update's count was checked against the silo's dataset; query banks weight centroids by their counts.
+    """
+    centroids = take(payloads, ClassPrototypes)
+    class_prototypes.check_rows(centroids, 2 * count, dim)
+    samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+    for modality, counts in zip(MODALITIES, np.split(centroids.counts, 2), strict=True):
+        if (most := sum(counts.tolist())) > samples:
+            raise RemoteWireError("malformed", f"{modality} centroids of {most} samples, allowed: at most {samples}")
+
+
+def initial(context: Context, count: int) -> dict[str, Tensor]:
+    """Empty table: centroids float32 [silos, 2, count, d], their sample counts, and each report's base version."""
+    silos = len(context.silos)
+    return {
+        CENTROIDS: torch.zeros(silos, 2, count, context.dim),
+        COUNTS: torch.zeros(silos, 2, count, dtype=torch.int64),
+        VERSIONS: torch.full((silos,), -1, dtype=torch.int64),
+    }
+
+
+def download(tensors: Mapping[str, Tensor], silo: SiloFacts) -> tuple[ClassPrototypes, ...]:
+    """All silos' centroids of the modalities that a silo or some of its items lack; empty while there are none.
+
+    Of both modalities, image rows stand before as many text rows; the shorter part is filled up with absent rows.
+    """
+    needs = (bool(silo.text_only), bool(silo.image_only)) if silo.paired else (not silo.image, not silo.text)
+    parts = []
+    for lacking in (index for index, needed in enumerate(needs) if needed):
+        counts, rows = tensors[COUNTS][:, lacking].reshape(-1), tensors[CENTROIDS][:, lacking].flatten(0, 1)
+        present = counts > 0
+        parts.append((rows[present], counts[present], MODALITIES[lacking]))
+    parts = [part for part in parts if len(part[0])]
+    if len(parts) < 2:
+        return tuple(ClassPrototypes(rows.numpy(), counts.numpy(), modality) for rows, counts, modality in parts)
+    most = max(len(rows) for rows, _, _ in parts)
+    both = torch.cat([functional.pad(rows, (0, 0, 0, most - len(rows))) for rows, _, _ in parts])
+    held = torch.cat([functional.pad(counts, (0, most - len(counts))) for _, counts, _ in parts])
+    return (ClassPrototypes(both.numpy(), held.numpy(), "both"),)
+
+
+def updated(
+    tensors: Mapping[str, Tensor], replies: Sequence[Reply], round_: int, max_age: int | None
+) -> dict[str, Tensor]:
+    """The table after a merge; replies older than a silo's entry are ignored, and entries too old are dropped.
+
+    Args:
+        tensors: from :func:`initial` or an earlier merge.
+        replies: replies of the merge.
+        round_: the merge's number.
+        max_age: maximum age of entries, in versions; None sets no limit.
+    """
+    centroids, counts, versions = (tensors[name].clone() for name in (CENTROIDS, COUNTS, VERSIONS))
+    count = centroids.shape[2]
+    for reply in replies:
+        if reply.base_version < int(versions[reply.silo.index]):
+            continue
+        versions[reply.silo.index] = reply.base_version
+        sent = take(reply.payloads, ClassPrototypes)
+        has_modality = torch.tensor([[reply.silo.image], [reply.silo.text]])
+        counts[reply.silo.index] = as_tensor(sent.counts).view(2, count) * has_modality
+        rows = unit(as_tensor(sent.prototypes)).view(2, count, -1)
+        centroids[reply.silo.index] = rows * (counts[reply.silo.index] > 0).unsqueeze(2)
+    if max_age is not None:
+        counts[round_ - versions > max_age] = 0
+    return {CENTROIDS: centroids, COUNTS: counts, VERSIONS: versions}
+
+
+def known(tensors: Mapping[str, Tensor]) -> float:
+    """Number of centroids at the coordinator."""
+    return float((tensors[COUNTS] > 0).sum())
+
+
+def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[ClassPrototypes, ...]:
+    """Query bank of some silos' centroids: image rows before text rows, absent ones with count 0.
+
+    Args:
+        tensors: from :func:`initial` or an earlier merge.
+        silos: the silos whose centroids are included.
+
+    Returns:
+        One payload; empty while a modality has no centroid.
+    """
+    whose = torch.tensor([silo.index for silo in silos], dtype=torch.int64)
+    # [silos, 2, count, ...] to [2, silos * count, ...]
+    rows, counts = (tensors[name][whose].transpose(0, 1).flatten(1, 2) for name in (CENTROIDS, COUNTS))
+    if not bool((counts > 0).any(1).all()):
+        return ()
+    return (class_prototypes.payload(rows.flatten(0, 1), counts.flatten()),)

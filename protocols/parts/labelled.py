@@ -1,0 +1,103 @@
+"""Local training of supervised bases that use one labelled batch at a time: DSCMR, triplet, DCH, GreedyHash and CSQ.
+
+The last four losses come from image hashing and have one kind of sample. Here the codes of both towers form one set of
+samples: a silo contributes its modalities, and samples with a common label attract within and across modalities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Local
+from fedmq.models.two_tower import Out
+from protocols.parts import training
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A batch's codes with their labels, images before texts.
+
+    Args:
+        codes: [m B, r] for the silo's m modalities.
+        labels: float [m B, C], multi-hot.
+        logits: [m B, C] of the network's classifier; None if it has none.
+    """
+
+    codes: Tensor
+    labels: Tensor
+    logits: Tensor | None
+
+
+def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
+    """Both modalities' outputs as samples of one set.
+
+    Args:
+        image: outputs of B items; None if it was not run.
+        text: likewise.
+        labels: float [B, C].
+    """
+    present = [out for out in (image, text) if out is not None]
+    logits = [out.logits for out in present if out.logits is not None]
+    return Samples(
+        torch.cat([out.code for out in present]), labels.repeat(len(present), 1), torch.cat(logits) if logits else None
+    )
+
+
+@dataclass(frozen=True)
+class EveryLabelledBatch(training.Work):
+    """One step per batch with a loss of the batch's outputs and labels.
+
+    Args:
+        local: the silo.
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's image and text outputs, None for a modality the silo lacks, and float
+            labels [B, C].
+        rows: int64 [n], the silo's items to train on.
+    """
+
+    local: Local
+    batch_size: int
+    loss: Callable[[Out | None, Out | None, Tensor], Tensor]
+    rows: training.I64
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
+        """One step per batch of a permutation; the last batch is kept."""
+        caption = training.choose_captions(self.local, generator)
+        for places in training.batches(len(self.rows), self.batch_size, generator):
+            rows = self.rows[places]
+            yield training.Step(rows, caption, partial(self._of, training.labels_of(self.local, rows)))
+
+    def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(image, text, labels)
+
+
+@dataclass(frozen=True)
+class LabelledBatches(training.Work):
+    """One step per batch with a loss of :class:`Samples`.
+
+    Args:
+        local: the silo.
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's samples and the task's generator.
+    """
+
+    local: Local
+    batch_size: int
+    loss: Callable[[Samples, np.random.Generator], Tensor]
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
+        """One step per batch of a permutation."""
+        caption = training.choose_captions(self.local, generator)
+        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
+            labels = training.labels_of(self.local, rows)
+
+            def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
+                return self.loss(samples_of(image, text, labels), generator)
+
+            yield training.Step(rows, caption, batch_loss)

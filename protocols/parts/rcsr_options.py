@@ -1,0 +1,150 @@
+"""Options of RCSR, with the paper's values as defaults and our own where the paper leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from protocols.parts import personal_adapter
+from protocols.parts.options import check
+
+
+@dataclass(frozen=True)
+class RcsrOptions:
+    """Options of RCSR; defaults are the paper's values, and ours where the paper leaves them open.
+
+    Args:
+        router: weight replies by the router (``true``), by samples (``false``), or equally (``uniform``).
+        minimax: multiply the weights by the fairness weights q (eq 10).
+        client_align: add the regulariser towards the global prototypes (lambda_a of eq 4).
+        anchor: anchor single-modality silos to the global prototype of the modality they lack (eq 3). Without it their
+            personal adapters are not trained, and they idle if ``client_align`` is off too. ``multi``, which is not in
+            the paper, anchors each sample to its nearest centroid of the missing modality, among those of all silos,
+            because a single prototype collapses all embeddings onto one point. Silos cluster their items once, after
+            the warm-up; until centroids are available, the single prototype is used.
+        anchor_centroids: with ``multi``, maximum number of centroids per silo and modality.
+        anchor_support: with ``multi``, minimum number of samples per reported centroid. In a silo with at most 128
+            items this does not hide an item if it alone belongs to no centroid: the prototype of eq 6, the mean of all
+            items of the silo, reveals it.
+        filler: replacement at the coordinator for the prototype of a missing modality: the global prototype
+            (``ema``), a ``zero`` vector, or a vector ``learned`` with the router (our reading: the paper does not say
+            where it is trained).
+        tau: temperature of InfoNCE.
+        lambda_anc: weight of the anchoring loss; only with ``anchor``.
+        lambda_a: weight of the prototype regulariser (lambda_align in the paper's table); only with ``client_align``.
+        lambda_s: weight of the proximal term, a squared norm as printed in eq 4.
+        warmup: number of merges weighted by samples before the router is used and trained (algorithm 1). Only with
+            ``router: true``, like beta1, beta2, beta4, beta5 and ``router_*``; ``multi`` also clusters at its end.
+        ema: decay of the global prototypes: fraction of the old prototype that a merge of a full round keeps.
+        proto_unit: normalise global prototypes to length 1.
+        masked_ema: leave fillers out of the moving average; if false, include them as printed.
+        beta1: weight of the image prototype in eq 8.
+        beta2: weight of the text prototype in eq 8.
+        beta4: weight of the router's entropy in eq 8.
+        beta5: weight of the alignment loss (eq 9).
+        masked_pc: leave fillers out of eq 8; if false, include them as printed.
+        eq9_half: halve eq 9, as the released code does.
+        router_softplus: apply softplus to the router's loss, as the released code does.
+        router_rate: learning rate of the router's Adam optimiser.
+        router_mask: ``input`` hides fillers from the router, ``none`` shows them.
+        router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
+            in the ``table`` of last statistics, with the reporters' weights renormalised; the table gives useful
+            weights when a merge has few replies. A single reply has weight 1 either way, with or without ``minimax``:
+            in ``async`` mode ``minimax`` affects no model, and this option only personal models (eq 13). Default:
+            ``table`` if merges have fewer replies than a round, else ``reporters``.
+        fair_eta: step size of q; like all ``fair_*`` options, only with ``minimax``.
+        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` the entropy pulls only
+            the reporters' q, and pulls frequent reporters beyond equal weights: with 30 silos of equal losses, 5 silos
+            that report in each of 200 merges reach 20 times the q of silos that report in a fifth of them. Set it to 0
+            if silos report at different rates. At most 1 / fair_eta; above that q would oscillate.
+        fair_ema: fraction of a group's old mean loss that a merge of a full round keeps.
+        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without the entropy; ``code``,
+            raw losses and q to the power 1 / (1 + fair_tau). Like the printed formula, ``paper`` has no bounds.
+            ``entropic`` clips a loss at 10 times its group's running mean, holds that mean between 0.1 and 1000 times
+            the median of the group's last losses, and treats a loss of at most 1e-6 as average: otherwise a single
+            outlier could dominate the merge, or distort its group's mean for the rest of the run.
+        fair_center: step q by the normalised loss minus 1, so that an average loss leaves q unchanged however often it
+            is reported; if false, by the normalised loss, as printed. Not used by ``code``, which takes raw losses.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
+            ``router`` weights (eq 13).
+        lambda_p: strength of personalisation; like all ``personal_*`` options, only if ``personal`` is not ``none``.
+        personal_onset: first round T_p in which adapters are fine-tuned.
+        personal_hidden: hidden width of an adapter.
+        personal_epochs: epochs of fine-tuning after each local training.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
+        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
+            15 reporters all plain weights are near 1/15 and eq 13 is nearly constant. Only with ``personal: router``.
+    """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "anchor": ("lambda_anc",),
+        "anchor=multi": ("anchor_*",),
+        "client_align": ("lambda_a",),
+        "router=true|anchor=multi": ("warmup",),
+        "router=true|masked_ema=false": ("filler",),
+        "router=true": ("beta?", "router_*", "masked_pc", "eq9_half"),
+        "minimax": ("fair_*",),
+        "fair_update=entropic|fair_update=code": ("fair_tau",),
+        "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),
+        "personal": ("lambda_p", "personal_*"),
+        "personal=router": ("s_norm",),
+    }
+    BEGINS: ClassVar[Mapping[str, str]] = {
+        "warmup": "the router and the clusters of prototypes",
+        "personal_onset": "the fine-tuning of personal adapters",
+    }
+
+    router: bool | Literal["uniform"] = True
+    minimax: bool = True
+    client_align: bool = True
+    anchor: bool | Literal["multi"] = True
+    anchor_centroids: int = 16
+    anchor_support: int = 4
+    filler: Literal["ema", "zero", "learned"] = "ema"
+    tau: float = 0.07
+    lambda_anc: float = 1.0
+    lambda_a: float = 0.1
+    lambda_s: float = 0.01
+    warmup: int = 20
+    ema: float = 0.9
+    proto_unit: bool = True
+    masked_ema: bool = True
+    beta1: float = 1.0
+    beta2: float = 1.0
+    beta4: float = 0.2
+    beta5: float = 0.3
+    masked_pc: bool = True
+    eq9_half: bool = False
+    router_softplus: bool = False
+    router_rate: float = 1e-3
+    router_mask: Literal["input", "none"] = "input"
+    router_over: Literal["reporters", "table"] | None = None
+    fair_eta: float = 0.1
+    fair_tau: float = 0.1
+    fair_ema: float = 0.9
+    fair_update: Literal["entropic", "paper", "code"] = "entropic"
+    fair_center: bool = True
+    branch_renorm: bool = True
+    personal: Literal["none", "fixed", "router"] = "none"
+    lambda_p: float = 0.2
+    personal_onset: int = 50
+    personal_hidden: int = 64
+    personal_epochs: int = 1
+    personal_rate: float = 0.1
+    s_norm: Literal["plain", "relative"] = "plain"
+
+    def __post_init__(self) -> None:
+        for name in ("tau", "router_rate", "personal_rate"):
+            check(name, getattr(self, name), 0.0, open_low=True)
+        for name in ("anchor_centroids", "anchor_support", "personal_hidden", "personal_epochs"):
+            check(name, getattr(self, name), 1)
+        for name in ("lambda_anc", "lambda_a", "lambda_s", "fair_eta", "fair_tau", "warmup", "personal_onset"):
+            check(name, getattr(self, name), 0.0)
+        if self.fair_update == "entropic":
+            check("fair_eta times fair_tau", self.fair_eta * self.fair_tau, 0.0, 1.0)
+        for order in (1, 2, 4, 5):
+            check(f"beta{order}", getattr(self, f"beta{order}"), 0.0)
+        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", personal_adapter.STRONGEST)):
+            check(name, getattr(self, name), 0.0, most)

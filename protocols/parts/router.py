@@ -1,0 +1,250 @@
+"""RCSR's router: a small attention network over the silos' statistics, and its training losses (eqs 7 to 9).
+
+Its parameters are one flat float32 buffer, so that the coordinator's state and checkpoints hold them and Adam's moments
+as three tensors. Dropout draws from a generator argument; without one the network is in evaluation mode. Each silo is a
+token, [M, 2d + 8]; there is no padding, so no attention mask is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.wire.layout import Layout
+from protocols.parts.losses import EPSILON, cosine, unit
+
+WIDTH = 128
+HEADS = 4
+BLOCKS = 2
+EXPANSION = 4
+DROPOUT = 0.1
+#: Norms and losses in tokens are clipped at this value: larger ones are faulty and would overflow LayerNorm in float32.
+LARGEST = 1e4
+
+
+# --------------------------------------------------------------------------- the network
+def layout(dim: int, learned_filler: bool) -> Layout:
+    """Names and shapes of the router's parameters for prototypes of dimension ``dim``."""
+    wide = EXPANSION * WIDTH
+    shapes: dict[str, tuple[int, ...]] = {
+        "input.0.weight": (WIDTH, 2 * dim + 8),
+        "input.0.bias": (WIDTH,),
+        "input.1.weight": (WIDTH, WIDTH),
+        "input.1.bias": (WIDTH,),
+        "input.norm.gain": (WIDTH,),
+        "input.norm.bias": (WIDTH,),
+        "score.weight": (1, WIDTH),
+        "score.bias": (1,),
+    }
+    for block in range(BLOCKS):
+        shapes |= {
+            f"block.{block}.qkv.weight": (3 * WIDTH, WIDTH),
+            f"block.{block}.qkv.bias": (3 * WIDTH,),
+            f"block.{block}.out.weight": (WIDTH, WIDTH),
+            f"block.{block}.out.bias": (WIDTH,),
+            f"block.{block}.up.weight": (wide, WIDTH),
+            f"block.{block}.up.bias": (wide,),
+            f"block.{block}.down.weight": (WIDTH, wide),
+            f"block.{block}.down.bias": (WIDTH,),
+            f"block.{block}.norm1.gain": (WIDTH,),
+            f"block.{block}.norm1.bias": (WIDTH,),
+            f"block.{block}.norm2.gain": (WIDTH,),
+            f"block.{block}.norm2.bias": (WIDTH,),
+        }
+    if learned_filler:
+        shapes["filler"] = (2, dim)
+    return Layout.of((name, shape, "float32") for name, shape in shapes.items())
+
+
+def initial(shape: Layout, generator: torch.Generator) -> Tensor:
+    """Initial parameters [R]: weights uniform in +-1/sqrt(fan in), gains 1, biases 0, fillers normal."""
+    flat = torch.zeros(shape.size)
+    for name, view in views(flat, shape).items():
+        if name.endswith("gain"):
+            view.fill_(1.0)
+        elif name == "filler":
+            view.normal_(generator=generator)
+        elif name.endswith("weight"):
+            bound = 1 / math.sqrt(view.shape[1])
+            view.uniform_(-bound, bound, generator=generator)
+    return flat
+
+
+def views(flat: Tensor, shape: Layout) -> dict[str, Tensor]:
+    """The named parameters as views of the flat buffer."""
+    parts = torch.split(flat, [entry.size for entry in shape.entries])
+    return {entry.name: part.view(entry.shape) for entry, part in zip(shape.entries, parts, strict=True)}
+
+
+def _dropout(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return x
+    return x * (torch.rand(x.shape, generator=generator) >= DROPOUT) / (1 - DROPOUT)
+
+
+def _linear(x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
+    return functional.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+
+def _norm(x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
+    return functional.layer_norm(x, (WIDTH,), p[f"{name}.gain"], p[f"{name}.bias"])
+
+
+def attention(x: Tensor, p: Mapping[str, Tensor], block: str, generator: torch.Generator | None) -> Tensor:
+    """Multi-head self-attention over the silos, [M, 128] -> [M, 128]."""
+    count = len(x)
+    q, k, v = _linear(x, p, f"{block}.qkv").view(count, 3, HEADS, -1).permute(1, 2, 0, 3)  # each [heads, M, 32]
+    weights = _dropout((q @ k.transpose(1, 2) / math.sqrt(WIDTH // HEADS)).softmax(-1), generator)
+    return _linear((weights @ v).transpose(0, 1).reshape(count, WIDTH), p, f"{block}.out")
+
+
+def logits(p: Mapping[str, Tensor], tokens: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Scores [M] of silos from their tokens [M, 2d + 8]; equivariant under permutations of the silos."""
+    x = functional.gelu(_norm(_linear(tokens, p, "input.0"), p, "input.norm"))
+    x = _linear(x, p, "input.1")
+    for index in range(BLOCKS):
+        block = f"block.{index}"
+        x = _norm(x + _dropout(attention(x, p, block, generator), generator), p, f"{block}.norm1")
+        hidden = _dropout(functional.gelu(_linear(x, p, f"{block}.up")), generator)
+        x = _norm(x + _dropout(_linear(hidden, p, f"{block}.down"), generator), p, f"{block}.norm2")
+    return _linear(x, p, "score").squeeze(-1)
+
+
+# --------------------------------------------------------------------------- inputs
+def geometry(delta: Tensor, previous: Tensor | None, visual: slice, text: slice, samples: int) -> Tensor:
+    """Four statistics of an update (RCSR, released code).
+
+    Args:
+        delta: [P] the update.
+        previous: [P] the silo's previous update; None the first time.
+        visual: the image branch's range.
+        text: the text branch's range.
+        samples: n_k.
+
+    Returns:
+        [4]: ||Δ||, ||Δ_visual|| / (||Δ_text|| + 1e-8), cos(Δ, Δ_previous) or 0, ||Δ|| / sqrt(n_k).
+    """
+    length = delta.norm()
+    ratio = delta[visual].norm() / (delta[text].norm() + 1e-8)
+    turn = torch.zeros_like(length)
+    if previous is not None:  # same as `cosine`, without its temporaries of the model's size
+        turn = torch.dot(delta, previous) / (length.clamp_min(EPSILON) * previous.norm().clamp_min(EPSILON))
+    return torch.stack([length, ratio, turn, length / (math.sqrt(samples) + 1e-8)])
+
+
+def filled(prototypes: Tensor, mask: Tensor, filler: Tensor) -> Tensor:
+    """Prototypes [M, 2, d] with the filler [2, d] where the mask [M, 2] is not set."""
+    return torch.where(mask[..., None], prototypes, filler)
+
+
+def tokens(prototypes: Tensor, mask: Tensor, numbers: Tensor, losses: Tensor, hide_filled: bool) -> Tensor:
+    """The router's input [M, 2d + 8]: both prototypes, their cosine, geometry, mask, loss.
+
+    The norm ratio of a single-modality silo is about 1e8, so it is clipped to [0, 10] and put on a log scale.
+
+    Args:
+        prototypes: [M, 2, d], filled.
+        mask: bool [M, 2].
+        numbers: [M, 4] geometry as reported.
+        losses: [M].
+        hide_filled: zero the filled prototypes, so that only the mask tells the router about them.
+    """
+    shown = prototypes * mask[..., None] if hide_filled else prototypes
+    bounded = numbers.clamp(-LARGEST, LARGEST)
+    ratio = numbers[:, 1].clamp(0, 10).log1p()
+    columns = [
+        shown.flatten(1),
+        cosine(shown[:, 0], shown[:, 1])[:, None],
+        torch.stack([bounded[:, 0], ratio, bounded[:, 2], bounded[:, 3]], dim=1),
+        mask.to(prototypes.dtype),
+        losses.to(prototypes.dtype).clamp(-LARGEST, LARGEST)[:, None],
+    ]
+    return torch.cat(columns, dim=1)
+
+
+# --------------------------------------------------------------------------- losses
+def weights(scores: Tensor) -> Tensor:
+    """Softmax over silos of the router's scores: w, float64 [M] (RCSR eq 7)."""
+    return scores.double().softmax(0)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """H(w) = -sum_k w_k log w_k of weights [M]; a weight of 0 contributes 0 and has a finite gradient."""
+    return -(weights * weights.clamp_min(1e-30).log()).sum()
+
+
+def prototype_consistency(
+    weights: Tensor,
+    prototypes: Tensor,
+    target: Tensor,
+    mask: Tensor | None,
+    *,
+    beta: tuple[float, float] = (1.0, 1.0),
+    beta4: float = 0.2,
+) -> Tensor:
+    """L_pc (RCSR eq 8): sum_v beta_v (1 - cos(sum_k w_k p_v^k, p̄_v)) - beta4 H(w).
+
+    Args:
+        weights: [M].
+        prototypes: [M, 2, d], filled.
+        target: [2, d] global prototypes, constants.
+        mask: 0/1 [M, 2], excludes filled slots from the sum. None includes them, as printed; since they may equal the
+            target, this rewards the router for weighting silos that lack a modality.
+        beta: weights of image and text.
+        beta4: weight of the entropy.
+    """
+    kept = weights[:, None] if mask is None else weights[:, None] * mask
+    mixed = (kept[..., None] * prototypes).sum(0)
+    distance = 1 - cosine(mixed, target.detach())
+    return beta[0] * distance[0] + beta[1] * distance[1] - beta4 * entropy(weights)
+
+
+def alignment_consistency(weights: Tensor, prototypes: Tensor, target: Tensor, half: bool = False) -> Tensor:
+    """L_ac (RCSR eq 9): 1 - cos(d̂, d̄) + sum_k w_k (1 - cos(d_k, d̂)), d_k = unit(p_I^k - p_T^k), d̂ = unit(sum w_k d_k).
+
+    Args:
+        weights: [M].
+        prototypes: [M, 2, d], filled.
+        target: [2, d] global prototypes, constants.
+        half: halve both parts, as the released code does.
+    """
+    directions = unit(prototypes[:, 0] - prototypes[:, 1])
+    mixed = unit(weights @ directions)
+    aim = unit(target[0] - target[1]).detach()
+    loss = 1 - cosine(mixed, aim) + (weights * (1 - cosine(directions, mixed))).sum()
+    return 0.5 * loss if half else loss
+
+
+# --------------------------------------------------------------------------- one step of Adam
+@dataclass(frozen=True)
+class Adam:
+    """Adam's state over a flat buffer.
+
+    Args:
+        values: [R] parameters.
+        first: [R] mean of gradients.
+        second: [R] mean of squared gradients.
+        steps: number of steps so far.
+    """
+
+    values: Tensor
+    first: Tensor
+    second: Tensor
+    steps: int
+
+
+def adam_step(state: Adam, gradient: Tensor, rate: float) -> Adam:
+    """One step (Kingma and Ba 2015, betas 0.9 and 0.999, eps 1e-8); a gradient that is not finite is skipped."""
+    if not bool(torch.isfinite(gradient).all()):
+        return state
+    steps = state.steps + 1
+    first = state.first.lerp(gradient, 1 - 0.9)
+    second = 0.999 * state.second + (1 - 0.999) * gradient.square()
+    scale = (second.sqrt() / math.sqrt(1 - 0.999**steps)).add_(1e-8)
+    values = state.values - rate / (1 - 0.9**steps) * first / scale
+    return Adam(values, first, second, steps)

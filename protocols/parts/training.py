@@ -1,0 +1,459 @@
+"""Local training shared by most methods: epochs over the silo's dataset, outputs of its towers, and its prototypes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedmq.config.sections import Modality
+from fedmq.data.label_levels import fine_columns
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.encoders.base import MODALITIES
+from fedmq.errors import DivergedError, InputError
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.hash_networks import Tower
+from fedmq.models.optimiser import FusedOptimiser, optimiser
+from fedmq.models.two_tower import Out, TwoTower
+from fedmq.seeds import numpy_generator, torch_generator
+from fedmq.wire.payloads import Delta
+from protocols.parts import aggregation
+from protocols.parts.epochs import Snapshots
+from protocols.parts.losses import local_prototype, proximal, proximal_gradient
+
+I64 = npt.NDArray[np.int64]
+Outs = tuple[Out | None, Out | None]
+
+#: Loss of a batch from its image and text embeddings [B, d], None for a modality the silo lacks.
+LossFunction = Callable[[Tensor | None, Tensor | None], Tensor]
+#: Loss of a batch from its tower outputs, None for a tower that was not run.
+OutLoss = Callable[[Out | None, Out | None], Tensor]
+#: A method's extra term in a step's loss; None adds nothing.
+Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
+
+#: Maximum samples for a silo's prototypes (RCSR's released code).
+PROTOTYPE_SAMPLES = 128
+_BLOCK = 256
+#: Block size for a silo's items; larger, because their features are small vectors.
+_ITEMS = 1024
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Result of local epochs.
+
+    Args:
+        delta: float32 [P] on the CPU, exactly zero outside the trained branches.
+        loss: mean over all samples of all epochs; 0 if nothing was trained.
+        last_loss: mean over the last epoch.
+    """
+
+    delta: Tensor
+    loss: float
+    last_loss: float
+
+
+def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np.random.Generator:
+    """A generator for one purpose in this task, seeded by the run's seed, the silo and the task only."""
+    return numpy_generator(context.seed, purpose, local.silo.name, task.base_version, task.sequence)
+
+
+def batches(size: int, batch_size: int, generator: np.random.Generator, least: int = 1) -> Iterator[I64]:
+    """Rows of each batch of one permutation; the last batch is kept, however small.
+
+    Public code drops it, so that a silo with fewer samples than one batch never trains.
+
+    Args:
+        size: number of items.
+        batch_size: items per batch.
+        generator: generator of the permutation.
+        least: a smaller last batch is joined to the batch before it. If there is none, the items are left out.
+    """
+    order = generator.permutation(size)
+    starts = range(0, size, batch_size)[: batch_count(size, batch_size, least)]
+    for start in starts:
+        yield order[start:] if start == starts[-1] else order[start : start + batch_size]
+
+
+def batch_count(size: int, batch_size: int, least: int = 1) -> int:
+    """Number of batches of :func:`batches`, whose arguments it has; ``least`` is at most the batch size."""
+    return max(0, -(-(size - least + 1) // batch_size))
+
+
+def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
+    """A random caption index for each of the silo's items, int64 [n]; None if it has no text."""
+    if local.dataset.text is None:
+        return None
+    counts = local.dataset.captions.numpy()
+    chosen: I64 = (generator.random(len(counts)) * counts).astype(np.int64)
+    return chosen
+
+
+def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, Tensor | None]:
+    """Embeddings [B, d] of some rows in the silo's modalities.
+
+    Args:
+        local: the silo.
+        rows: int64 [B].
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+    """
+    image, text = outputs(local, rows, caption)
+    return None if image is None else image.code, None if text is None else text.code
+
+
+def outputs_of_all(
+    local: Local,
+    caption: I64 | None,
+    chosen: Callable[[Out], Tensor],
+    *,
+    block: int = _ITEMS,
+    runs: Sequence[Modality] = MODALITIES,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Outputs [n, d] of the current model on all the silo's items, on the CPU, without gradient.
+
+    Args:
+        local: the silo.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+        chosen: selects one of a tower's outputs, [B, d].
+        block: items per forward pass.
+        runs: towers to run.
+
+    Returns:
+        Outputs of images and of texts; None for a modality that the silo lacks or whose tower is not run.
+    """
+    blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
+    with torch.no_grad():
+        for start in range(0, len(local.dataset), block):
+            rows = np.arange(start, min(start + block, len(local.dataset)))
+            for parts, out in zip(blocks, outputs(local, rows, caption, runs), strict=True):
+                if out is not None:
+                    parts.append(chosen(out).cpu())
+    image, text = (torch.cat(parts) if parts else None for parts in blocks)
+    return image, text
+
+
+def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Embeddings [n, d] of all the silo's items, ``batch_size`` at a time; see :func:`outputs_of_all`."""
+    return outputs_of_all(local, caption, lambda out: out.code, block=batch_size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step of local training, requested by a base loss.
+
+    Args:
+        rows: int64 [B], the silo's items in the batch.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+        loss: returns the loss of the batch.
+        runs: towers to run on the batch; towers of modalities that the silo lacks are skipped.
+        trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
+        main: whether the method's extra terms are added; true for one step per batch.
+        items: the dataset that ``rows`` and ``caption`` index; None for the silo's.
+    """
+
+    rows: I64
+    caption: I64 | None
+    loss: OutLoss
+    runs: tuple[Modality, ...] = MODALITIES
+    trains: tuple[str, ...] = ("image", "text", "shared")
+    main: bool = True
+    items: SiloDataset | None = None
+
+
+class Work(ABC):
+    """A base loss in one task of one silo, with the tensors that the silo keeps between tasks."""
+
+    @abstractmethod
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
+        """Yield the steps of one local epoch; each is taken before the next is requested."""
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Tensors for the silo's state, which are never sent; empty by default."""
+        return {}
+
+    @property
+    def batches(self) -> int | None:
+        """Batches per pass over the silo's n items; None for ceil(n / B), with B the batch size."""
+        return None
+
+
+def batches_of(work: Work, size: int, batch_size: int) -> int:
+    """Batches per pass of a base loss over a silo's items."""
+    return -(-size // batch_size) if work.batches is None else work.batches
+
+
+@dataclass(frozen=True)
+class EveryBatch(Work):
+    """The default: one step per batch of a permutation, with one random caption per item and epoch.
+
+    Args:
+        local: the silo.
+        batch_size: the scenario's batch size.
+        loss: returns the loss from a batch's embeddings.
+        least: number of items from which on a batch has a loss, see :func:`batches`; 2 for a contrast.
+    """
+
+    local: Local
+    batch_size: int
+    loss: LossFunction
+    least: int = 1
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
+        """One step per batch; the last batch is kept."""
+        caption = choose_captions(self.local, generator)
+        for rows in batches(len(self.local.dataset), self.batch_size, generator, self.least):
+            yield Step(rows, caption, self._loss)
+
+    @property
+    def batches(self) -> int:
+        """Batches per pass."""
+        return batch_count(len(self.local.dataset), self.batch_size, self.least)
+
+    def _loss(self, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(None if image is None else image.code, None if text is None else text.code)
+
+
+def labels_of(local: Local, rows: I64) -> Tensor:
+    """Labels of some of the silo's items, float32 multi-hot [B, C] on the model's device.
+
+    Raises:
+        InputError: the data set has no labels.
+    """
+    if local.dataset.labels is None:
+        raise InputError("objective.base", "a supervised base", "a data set with labels")
+    return local.dataset.labels[torch.from_numpy(rows)].float().to(local.model.flat.device)
+
+
+def categories(local: Local, context: Context) -> int:
+    """c_k, the number of categories among a silo's items; with two label levels, of the fine level."""
+    if local.dataset.labels is None:
+        return 0
+    return int(local.dataset.labels[:, fine_columns(context.label_names)].any(0).sum())
+
+
+def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
+    """Tower outputs of some rows in the silo's modalities.
+
+    Args:
+        local: the silo.
+        rows: int64 [B].
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+        runs: towers to run.
+    """
+    index = torch.from_numpy(rows)
+    share, model = local.dataset, local.model
+    image = text = None
+    if "image" in runs and share.image is not None:
+        image = model.outputs("image", share.image[index].to(model.flat.device))
+    if "text" in runs and share.text is not None and caption is not None:
+        chosen = share.text[index, torch.from_numpy(caption[rows])]
+        text = model.outputs("text", chosen.to(model.flat.device))
+    return image, text
+
+
+def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Out]:
+    """Outputs of a tower for many items [n, ...], block by block, without gradient."""
+    for block in torch.split(items, _BLOCK):
+        with torch.no_grad():
+            out = model.outputs(modality, block.to(model.flat.device))
+        yield out
+
+
+@contextmanager
+def parameters(local: Local, theta: Tensor) -> Iterator[None]:
+    """Run the silo's model with other parameters [P] and without dropout, e.g. the global or the previous model's."""
+    with local.model.computing_with(theta), _dropout(local.model, None):
+        yield
+
+
+def branches_of(local: Local) -> dict[str, slice]:
+    """Ranges of the flat buffer that the silo trains: shared layers and the branches of its modalities."""
+    owned = {"image": local.silo.image, "text": local.silo.text, "shared": True}
+    slices = {name: local.model.branch(name) for name, has in owned.items() if has}
+    return {name: part for name, part in slices.items() if part.stop > part.start}
+
+
+def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
+    """Load the downloaded parameters into the model.
+
+    Returns:
+        The parameters, float32 [P] on the model's device. Read-only and of arbitrary alignment: use them for
+        subtraction only, see :func:`protocols.parts.aggregation.as_tensor`.
+    """
+    local.model.load(buffer)
+    return aggregation.read_only(buffer).to(local.model.flat.device, torch.float32)
+
+
+def train_epochs(
+    local: Local,
+    context: Context,
+    task: Task,
+    base: Tensor,
+    work: Work | None,
+    *,
+    extra: Extra | None = None,
+    lambda_s: float = 0.0,
+    resumable: bool = False,
+) -> TrainingResult:
+    """Train for the local epochs from ``base``, which the model already holds.
+
+    Args:
+        local: the silo.
+        context: optimiser, batch size, epochs, seed.
+        task: its learning rate; its number seeds the order of samples and the choice of captions.
+        base: float32 [P] parameters before training.
+        work: the base loss; None if this silo has nothing to minimise yet, which leaves the model unchanged (even with
+            weight decay).
+        extra: the method's extra loss terms, added in each batch's main step.
+        lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
+        resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
+            and effective only for work without its own state.
+
+    Raises:
+        RunError: the loss or the update is not finite.
+    """
+    if work is None:
+        return TrainingResult(torch.zeros(base.shape), 0.0, 0.0)
+    model, training = local.model, context.training
+    generator = generator_of(context, local, task, "train")
+    optimisers = {
+        name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
+    }
+    total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
+    change = torch.empty_like(base)  # reused for all differences: allocating costs more than subtracting
+    before, seen_before = total, seen
+    path = ("dropout", local.silo.name, task.base_version, task.sequence)
+    dropout, snapshots, start = torch_generator(context.seed, *path), None, 0
+    if resumable and extra is None and isinstance(work, EveryBatch) and training.local_epochs > 1:
+        snapshots = Snapshots(local, task, base, training.local_epochs, optimisers, generator, dropout)
+        start, total, seen = snapshots.resume(total)
+        moved = start > 0
+    with _dropout(model, dropout):
+        for epoch in range(start, training.local_epochs):
+            before, seen_before = total.clone(), seen
+            steps = work.steps(epoch, generator)
+            seen, moved = train_epoch(local, steps, optimisers, base, change, (total, seen, moved), extra, lambda_s)
+            if snapshots is not None and epoch + 1 < training.local_epochs:
+                snapshots.keep(epoch + 1, total, seen)
+    model.zero_grad()  # gradients may be views of `change`, which is overwritten next
+    delta = torch.sub(model.flat.detach(), base, out=change).cpu()
+    mean, last = float(total) / max(1, seen), float(total - before) / max(1, seen - seen_before)
+    # Minimum and maximum are finite if and only if all values are (NaN propagates): one pass, no mask.
+    least, greatest = torch.aminmax(delta)
+    if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
+        raise DivergedError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
+    return TrainingResult(delta, mean, last)
+
+
+def train_epoch(
+    local: Local,
+    steps: Iterator[Step],
+    optimisers: Mapping[str, FusedOptimiser],
+    base: Tensor,
+    change: Tensor,
+    sums: tuple[Tensor, int, bool],
+    extra: Extra | None,
+    lambda_s: float,
+) -> tuple[int, bool]:
+    """Take the steps of one epoch.
+
+    Args:
+        local: the silo.
+        steps: steps of the epoch.
+        optimisers: optimisers by branch.
+        base: float32 [P] parameters before training.
+        change: float32 [P], overwritten.
+        sums: float64 [] sum of losses so far, updated in place; number of samples; whether any step was taken.
+        extra: as for :func:`train_epochs`.
+        lambda_s: likewise.
+
+    Returns:
+        The number of samples so far, and whether any step was taken.
+    """
+    model, (total, seen, moved) = local.model, sums
+    for step in steps:
+        value = _backward(local, step, extra)
+        if lambda_s and moved:  # before the first step theta is the base: the term and its gradient are zero
+            drift = torch.sub(model.flat.detach(), base, out=change)
+            value = value + proximal(drift, lambda_s)
+            model.add_gradient(proximal_gradient(drift, lambda_s))
+        for name in step.trains:
+            if name in optimisers:
+                optimisers[name].step()
+        moved = True
+        total += value.double() * len(step.rows)
+        seen += len(step.rows)
+    return seen, moved
+
+
+def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
+    """Compute a step's loss with the method's terms and accumulate its gradient in the model."""
+    local.model.zero_grad()
+    items = local if step.items is None else replace(local, dataset=step.items)
+    image, text = outputs(items, step.rows, step.caption, step.runs)
+    value = step.loss(image, text)
+    added = extra(step, image, text) if extra is not None and step.main else None
+    value = value if added is None else value + added
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+@contextmanager
+def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
+    """Let all towers draw dropout masks from one generator; None turns dropout off."""
+    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
+    before = [tower.noise for tower in towers]
+    for tower in towers:
+        tower.noise = noise
+    try:
+        yield
+    finally:
+        for tower, old in zip(towers, before, strict=True):
+            tower.noise = old
+
+
+def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
+    """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
+
+    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality. A
+    modality's samples include those of the silo's items that have only this modality.
+    """
+    generator = generator_of(context, local, task, "prototypes")
+    if local.unpaired:
+        return _prototype(local, "image", generator), _prototype(local, "text", generator)
+    rows = np.sort(generator.permutation(len(local.dataset))[:PROTOTYPE_SAMPLES])
+    caption = choose_captions(local, generator)
+    with torch.no_grad():
+        image, text = embed(local, rows, caption)
+        return (
+            None if image is None else local_prototype(image).cpu(),
+            None if text is None else local_prototype(text).cpu(),
+        )
+
+
+def _prototype(local: Local, modality: Modality, generator: np.random.Generator) -> Tensor:
+    """Prototype [d] of one modality of a silo that also holds items without a pair."""
+    parts = [part for part in (local.dataset, *local.unpaired) if getattr(part, modality) is not None]
+    edges = np.cumsum([0, *map(len, parts)])
+    chosen = np.sort(generator.permutation(int(edges[-1]))[:PROTOTYPE_SAMPLES])
+    embedded = []
+    with torch.no_grad():
+        for part, start, end in zip(parts, edges[:-1], edges[1:], strict=True):
+            rows, some = chosen[(chosen >= start) & (chosen < end)] - start, replace(local, dataset=part)
+            image, text = outputs(some, rows, choose_captions(some, generator), (modality,))
+            embedded += [out.code for out in (image, text) if out is not None]
+        return local_prototype(torch.cat(embedded)).cpu()
+
+
+def delta_payload(context: Context, outcome: TrainingResult, samples: int) -> Delta:
+    """Upload payload of the update."""
+    return Delta(layout_digest=context.layout.digest, buffer=outcome.delta.numpy(), n_samples=samples)

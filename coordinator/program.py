@@ -169,10 +169,9 @@ def run_coordinator(
         if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
-            record = log.note(NoteKind.STOP_REQUESTED)
             if arguments.stop_silos:
                 dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
-            return _ended(log, Phase.STOPPED, None, record)
+            return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.site import Site, read_site
 from fedmq.errors import InputError
-from fedmq.federation.site_data import SiteData
+from fedmq.federation.participant import SiteData
 from fedmq.progress import Progress
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.json_files import read_json

@@ -34,10 +34,9 @@ from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.evaluation.user_metrics import measures_of
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.malloc import keep_buffers
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
@@ -50,7 +49,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
-from fedmq.wire.sealed_sessions import TAG_BYTES
+from fedmq.wire.sealed_sessions import TAG_BYTES, keep_buffers
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen

@@ -22,12 +22,12 @@ from fedmq.wire import rekeying
 from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
+from fedmq.wire.limits import PeerRateLimits
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.rate_limits import PeerRateLimits
-from fedmq.wire.refusal_log import UNKNOWN, FormerSessions, RefusalLog
+from fedmq.wire.refusal_log import UNKNOWN, RefusalLog, StaleSessions
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
@@ -42,7 +42,7 @@ _ALLOWED = f"one message for each request, {MESSAGES} more at once, then one per
 #: What a peer may send before it has joined.
 _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
-_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
+_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_SILO)
 
 
 class Roster:
@@ -85,7 +85,7 @@ class Roster:
         restarted: bool = False,
     ) -> None:
         self._options = options
-        self._former = FormerSessions(log, clock, restarted=restarted)
+        self._former = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._reports = ScenarioReports(log)

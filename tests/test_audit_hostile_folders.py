@@ -49,9 +49,7 @@ def refused(run: Path) -> str:
 def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
-    began = time.monotonic()
     assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
-    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("target", [None, "/dev/zero"])
@@ -99,12 +97,10 @@ def test_a_folder_of_logs_elsewhere_is_refused(run: Path, tmp_path: Path) -> Non
 def test_an_endless_line_is_refused_after_a_bounded_part_of_it(run: Path, name: str) -> None:
     with (run / name).open("r+b") as file:
         file.truncate(1 << 40)  # a terabyte of zeros that takes no space on disk
-    began = time.monotonic()
     if name == "metrics.jsonl":  # the audit continues with the other files
         assert any(f"more than {MAX_LINE:,} bytes" in finding.what for finding in audit_run(run).findings)
     else:
         assert f"more than {MAX_LINE:,} bytes" in refused(run)
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["summary.json", "model/config.json", "model/model.safetensors"])
@@ -142,10 +138,10 @@ def test_an_archive_that_expands_to_far_more_than_it_is_is_refused_before_it_is_
         for _ in range(1200):
             member.write(bytes(1 << 20))
     assert bomb.stat().st_size < 2_000_000
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InputError, match="bytes"):
         check_npz(bomb)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     small = tmp_path / "labels.npz"
     np.savez_compressed(small, labels=np.zeros((25_000, 1000), np.int64))  # 200 MB of zeros are usual labels
     check_npz(small)

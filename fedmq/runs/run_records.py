@@ -294,7 +294,7 @@ class RunSummary(Stored):
         personal_per_silo_mean: means of these over silos.
         personal_fairness: as ``fairness``, of the personal models.
         personal_missing: why personal models were not evaluated, by silo.
-        own_metrics: entries of the user-defined metrics that were measured, by name.
+        custom_metrics: entries of the user-defined metrics that were measured, by name.
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
@@ -332,7 +332,7 @@ class RunSummary(Stored):
     personal_per_silo_mean: Figures = Field(default_factory=dict)
     personal_fairness: Figures = Field(default_factory=dict)
     personal_missing: dict[str, str] = Field(default_factory=dict)
-    own_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
+    custom_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
     our_reading: bool = False
     personal_only: bool = False
     public_items: int | None = None

@@ -14,7 +14,7 @@ from fedmq.data.readers import array_formats
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
-from fedmq.extras import MissingPackageError
+from fedmq.packages import MissingPackageError
 from tests.array_files import FEATURES, matlab_hdf5, parts, refused, rows, saved
 
 h5py = pytest.importorskip("h5py")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedmq.extras import package
+from fedmq.packages import package
 
 
 def structs_of(path: str) -> dict[str, Any]:

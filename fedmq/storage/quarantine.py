@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import InputError
-from fedmq.extras import MissingPackageError
+from fedmq.packages import MissingPackageError
 from fedmq.storage.regular_files import check_regular
 
 T = TypeVar("T")
@@ -200,9 +200,11 @@ def _packed(value: object) -> list[bytes | memoryview]:
                 plain = np.ascontiguousarray(item).reshape(item.shape)
                 if plain.dtype.kind not in "biufcSU":
                     raise TypeError(f"an array of {plain.dtype}")
-                if plain.dtype.kind == "U":
-                    plain.tolist()  # refuses numbers that are no characters
-                parts.append(plain.tobytes() if plain.dtype.kind in "SU" else plain.reshape(-1).view(np.uint8).data)
+                content = plain.tobytes() if plain.dtype.kind in "SU" else plain.reshape(-1).view(np.uint8).data
+                if plain.dtype.kind == "U":  # NumPy does not check characters
+                    numbers = np.frombuffer(content, np.dtype(np.uint32).newbyteorder(plain.dtype.byteorder))
+                    _ = list(map(chr, np.unique(numbers)))
+                parts.append(content)
                 return {_ARRAY: plain.dtype.str, "shape": plain.shape}
             case np.generic():
                 return item.item()

@@ -45,10 +45,13 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
 def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Path], None]:
     """A silo-00 that joins and falls silent; with ``returns``, it rejoins once it is reported as lost."""
 
+    def lost() -> bool:
+        return any(note.facts["peer"] == "silo-00" for note in notes(records(out), NoteKind.PEER_LOST))
+
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
         connection.send(seal_message(session, Message(beat)).frames)
-        wait_for(lambda: any(note.facts["peer"] == "silo-00" for note in notes(records(out), NoteKind.PEER_LOST)))
+        wait_for(lambda: lost() or (out / "summary.json").exists())
         if returns:
             connection.close()
             run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, out))

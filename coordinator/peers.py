@@ -152,8 +152,8 @@ class Peers(Protocol):
             The number of its log record; None if it is counted, but not logged.
         """
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers, and those that have not joined, that the run is over."""
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
@@ -278,10 +278,9 @@ class InProcessPeers:
         self._joined.discard(name)
         return joined
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers that the run is over."""
-        for name in names:
-            self.send(name, self.header(name, Kind.STOP))
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers that the run is over; returns those that have not joined."""
+        return [name for name in names if not self.send(name, self.header(name, Kind.STOP))]
 
     def note_unlogged(self) -> None:
         """Nothing to note: every refusal is logged."""

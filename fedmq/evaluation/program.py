@@ -21,8 +21,7 @@ from fedmq.federation.error_reports import FATAL_ERRORS, end_reported, reportabl
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
 from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import Logger, LogOptions, open_log
+from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import Accepted

@@ -13,7 +13,7 @@ from fedmq.data.readers.array_files import Stored, guarded, is_hdf5
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.extras import package
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests
 
 _OPENING = threading.Lock()
 _ALLOWED = "whole numbers 0 to 255 in three channels"

@@ -21,7 +21,7 @@ from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import open_prepared
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule
 from fedmq.retrieval import report_data
 from fedmq.retrieval.model_export import export_hub
 from fedmq.retrieval.released_model import open_model, open_release

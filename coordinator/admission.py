@@ -18,8 +18,7 @@ import numpy as np
 from coordinator.data_disputes import Disputes
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name
-from fedmq.federation.run_data import RunData
+from fedmq.federation.agreement import FormatError, RunData, agreed_format, difference, run_data_of, unknown_name
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.text import first_few
 from fedmq.wire.fields import FieldError

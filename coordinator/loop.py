@@ -47,7 +47,7 @@ from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_
 from coordinator.timeline import EntryKind, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
-from fedmq.federation.fault_effects import FailureReason
+from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS

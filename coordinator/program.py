@@ -35,8 +35,8 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.user_metrics import measures_of
+from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.run_data import RunData
 from fedmq.malloc import keep_buffers
 from fedmq.runs import html_report, prometheus
 from fedmq.runs.results import read_metrics

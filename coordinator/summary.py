@@ -15,9 +15,9 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.user_metrics import described, measures_of
+from fedmq.federation.agreement import RunData
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
-from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.release_config import ReleaseConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedmq.errors import FedmqError
-from fedmq.federation.error_reports import reportable
+from fedmq.federation.participant import reportable
 from fedmq.storage.logs import QUIET, ErrorFile, Logger
 from fedmq.text import print_line, printable
 from fedmq.wire.messages import Header

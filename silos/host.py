@@ -17,8 +17,8 @@ import torch
 from fedmq.clock import Clock, WallClock
 from fedmq.data.item_digests import ItemDigests, item_digests
 from fedmq.encoders.gpu import release_unused_memory
+from fedmq.federation.participant import raise_refused
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.site_data import raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import Logger, open_log

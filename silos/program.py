@@ -23,13 +23,11 @@ from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
-from fedmq.federation import update_transforms
-from fedmq.federation.error_reports import FATAL_ERRORS, end_reported
-from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
-from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
+from fedmq.federation import updates
+from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
+from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
-from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions, open_log
@@ -110,7 +108,7 @@ class Silo:
         self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise, self._clock = model, noise, WallClock()
-        self._standing: tuple[FaultHit, ...] | None = None
+        self._standing: tuple[ScheduledFault, ...] | None = None
         # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
@@ -274,12 +272,12 @@ class Silo:
 
     def transform(self, payload: Payload, task: Task) -> Payload:
         """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
-        if not isinstance(payload, update_transforms.TRANSFORMED):
+        if not isinstance(payload, updates.TRANSFORMED):
             return payload
         # A second update in the same reply needs different noise.
         second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
         path = (self.facts.name, task.base_version, task.sequence, *second)
-        buffer = update_transforms.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
+        buffer = updates.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
         return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 

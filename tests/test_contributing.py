@@ -244,7 +244,7 @@ def test_the_payload_is_declared_in_one_place(copy: Path) -> None:
 
 FAULT = """
 from fedmq.config.faults import FAULTS
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
 
 slow = FAULTS["slow"](times=3.0, silos=["silo-01"])

@@ -162,7 +162,7 @@ def test_a_release_with_unexpected_tensors_is_refused_by_name(finished: Path, tm
     from safetensors.torch import load_file, save_file
 
     from fedmq.data.prepared_arrays import open_prepared
-    from fedmq.launch.processes import population_here
+    from fedmq.launch.preparation import population_here
 
     root = tmp_path / "run"
     shutil.copytree(finished, root)

@@ -18,7 +18,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site, read_site
 from fedmq.errors import InputError
-from fedmq.federation.site_data import SiteData
+from fedmq.federation.participant import SiteData
 from fedmq.progress import Progress
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.extension import earlier_ends

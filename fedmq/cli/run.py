@@ -178,9 +178,9 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
         quiet: show no progress.
     """
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
-    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
 
-    prepare = processes.population_here if inline else supervisor.prepare_population
+    prepare = preparation.population_here if inline else preparation.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
     for line in open_prepared(data).remarks:

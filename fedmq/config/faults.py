@@ -1,7 +1,7 @@
 """Schema of scripted faults: one class per kind. ``faults:`` in a scenario is a list of them.
 
 docs/reference/faults.md has an example of each. A fault defines where (``silos``, ``share``), when (``rounds``,
-``time``, ``probability``) and what happens; :mod:`fedmq.federation.fault_effects` implements its effect.
+``time``, ``probability``) and what happens; :mod:`fedmq.federation.faults` implements its effect.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from fedmq.data.splits import SPLITS, split_of
 from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
+from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
-from fedmq.federation.site_data import SiteData
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
 from fedmq.text import printable

@@ -17,19 +17,22 @@ from typing import Any
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.extras import package
-from fedmq.launch.peer_records import (
+from fedmq.launch.private_folder import PEER, private_folder
+from fedmq.launch.remote_peer import (
+    DIED,
+    ENVIRONMENT,
     PeerArguments,
     PeerFiles,
     PeerTask,
+    RemoteProcess,
     decode,
     earlier_files,
     encode,
     key_files,
+    run_peer,
     split_keys,
     write_private,
 )
-from fedmq.launch.private_folder import PEER, private_folder
-from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
 from fedmq.storage.run_folder import RunFolder
 
 #: Time to wait for a cluster's machine [s].

@@ -32,9 +32,20 @@ import psutil
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.extras import package
-from fedmq.launch.peer_records import MOST_BYTES, PeerArguments, PeerTask, encode, key_files, take_keys, write_private
 from fedmq.launch.processes import ignore_sigterm
-from fedmq.launch.remote_peer import DIED, ENVIRONMENT, RemoteProcess, run_peer
+from fedmq.launch.remote_peer import (
+    DIED,
+    ENVIRONMENT,
+    MOST_BYTES,
+    PeerArguments,
+    PeerTask,
+    RemoteProcess,
+    encode,
+    key_files,
+    run_peer,
+    take_keys,
+    write_private,
+)
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import print_line

@@ -26,10 +26,10 @@ from fedmq.config.faults import (
     Freeze,
     Late,
     Leave,
+    Persistent,
     Poison,
     Reorder,
     Split,
-    Standing,
 )
 from fedmq.errors import RemoteWireError
 from fedmq.federation.faults import FailureReason, FaultSchedule, ScheduledFault, TaskOutcome
@@ -42,7 +42,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 Frames = tuple[bytes, Sequence[Any]]
-_STANDING, _POISON = get_args(Standing), get_args(Poison)
+_PERSISTENT, _POISON = get_args(Persistent), get_args(Poison)
 
 
 class _Fired(Stored):
@@ -122,7 +122,7 @@ class FaultInjector:
         self._strikes[silo] = strikes
         if fresh:
             for place, fault in strikes:
-                if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
+                if not isinstance(fault, _PERSISTENT) or self._mark_fired(f"{place} {silo}"):
                     self._log_strike(ScheduledFault(place, fault), silo, sequence, cause)
         return outcome
 

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.json_files import Digest, Stored, read_json
 from fedmq.storage.regular_files import is_file, read_regular
 from fedmq.storage.run_folder import write_bytes, write_text

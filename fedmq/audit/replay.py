@@ -19,16 +19,14 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site, read_site
 from fedmq.errors import InputError
 from fedmq.federation.participant import SiteData
-from fedmq.progress import Progress
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.extension import earlier_ends
-from fedmq.runs.model_files import BESIDE, beside, parameters
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
+from fedmq.runs.resume import earlier_ends
 from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable
+from fedmq.text import Progress, printable
 from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
@@ -38,7 +36,7 @@ _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 #: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
-_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.OWN_RESULT)
+_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.metric_values import Figures
-from fedmq.runs.result_digests import FILES, SUMMARY, result_digest
-from fedmq.runs.run_records import MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
+from fedmq.runs.results import FILES, SUMMARY, result_digest
+from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
@@ -38,10 +37,10 @@ from fedmq.wire.payloads import (
     DiscriminatorDelta,
     Memory,
     ModalityPrototypes,
-    OwnMetrics,
     PartialDelta,
     Representations,
     SecretShare,
+    SiloMetrics,
 )
 
 
@@ -274,7 +273,7 @@ class LoggedData:
                 self.stated.setdefault(header.sender, set()).update(record.digests)
             case Kind.AGREEMENT, "sent":
                 self.agreed.update(record.digests)
-            case Kind.OWN_RESULT, "received":
+            case Kind.SILO_RESULT, "received":
                 self.own.setdefault((header.sender, header.base_version), set()).update(record.digests)
             case _:
                 pass
@@ -355,7 +354,7 @@ def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData)
 
 def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
     try:
-        return digest(OwnMetrics(items, values)) in answers
+        return digest(SiloMetrics(items, values)) in answers
     except FieldError:
         return False
 

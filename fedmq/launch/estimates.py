@@ -35,9 +35,9 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts, Task
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
-from fedmq.progress import Progress
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from protocols.parts.missing_branch import shortened

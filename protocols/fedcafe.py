@@ -32,6 +32,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -222,6 +223,10 @@ class FedCafe(FederatedProtocol):
     """FedCAFE, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCafeOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {
+        "weight_largest": aggregation.LARGEST_WEIGHT,
+        "difference_mean": ReportedValue("Mean difference between silos", "difference", "Mean over pairs of replies."),
+    }
 
     def __init__(self, options: FedCafeOptions, context: Context) -> None:
         base = context.objective.base

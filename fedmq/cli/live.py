@@ -14,6 +14,7 @@ from fedmq.cli.console import err
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.federation.protocol import ReportedValue
     from fedmq.storage.run_folder import RunFolder
 
@@ -55,12 +56,12 @@ def _captions_of(method: str) -> Mapping[str, ReportedValue]:
 
 
 @contextlib.contextmanager
-def live_page(folder: RunFolder, method: str, port: int, *, live: bool) -> Iterator[None]:
+def live_page(folder: RunFolder, run: ResolvedRun, port: int, *, live: bool) -> Iterator[None]:
     """Serve the page of a run while the block runs, and print its address.
 
     Args:
         folder: the run folder.
-        method: name of its method.
+        run: the run.
         port: port on 127.0.0.1; 0 chooses a free one.
         live: whether to serve it at all.
 
@@ -73,6 +74,8 @@ def live_page(folder: RunFolder, method: str, port: int, *, live: bool) -> Itera
     from fedmq.runs import live_server  # noqa: PLC0415 - most runs do without
 
     token = live_server.new_token()
-    with live_server.serving(live_server.live_app(folder, token, _captions_of(method)), port, token) as address:
+    with live_server.serving(
+        live_server.live_app(folder, token, _captions_of(run.scenario.protocol.name)), port, token
+    ) as address:
         err.print(f"live: {address}", highlight=False, markup=False, soft_wrap=True)
         yield

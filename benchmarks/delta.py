@@ -20,7 +20,7 @@ from fedmq.malloc import keep_buffers
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Delta
-from protocols._aggregation import accumulate, read_only
+from protocols.parts.aggregation import accumulate, read_only
 
 _WARM = 8
 _SILO = "silo-00"

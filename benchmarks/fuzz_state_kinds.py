@@ -36,7 +36,7 @@ from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.file_digests import file_digests
 from fedmq.storage.run_folder import RunFolder, load_aligned, write_tensors
-from protocols import _epochs
+from protocols.parts import epochs
 from silos import personal_state
 
 _EPOCHS = 4
@@ -69,7 +69,7 @@ def _trained() -> Mapping[str, Tensor]:
     _step(model, optimisers)
     order.random(5)
     torch.rand(3, generator=dropout)
-    return _epochs.snapshot(_TASK, 2, model, optimisers, order, dropout, torch.tensor([1.5, 8.0], dtype=torch.float64))
+    return epochs.snapshot(_TASK, 2, model, optimisers, order, dropout, torch.tensor([1.5, 8.0], dtype=torch.float64))
 
 
 def _snapshot() -> Folder:
@@ -97,13 +97,13 @@ def _restored(folder: Path) -> tuple[Mapping[str, Tensor], _Parts]:
     parts = _begun()
     before = parts[0].flat.detach().clone()
     saved = personal_state.TaskEpochs(folder / "silo-00" / "epochs.safetensors", WallClock()).load()
-    found = _epochs.restore(saved, _TASK, _EPOCHS, *parts) if saved else None
-    if found is None:
+    restored = epochs.restore(saved, _TASK, _EPOCHS, *parts) if saved else None
+    if restored is None:
         assert torch.equal(parts[0].flat, before), "refused, but changed the model"
         raise InputError("the snapshot", "nothing to continue from", "")
-    epochs, sums = found
-    assert 0 < epochs < _EPOCHS and sums.shape == (2,), f"accepted {epochs} epochs"
-    return _epochs.snapshot(_TASK, epochs, *parts, sums), parts
+    done, sums = restored
+    assert 0 < done < _EPOCHS and sums.shape == (2,), f"accepted {done} epochs"
+    return epochs.snapshot(_TASK, done, *parts, sums), parts
 
 
 def _read_snapshot(folder: Path) -> None:

@@ -42,7 +42,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import Delta, Model, Payload
 from fedmq.wire.sealed_sessions import Session
-from protocols import _aggregation
+from protocols.parts import aggregation
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Constant(FederatedProtocol):
 
     def __init__(self, options: _NoOptions, context: Context) -> None:
         self.context = context
-        self.branches = _aggregation.branch_slices(context.layout)
+        self.branches = aggregation.branch_slices(context.layout)
         self.merged_at: list[float] = []
         self.update = np.full(context.layout.size, 1e-3, np.float32)
 
@@ -88,9 +88,9 @@ class Constant(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
-        updates = [_aggregation.update_of(reply, self.context.layout) for reply in _aggregation.ordered(replies)]
-        weights = _aggregation.sample_weights([update.samples for update in updates])
-        return MergeResult(State(_aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
+        updates = [aggregation.update_of(reply, self.context.layout) for reply in aggregation.ordered(replies)]
+        weights = aggregation.sample_weights([update.samples for update in updates])
+        return MergeResult(State(aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
 
 
 def _run_context(scenario: Scenario, folder: Path) -> RunContext:

@@ -18,8 +18,8 @@ from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
-from protocols._missing_branch import completed
-from protocols._robust import LEAST, robust_replies
+from protocols.parts.missing_branch import completed
+from protocols.parts.robust import LEAST, robust_replies
 
 
 def reply_of(

@@ -25,8 +25,8 @@ from fedmq.wire.payloads import (
     PartialDelta,
     Payload,
 )
-from protocols._aggregation import read_only
-from protocols._missing_branch import layers_of, trainable
+from protocols.parts.aggregation import read_only
+from protocols.parts.missing_branch import layers_of, trainable
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
 LARGEST = 1e15

@@ -30,7 +30,7 @@ METHODS.add_package(__name__)
 
 
 def names() -> tuple[str, ...]:
-    """Names of all methods: modules of this package without a leading underscore, then those of installed packages."""
+    """Names of all methods: modules of this package, then those of installed packages."""
     return METHODS.names()
 
 

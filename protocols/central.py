@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from fedmq.federation.protocol import Traits
 from protocols import fedavg
-from protocols._options import check
-from protocols._variant import variant
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import Local, Task, Trained, Traits, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
-from protocols import _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._losses import unit
-from protocols._options import check
-from protocols._variant import variant
+from protocols import fedavg
+from protocols.parts import personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import unit
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 #: Names in the silo state: the bank, embeddings by the last local model, and the rows of the samples of both.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
@@ -115,7 +116,7 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
     return (z - shared).square().mean()
 
 
-def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> _training.Extra | None:
+def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> training.Extra | None:
     """Both contrasts and the distillation, summed over the silo's modalities; None if all weights are 0.
 
     Args:
@@ -129,7 +130,7 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
     def scaled(z: Tensor) -> Tensor:
         return unit(z) if weights.directions else z
 
-    def terms(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+    def terms(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         losses = []
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
@@ -153,7 +154,7 @@ def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Ta
     """Local epochs on the base loss and the contrasts; the silo keeps the bank and its last embeddings."""
     rows = local.state.get(ROWS)
     known = local.state if rows is not None and torch.equal(rows, local.dataset.rows) else {}
-    with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+    with training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
         bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
     before = {name: known[LAST + name] for name in bank if LAST + name in known}
     directions = method.context.objective.base != "info_nce"
@@ -166,19 +167,19 @@ def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Ta
 
 def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
     """Embeddings [n, d] of the silo's samples by its current model, with one random caption each, on the CPU."""
-    generator = _training.generator_of(method.context, local, task, f"creamfl {purpose}")
-    caption = _training.choose_captions(local, generator)
-    found = _training.embed_all(local, caption, method.context.training.batch_size)
+    generator = training.generator_of(method.context, local, task, f"creamfl {purpose}")
+    caption = training.choose_captions(local, generator)
+    found = training.embed_all(local, caption, method.context.training.batch_size)
     return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
 
 
-def _on_unsharpened(local: Local, terms: _training.Extra | None) -> _training.Extra | None:
+def _on_unsharpened(local: Local, terms: training.Extra | None) -> training.Extra | None:
     """The terms on unsharpened codes, which are comparable to those of the bank."""
     if terms is None:
         return None
 
-    def on_unsharpened(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-        return terms(step, *_personal_model.unsharpened(local, image, text))
+    def on_unsharpened(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        return terms(step, *personal_model.unsharpened(local, image, text))
 
     return on_unsharpened
 

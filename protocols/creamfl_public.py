@@ -37,11 +37,12 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
-from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._losses import nothing
-from protocols._options import check, refuse_other_bases
+from protocols import fedavg
 from protocols.creamfl import LAST, Weights, contrasts, distillation
+from protocols.parts import aggregation, personal_model, prototypes, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import nothing
+from protocols.parts.options import check, refuse_other_bases
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
@@ -152,10 +153,10 @@ class CreamFlPublic(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the personal model, on the silo's pairs, then on the public ones."""
-        local.model.load(_personal_model.own_parameters(local))
+        local.model.load(personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _training.train_epochs(local, self.context, task, base, work)
+        outcome = training.train_epochs(local, self.context, task, base, work)
         public, size = self._public_of(local), self.context.training.batch_size
         image, text = as_tensor(take(task.payloads, Representations).values).float().chunk(2)
         last: dict[str, Tensor] = {name: local.state[LAST + name] for name in MODALITIES if LAST + name in local.state}
@@ -163,10 +164,10 @@ class CreamFlPublic(FederatedProtocol):
         terms = contrasts({"image": image, "text": text}, last, weights)
         if terms is not None:
             start = local.model.flat.detach().clone()
-            public_work = _training.EveryBatch(public, size, nothing)
-            _training.train_epochs(public, self.context, task, start, public_work, extra=terms)
-        representations = dict(_named(_training.embed_all(public, _first(public), size)))
-        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
+            public_work = training.EveryBatch(public, size, nothing)
+            training.train_epochs(public, self.context, task, start, public_work, extra=terms)
+        representations = dict(_named(training.embed_all(public, _first(public), size)))
+        state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         kept = {LAST + name: z for name, z in representations.items()}
         return Trained((_payload(representations), Loss(outcome.loss)), {**state, **kept}, outcome.loss)
 
@@ -198,16 +199,16 @@ class CreamFlPublic(FederatedProtocol):
         rows = len(self.public) * (2 if payload.modality == "both" else 1)
         if payload.values.shape != (rows, self.context.dim):
             raise RemoteWireError("layout", f"representations of shape {payload.values.shape}")
-        lengths = _prototypes.lengths(payload.values)
+        lengths = prototypes.lengths(payload.values)
         # A tower may output a zero vector for an item; it has no effect.
-        wrong = lengths[(np.abs(lengths - 1) > _prototypes.TOLERANCE) & (lengths != 0)]
+        wrong = lengths[(np.abs(lengths - 1) > prototypes.TOLERANCE) & (lengths != 0)]
         if len(wrong):
-            allowed = f"1 within {_prototypes.TOLERANCE}"
+            allowed = f"1 within {prototypes.TOLERANCE}"
             raise RemoteWireError("malformed", f"a representation of length {wrong.max():.4g}, here {allowed}")
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the representations, distil them into the global model, and recompute its representations."""
-        targets = self.targets(state, _aggregation.ordered(replies))
+        targets = self.targets(state, aggregation.ordered(replies))
         theta, loss = self._distilled(state.theta, targets, round_)
         return MergeResult(
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
@@ -241,7 +242,7 @@ class CreamFlPublic(FederatedProtocol):
         coordinator.model.load(theta)
         base = coordinator.model.flat.detach().clone()
 
-        def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             rows = torch.from_numpy(step.rows)
             terms = [
                 options.kd * distillation(out.code, targets[name][rows].to(out.code.device))
@@ -251,18 +252,18 @@ class CreamFlPublic(FederatedProtocol):
             return torch.stack(terms).sum() if terms else None
 
         work = self.fedavg.work(coordinator, task)
-        outcome = _training.train_epochs(coordinator, self.context, task, base, work, extra=extra)
+        outcome = training.train_epochs(coordinator, self.context, task, base, work, extra=extra)
         return coordinator.model.flat.detach().cpu().clone(), outcome.loss
 
     def _represented(self, theta: Tensor) -> dict[str, Tensor]:
         """A model's representations [N, d] of the public items by modality, using each item's first caption."""
         coordinator = self._coordinator()
         coordinator.model.load(theta)
-        embeddings = _training.embed_all(coordinator, _first(coordinator), self.context.training.batch_size)
+        embeddings = training.embed_all(coordinator, _first(coordinator), self.context.training.batch_size)
         return {GLOBAL + name: z for name, z in _named(embeddings)}
 
 
-def _first(local: Local) -> _training.I64 | None:
+def _first(local: Local) -> training.I64 | None:
     """Index 0, the first caption, for each item; None without text."""
     return None if local.dataset.text is None else np.zeros(len(local.dataset), np.int64)
 

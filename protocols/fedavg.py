@@ -1,7 +1,7 @@
 """FedAvg: averages the silos' updates, weighted by their numbers of samples (McMahan et al., 2017).
 
-Paired silos train the base loss, by default InfoNCE. ``protocols/_anchoring.py`` defines what a silo with one modality
-trains under InfoNCE.
+Paired silos train the base loss, by default InfoNCE. ``protocols/parts/anchoring.py`` defines what a silo with one
+modality trains under InfoNCE.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
-from protocols import _aggregation, _training, objectives
-from protocols._anchoring import Anchoring, InfoNceOptions
-from protocols._losses import info_nce
+from protocols import objectives
+from protocols.parts import aggregation, training
+from protocols.parts.anchoring import Anchoring, InfoNceOptions
+from protocols.parts.losses import info_nce
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class FedAvg(FederatedProtocol):
     def __init__(self, options: FedAvgOptions, context: Context) -> None:
         self.options = options
         self.context = context
-        self.branches = _aggregation.branch_slices(context.layout)
+        self.branches = aggregation.branch_slices(context.layout)
         self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
         self.anchoring = Anchoring(options, context)
 
@@ -85,7 +86,7 @@ class FedAvg(FederatedProtocol):
         return self.trained(local, task)
 
     def trained(
-        self, local: Local, task: Task, *, extra: _training.Extra | None = None, lambda_s: float = 0.0
+        self, local: Local, task: Task, *, extra: training.Extra | None = None, lambda_s: float = 0.0
     ) -> Trained:
         """Local epochs on the base loss; methods that add terms to FedAvg pass them here.
 
@@ -95,37 +96,37 @@ class FedAvg(FederatedProtocol):
             extra: loss term added in the main step of each batch.
             lambda_s: weight of the proximal term ||theta - base||^2.
         """
-        base = _training.load_model(local, take(task.payloads, Model).buffer)
+        base = training.load_model(local, take(task.payloads, Model).buffer)
         work = self.work(local, task)
-        outcome = _training.train_epochs(
+        outcome = training.train_epochs(
             local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, resumable=True
         )
-        update = _training.delta_payload(self.context, outcome, len(local.dataset))
+        update = training.delta_payload(self.context, outcome, len(local.dataset))
         up = (update, Loss(outcome.loss), *self.anchoring.report(local, task))
         return Trained(up, {} if work is None else work.kept(), outcome.loss)
 
-    def work(self, local: Local, task: Task) -> _training.Work | None:
+    def work(self, local: Local, task: Task) -> training.Work | None:
         """The silo's training on the base loss; None if it has no loss, or none yet."""
         if self.base is not None:
             return objectives.begin(self.base, local, self.context, task)
         if not local.silo.paired:
             return self.anchoring.work(local, task)
         loss = partial(paired_loss, tau=self.options.tau)
-        return _training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
+        return training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        replies = _aggregation.ordered(replies)
-        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
+        replies = aggregation.ordered(replies)
+        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
-        theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
+        theta = aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 
-    def weights(self, updates: Sequence[_aggregation.Update]) -> Tensor:
+    def weights(self, updates: Sequence[aggregation.Update]) -> Tensor:
         """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
-        return _aggregation.damped(_aggregation.sample_weights(samples), factors)
+        return aggregation.damped(aggregation.sample_weights(samples), factors)
 
 
 PROTOCOL = FedAvg

@@ -40,9 +40,10 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
-from protocols import _aggregation, _centroids, _personal_adapter, _training, _unpaired, fedavg
-from protocols._losses import info_nce
-from protocols._options import check, refuse_other_bases
+from protocols import fedavg
+from protocols.parts import aggregation, centroids, personal_adapter, training, unpaired
+from protocols.parts.losses import info_nce
+from protocols.parts.options import check, refuse_other_bases
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class FedBridgeOptions:
         check("warmup", self.warmup, 0.0, 1.0)
         check("centroids", self.centroids, 1)
         check("support", self.support, 1)
-        check("lambda_p", self.lambda_p, 0.0, _personal_adapter.STRONGEST)
+        check("lambda_p", self.lambda_p, 0.0, personal_adapter.STRONGEST)
         check("personal_onset", self.personal_onset, 0)
         check("personal_hidden", self.personal_hidden, 1)
         check("personal_epochs", self.personal_epochs, 1)
@@ -128,7 +129,7 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
 
 
 @dataclass(frozen=True)
-class Assigning(_training.Work):
+class Assigning(training.Work):
     """Training of a single-modality silo.
 
     Args:
@@ -145,16 +146,16 @@ class Assigning(_training.Work):
     centroids: Tensor
     teacher: Tensor | CaptionRows
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""
-        caption = _training.choose_captions(self.local, generator)
+        caption = training.choose_captions(self.local, generator)
         other = None if caption is None else _another(self.local, caption, generator)
-        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
+        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
                 return self._loss(image, text, rows, caption, other)
 
-            yield _training.Step(rows, caption, loss)
+            yield training.Step(rows, caption, loss)
 
     def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
         options, held = self.options, image if image is not None else text
@@ -167,18 +168,18 @@ class Assigning(_training.Work):
         if text is not None and options.lambda_pair:
             several = self.local.dataset.captions.numpy()[rows] > 1
             if several.sum() > 1:  # the contrast needs at least two items
-                _, second = _training.embed(self.local, rows[several], other)
+                _, second = training.embed(self.local, rows[several], other)
                 assert second is not None  # noqa: S101 - the silo has captions
                 first = z[torch.from_numpy(several).to(z.device)]
                 loss = loss + options.lambda_pair * info_nce(first, second, options.tau)
         return loss
 
 
-def _another(local: Local, caption: _training.I64, generator: np.random.Generator) -> _training.I64:
+def _another(local: Local, caption: training.I64, generator: np.random.Generator) -> training.I64:
     """A random caption of each item other than ``caption`` [n]; the same one if the item has only one."""
     counts = local.dataset.captions.numpy()
     steps = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
-    other: _training.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
+    other: training.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
     return other
 
 
@@ -209,37 +210,37 @@ class FedBridge(FederatedProtocol):
         Raises:
             RemoteWireError: wrong number of rows or columns.
         """
-        _centroids.check(payloads, self.options.centroids, self.context.dim)
+        centroids.check(payloads, self.options.centroids, self.context.dim)
 
     def initial(self, theta: Tensor) -> State:
         """The initial model and an empty table of centroids."""
-        return State(theta, _centroids.initial(self.context, self.options.centroids), {})
+        return State(theta, centroids.initial(self.context, self.options.centroids), {})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model; for a silo that lacks a modality also all silos' centroids of it."""
-        return (*self.fedavg.task(state, silo), *_centroids.download(state.tensors, silo))
+        return (*self.fedavg.task(state, silo), *centroids.download(state.tensors, silo))
 
     def release(self, state: State) -> tuple[Payload, ...]:
         """The query bank, if the options ask for one and both modalities have centroids."""
         if self.options.bank == "none":
             return ()
-        return _centroids.bank(
+        return centroids.bank(
             state.tensors, [silo for silo in self.context.silos if self.options.bank == "all" or silo.paired]
         )
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; after it, the centroids."""
-        base = _training.load_model(local, take(task.payloads, Model).buffer)
+        base = training.load_model(local, take(task.payloads, Model).buffer)
         work = self.fedavg.work(local, task) if local.silo.paired else self._work(local, task)
-        work = _unpaired.beside(work, local, self.context, task, lambda view: self._work(view, task))
-        outcome = _training.train_epochs(local, self.context, task, base, work)
-        update, loss = _training.delta_payload(self.context, outcome, local.samples), Loss(max(0.0, outcome.loss))
+        work = unpaired.beside(work, local, self.context, task, lambda view: self._work(view, task))
+        outcome = training.train_epochs(local, self.context, task, base, work)
+        update, loss = training.delta_payload(self.context, outcome, local.samples), Loss(max(0.0, outcome.loss))
         # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
-        centroids, members = _centroids.report(
+        report, members = centroids.report(
             local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
         )
         state = {**self._adapter(local, task), **members}
-        return Trained((update, loss, centroids), state, loss.value)
+        return Trained((update, loss, report), state, loss.value)
 
     @classmethod
     def traits_of(cls, options: FedBridgeOptions) -> Traits:
@@ -252,29 +253,29 @@ class FedBridge(FederatedProtocol):
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers."""
-        _training.load_model(local, take(payloads, Model).buffer)
-        return _personal_adapter.encoders(local, self.options.lambda_p)
+        training.load_model(local, take(payloads, Model).buffer)
+        return personal_adapter.encoders(local, self.options.lambda_p)
 
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun and the silo is paired; empty if it has none."""
         options = self.options
         if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
-            return _personal_adapter.kept(local)
-        tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+            return personal_adapter.kept(local)
+        tuning = personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         parts = [(local, self._pairs)]
-        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, parts)
-        return {_personal_adapter.STATE: tuned}
+        tuned = personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, parts)
+        return {personal_adapter.STATE: tuned}
 
     def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
         assert image is not None and text is not None  # noqa: S101 - called for paired silos only
         return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
-        centroids = _centroids.received(task.payloads, local.silo)
-        if task.round < self.onset or centroids is None:
+        received = centroids.received(task.payloads, local.silo)
+        if task.round < self.onset or received is None:
             return None
-        centroids = centroids.to(local.model.flat.device)
-        return Assigning(self.options, local, self.context.training.batch_size, centroids, self._embeddings(local))
+        received = received.to(local.model.flat.device)
+        return Assigning(self.options, local, self.context.training.batch_size, received, self._embeddings(local))
 
     def _embeddings(self, local: Local) -> Tensor | CaptionRows:
         """The model's embeddings of all images of the silo [n, d], or of all its captions."""
@@ -289,14 +290,14 @@ class FedBridge(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
-        replies = _aggregation.ordered(replies)
-        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
+        replies = aggregation.ordered(replies)
+        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         factors = [update.factor * self._factor(update.silo, update.samples) for update in updates]
-        weights = _aggregation.sample_weights([update.samples for update in updates])
-        weights = _aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
-        theta = _aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
-        tensors = _centroids.updated(state.tensors, replies, round_, self.context.max_age)
-        return MergeResult(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
+        weights = aggregation.sample_weights([update.samples for update in updates])
+        weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
+        theta = aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
+        tensors = centroids.updated(state.tensors, replies, round_, self.context.max_age)
+        return MergeResult(State(theta, tensors, state.values), {"centroids": centroids.known(tensors)})
 
     def _factor(self, silo: SiloFacts, samples: int) -> float:
         """Factor of a silo's weight: 1 for its pairs, ``single_weight`` for its other items."""

@@ -44,10 +44,11 @@ from fedmq.models.objective_registry import OBJECTIVES, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload
-from protocols import _aggregation, _memory, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._losses import cosine
-from protocols._options import check
+from protocols import fedavg
+from protocols.parts import aggregation, memory, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import cosine
+from protocols.parts.options import check
 
 #: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
@@ -106,7 +107,7 @@ class FedCafeOptions:
     gamma: float = 1.0
     kl: Literal["normalised", "code", "printed"] = "normalised"
     le_detach: bool = False
-    memory: _memory.Kind = "kmeans_seeded"
+    memory: memory.Kind = "kmeans_seeded"
     similarity: Literal["identity", "cluster"] = "identity"
     weight: Literal["linear", "softmax"] = "linear"
     temperature: float = 1.0
@@ -195,7 +196,7 @@ class References:
     image: Tensor | None
     text: CaptionRows | None
 
-    def of(self, step: _training.Step) -> list[Tensor]:
+    def of(self, step: training.Step) -> list[Tensor]:
         """Features [B, r] of a step's rows for each modality, with the step's captions."""
         rows = torch.from_numpy(step.rows)
         found = [] if self.image is None else [self.image[rows]]
@@ -209,7 +210,7 @@ def references(local: Local) -> References:
     dataset = local.dataset
 
     def features(modality: Modality, items: Tensor) -> Tensor:
-        return torch.cat([out.code for out in _training.in_blocks(local.model, modality, items)])
+        return torch.cat([out.code for out in training.in_blocks(local.model, modality, items)])
 
     image = None if dataset.image is None else features("image", dataset.image)
     if dataset.text is None:
@@ -258,13 +259,13 @@ class FedCafe(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory by the trained model."""
-        _training.load_model(local, take(task.payloads, Model).buffer)
-        memory = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
-        with remembering(local.model, memory):
+        training.load_model(local, take(task.payloads, Model).buffer)
+        received = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
+        with remembering(local.model, received):
             known = references(local) if self.options.loss_c else References(None, None)
             labels = self._labels(local, np.arange(len(local.dataset)))
 
-            def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
                 own = labels[torch.from_numpy(step.rows).to(labels.device)]
                 parts = [self._auxiliary(out, own, known.of(step)) for out in (image, text) if out is not None]
                 terms = [part for part in parts if part is not None]
@@ -277,8 +278,8 @@ class FedCafe(FederatedProtocol):
         up = Memory(centroids=centroids.numpy(), support=support.numpy())
         return Trained((*trained.payloads, up), trained.state, trained.loss)
 
-    def _labels(self, local: Local, rows: _training.I64) -> Tensor:
-        return _training.labels_of(local, rows)[:, self.columns]
+    def _labels(self, local: Local, rows: training.I64) -> Tensor:
+        return training.labels_of(local, rows)[:, self.columns]
 
     def _auxiliary(self, out: Out, labels: Tensor, known: Sequence[Tensor]) -> Tensor | None:
         if out.logits is None:
@@ -287,11 +288,11 @@ class FedCafe(FederatedProtocol):
 
     def _own_memory(self, local: Local, task: Task, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The silo's memory, with one caption per item."""
-        generator = _training.generator_of(self.context, local, task, "memory")
-        caption = _training.choose_captions(local, generator)
-        found = _training.outputs_of_all(local, caption, lambda out: out.code)
+        generator = training.generator_of(self.context, local, task, "memory")
+        caption = training.choose_captions(local, generator)
+        found = training.outputs_of_all(local, caption, lambda out: out.code)
         features = [codes for codes in found if codes is not None]
-        return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
+        return memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
@@ -322,27 +323,27 @@ class FedCafe(FederatedProtocol):
         """Update the global memory from the table, weight the updates by it, and add them (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
-        replies = _aggregation.ordered(replies)
+        replies = aggregation.ordered(replies)
         reports = [self._report(reply) for reply in replies]
         table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
         places = [(reply.silo.index, reply.base_version) for reply in replies]
-        table = _memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
-        memory, support, filled = self._global_memory(state.tensors["memory"], table, round_)
-        tensors = {"memory": memory, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
+        table = memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
+        rows, support, filled = self._global_memory(state.tensors["memory"], table, round_)
+        tensors = {"memory": rows, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
             return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
-        by_class = self.options.similarity == "identity" and _memory.has_classes(self.options.memory)
-        differences = _memory.differences(reports, memory, filled, by_class=by_class)
+        by_class = self.options.similarity == "identity" and memory.has_classes(self.options.memory)
+        differences = memory.differences(reports, rows, filled, by_class=by_class)
         weights = self._weights(differences, replies)
-        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
-        theta = _aggregation.merge_updates(
+        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
+        theta = aggregation.merge_updates(
             state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm
         )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
         return MergeResult(State(theta, tensors, state.values), log)
 
-    def _report(self, reply: Reply) -> _memory.Rows:
+    def _report(self, reply: Reply) -> memory.Rows:
         """A reply's memory, checked; rows longer than 1, which no honest silo sends, are scaled to length 1.
 
         Raises:
@@ -358,20 +359,20 @@ class FedCafe(FederatedProtocol):
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], samples per row int64 [C], and rows with current support bool [C]."""
-        known = _aggregation.still_known(table["versions"], round_, self.context.max_age)
+        known = aggregation.still_known(table["versions"], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
         support = table["support"][known]
-        memory, filled = _memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
-        behind = support.sum(0) if _memory.has_classes(self.options.memory) else filled.long()
-        return memory, behind, filled
+        rows, filled = memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
+        behind = support.sum(0) if memory.has_classes(self.options.memory) else filled.long()
+        return rows, behind, filled
 
     def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
-        weights = _memory.shares(differences, self.options.weight, self.options.temperature)
-        weights = _aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
+        weights = memory.shares(differences, self.options.weight, self.options.temperature)
+        weights = aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
         stale = torch.tensor([reply.staleness > 0 for reply in replies])
         limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
-        return _memory.capped(weights, limits)
+        return memory.capped(weights, limits)
 
 
 PROTOCOL = FedCafe

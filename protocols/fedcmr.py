@@ -30,9 +30,10 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
-from protocols import _aggregation, _personal_model, _training, fedavg
-from protocols._options import check
-from protocols._partial import PartialFedAvg
+from protocols import fedavg
+from protocols.parts import aggregation, personal_model, training
+from protocols.parts.options import check
+from protocols.parts.partial import PartialFedAvg
 
 #: The common layer of each kind of network: DSCMR's, or the hash layers (FedHAP's comparison).
 _COMMON = ("shared.base.", "visual.last.", "text.last.")
@@ -88,7 +89,7 @@ def residual(merged: Tensor, displacement: Tensor, beta: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SomeBatches(_training.Work):
+class SomeBatches(training.Work):
     """Training on a range of the batches of a base loss.
 
     Args:
@@ -103,13 +104,13 @@ class SomeBatches(_training.Work):
             batches.
     """
 
-    work: _training.Work
+    work: training.Work
     per_pass: int
     first: int
     stop: int
     began: dict[int, Mapping[str, Any]]
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """The steps of the selected batches; a batch begins with its main step."""
         generator.bit_generator.state = self.began.setdefault(epoch, generator.bit_generator.state)
         batch = -1
@@ -160,30 +161,30 @@ class FedCmr(FederatedProtocol):
         """The first batches after the download, then the rest, whose displacement of the common layer is kept."""
         layout, model, shared = self.context.layout, local.model, self.partial.shared
         downloaded = self.partial.parameters(local, task.payloads)
-        common = _aggregation.extract(downloaded, layout, shared)
+        common = aggregation.extract(downloaded, layout, shared)
         displacement = local.state.get(_DISPLACEMENT)
         start = common if displacement is None else residual(common, displacement, self.options.residual_beta)
-        model.load(_aggregation.inserted(downloaded, layout, shared, start))
+        model.load(aggregation.inserted(downloaded, layout, shared, start))
         work = self.partial.fedavg.work(local, task)
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
-            batches = _training.batches_of(work, len(local.dataset), self.context.training.batch_size)
+            batches = training.batches_of(work, len(local.dataset), self.context.training.batch_size)
             cut, began = round(self.options.local_share * batches), dict[int, Mapping[str, Any]]()
             for first, stop in ((0, cut), (cut, batches)):
-                start = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
+                start = aggregation.extract(model.flat.detach().cpu(), layout, shared)
                 if first < stop:
                     base = model.flat.detach().clone()
                     half = SomeBatches(work, batches, first, stop, began)
-                    losses.append(_training.train_epochs(local, self.context, task, base, half).loss)
+                    losses.append(training.train_epochs(local, self.context, task, base, half).loss)
             kept = dict(work.kept())
-        end = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
+        end = aggregation.extract(model.flat.detach().cpu(), layout, shared)
         up = (
             PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.dataset)),
             Loss(losses[-1]),
-            LabelCount(_training.categories(local, self.context)),
+            LabelCount(training.categories(local, self.context)),
         )
-        personal = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
-        return Trained(up, {**kept, _personal_model.OWN: personal, _DISPLACEMENT: end - start}, losses[-1])
+        personal = aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+        return Trained(up, {**kept, personal_model.OWN: personal, _DISPLACEMENT: end - start}, losses[-1])
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
@@ -200,7 +201,7 @@ class FedCmr(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
-        replies = _aggregation.ordered(replies)
+        replies = aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule uses summed losses; replies carry mean losses, as in all methods.
@@ -210,7 +211,7 @@ class FedCmr(FederatedProtocol):
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
         before = state.tensors.get(_VERSIONS)
-        versions, known = _aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        versions, known = aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

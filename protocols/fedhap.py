@@ -39,12 +39,13 @@ from fedmq.federation.staleness import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload
-from protocols import _aggregation, _class_prototypes, _training, fedavg, objectives
-from protocols import _discriminator as adversary
-from protocols._aggregation import as_tensor
-from protocols._options import check
+from protocols import fedavg, objectives
 from protocols.objectives import triplet
-from protocols.objectives._labelled import Samples, samples_of
+from protocols.parts import aggregation, class_prototypes, training
+from protocols.parts import discriminator as adversary
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.labelled import Samples, samples_of
+from protocols.parts.options import check
 
 _CHANGE = "fedhap.discriminator_change"
 _CODES = "fedhap.prototypes"
@@ -180,10 +181,10 @@ class FedHap(FederatedProtocol):
         Raises:
             RemoteWireError: class means or a discriminator of a wrong shape, or a class mean longer than any code.
         """
-        longest = _class_prototypes.longest_code(self.context)
+        longest = class_prototypes.longest_code(self.context)
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
-                _class_prototypes.check_rows(payload, len(self.columns), self.context.dim, longest)
+                class_prototypes.check_rows(payload, len(self.columns), self.context.dim, longest)
             elif isinstance(payload, DiscriminatorDelta) and (
                 payload.layout_digest != self.layout.digest or payload.buffer.size != self.layout.size
             ):
@@ -195,7 +196,7 @@ class FedHap(FederatedProtocol):
         tensors = dict(state.tensors)
         if self.prototypes:
             classes, bits = len(self.columns), self.context.dim
-            tensors |= _class_prototypes.initial(len(self.context.silos), classes, bits)
+            tensors |= class_prototypes.initial(len(self.context.silos), classes, bits)
             tensors[_CODES] = torch.zeros(classes, bits)
         if self._shares_discriminator:
             tensors[_CHANGE] = torch.zeros(self.layout.size)
@@ -205,8 +206,8 @@ class FedHap(FederatedProtocol):
         """As FedAvg, with binary prototypes (count 1 if valid) and the discriminator's change since initialisation."""
         payloads = self.fedavg.task(state, silo)
         if self.prototypes:
-            valid = state.tensors[_class_prototypes.VALID]
-            payloads = (*payloads, _class_prototypes.payload(state.tensors[_CODES], valid))
+            valid = state.tensors[class_prototypes.VALID]
+            payloads = (*payloads, class_prototypes.payload(state.tensors[_CODES], valid))
         if self._shares_discriminator:
             payloads = (*payloads, DiscriminatorDelta(self.layout.digest, state.tensors[_CHANGE].numpy(), 0))
         return payloads
@@ -228,9 +229,9 @@ class FedHap(FederatedProtocol):
                 state = {**state, _OWN: end}
         return replace(trained, payloads=payloads, state=state)
 
-    def labels_of(self, local: Local, rows: _training.I64) -> Tensor:
+    def labels_of(self, local: Local, rows: training.I64) -> Tensor:
         """Classes of the given items, float32 multi-hot [B, C]."""
-        return _training.labels_of(local, rows)[:, self.columns]
+        return training.labels_of(local, rows)[:, self.columns]
 
     def _discriminator(self, local: Local, task: Task) -> Tensor:
         """The discriminator at the start of a task, float32 [Q]: the shared one, or the silo's personal one."""
@@ -241,29 +242,27 @@ class FedHap(FederatedProtocol):
 
     def _class_means(self, local: Local, task: Task) -> ClassPrototypes:
         """The silo's vote (eq 5): the mean code of each class over its modalities, with one caption per item."""
-        caption = _training.choose_captions(
-            local, _training.generator_of(self.context, local, task, "class prototypes")
-        )
+        caption = training.choose_captions(local, training.generator_of(self.context, local, task, "class prototypes"))
         size, step = len(local.dataset), self.context.training.batch_size
         with torch.no_grad():
             parts = [
-                samples_of(*_training.outputs(local, rows, caption), self.labels_of(local, rows))
+                samples_of(*training.outputs(local, rows, caption), self.labels_of(local, rows))
                 for rows in np.split(np.arange(size), range(step, size, step))
             ]
         codes, labels = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("codes", "labels"))
-        means, counts = _class_prototypes.class_means(codes.double(), labels)
+        means, counts = class_prototypes.class_means(codes.double(), labels)
         modality = "both" if local.silo.paired else "image" if local.silo.image else "text"
-        return _class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
+        return class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
-        replies = _aggregation.ordered(replies)
+        replies = aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
         if self.prototypes:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
-            tensors |= _class_prototypes.updated(tensors, votes, round_, max_age=self.context.max_age, weighted=False)
-            means, valid = tensors[_class_prototypes.GLOBAL], tensors[_class_prototypes.VALID]
+            tensors |= class_prototypes.updated(tensors, votes, round_, max_age=self.context.max_age, weighted=False)
+            means, valid = tensors[class_prototypes.GLOBAL], tensors[class_prototypes.VALID]
             tensors[_CODES] = binary_prototypes(means, valid, tensors[_CODES], self.hysteresis)
         if self._shares_discriminator:
             tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
@@ -277,9 +276,9 @@ class FedHap(FederatedProtocol):
         return replace(after, tensors={**after.tensors, _CHANGE: change})
 
     def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
-        updates = [_aggregation.update_of(_as_delta(reply), self.layout) for reply in replies]
+        updates = [aggregation.update_of(_as_delta(reply), self.layout) for reply in replies]
         weights = self.fedavg.weights(updates)
-        step = _aggregation.weighted_sum([update.delta for update in updates], weights)
+        step = aggregation.weighted_sum([update.delta for update in updates], weights)
         return (change.double() + step).float()
 
 
@@ -299,7 +298,7 @@ class Terms:
         self.method, self.options, self.triplets, self.local = method, method.options, method.triplets, local
         self.prototypes = as_tensor(received.prototypes).to(device)
         self.valid = as_tensor(received.counts).to(device) > 0
-        self.generator = _training.generator_of(method.context, local, task, "fedhap")
+        self.generator = training.generator_of(method.context, local, task, "fedhap")
         self.discriminator = None
         if start is not None:
             one_hot = torch.eye(len(self.valid), device=device)[self.valid]
@@ -312,7 +311,7 @@ class Terms:
                 task.learning_rate,
             )
 
-    def __call__(self, step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+    def __call__(self, step: training.Step, image: Out | None, text: Out | None) -> Tensor:
         """Eq 3 plus lambda_d times the adversarial loss of a batch, after a step of the discriminator."""
         samples = samples_of(image, text, self.method.labels_of(self.local, step.rows))
         terms: list[Tensor] = []

@@ -17,10 +17,11 @@ from torch import Tensor
 from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
-from protocols import _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._options import check
-from protocols._variant import variant
+from protocols import fedavg
+from protocols.parts import personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (target.exp() * (target - predicted)).sum(1).mean()
 
 
-def distillation(options: FedMektOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+def distillation(options: FedMektOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
     """The divergence of a batch from the downloaded model's embeddings; None if its weight is 0."""
     if options.weight == 0:
         return None
     theta = as_tensor(take(task.payloads, Model).buffer)
-    shared = _personal_model.Reference(local, theta, context.training.local_epochs)
+    shared = personal_model.Reference(local, theta, context.training.local_epochs)
 
-    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
         terms = [
             divergence(student.code, teacher.code, options.temperature)
             for student, teacher in zip((image, text), shared(step), strict=True)
@@ -80,7 +81,7 @@ def distillation(options: FedMektOptions, context: Context, local: Local, task: 
 
 def kept(options: FedMektOptions, local: Local, trained: bool) -> dict[str, Tensor]:
     """The silo's model after its last training, if personal models are evaluated."""
-    return _personal_model.kept_or_before(local, newest=trained) if options.personal else {}
+    return personal_model.kept_or_before(local, newest=trained) if options.personal else {}
 
 
 PROTOCOL = variant(
@@ -88,5 +89,5 @@ PROTOCOL = variant(
     extra_loss=distillation,
     kept=kept,
     traits=lambda options: Traits(personalised=options.personal, our_reading=True),
-    encoders=_personal_model.last_encoders,
+    encoders=personal_model.last_encoders,
 )

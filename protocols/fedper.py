@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fedmq.errors import InputError
 from fedmq.wire.layout import Layout
 from protocols import fedavg
-from protocols._partial import averaging
+from protocols.parts.partial import averaging
 
 #: Top layers of all network kinds: projection heads, hash layers with their classifiers, DSCMR's common space.
 _TOP = tuple(f"{tower}.{layer}." for tower in ("visual", "text") for layer in ("head", "last", "classifier"))

@@ -36,10 +36,11 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
-from protocols import _aggregation, _class_prototypes, _personal_model, _training, fedavg
-from protocols._class_prototypes import Shared
-from protocols._losses import nothing
-from protocols._options import check
+from protocols import fedavg
+from protocols.parts import aggregation, class_prototypes, personal_model, training
+from protocols.parts.class_prototypes import Shared
+from protocols.parts.losses import nothing
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -117,28 +118,28 @@ class FedProto(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the personal model on the base loss and the distance, then the class prototypes."""
-        local.model.load(_personal_model.own_parameters(local))
+        local.model.load(personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
-        shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), base.device)
+        shared = class_prototypes.read_download(take(task.payloads, ClassPrototypes), base.device)
         shared = fused(shared) if self.options.proto_modal == "fused" else shared
         work = self.fedavg.work(local, task)
         if work is None and self.options.weight and bool((shared.image_valid | shared.text_valid).any()):
-            work = _training.EveryBatch(local, self.context.training.batch_size, nothing)
-        outcome = _training.train_epochs(local, self.context, task, base, work, extra=self._distance(local, shared))
-        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
+            work = training.EveryBatch(local, self.context.training.batch_size, nothing)
+        outcome = training.train_epochs(local, self.context, task, base, work, extra=self._distance(local, shared))
+        state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         return Trained((self._prototypes(local, task), Loss(outcome.loss)), state, outcome.loss)
 
-    def _distance(self, local: Local, shared: Shared) -> _training.Extra | None:
+    def _distance(self, local: Local, shared: Shared) -> training.Extra | None:
         if self.options.weight == 0:
             return None
         by_modality = (shared.image, shared.image_valid), (shared.text, shared.text_valid)
 
-        def distance(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
-            members = _training.labels_of(local, step.rows)[:, self.columns] > 0
+        def distance(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
+            members = training.labels_of(local, step.rows)[:, self.columns] > 0
             terms = [
                 prototype_loss(out.code, members, prototypes, valid)
                 for out, (prototypes, valid) in zip(
-                    _personal_model.unsharpened(local, image, text), by_modality, strict=True
+                    personal_model.unsharpened(local, image, text), by_modality, strict=True
                 )
                 if out is not None
             ]
@@ -148,33 +149,29 @@ class FedProto(FederatedProtocol):
 
     def _prototypes(self, local: Local, task: Task) -> ClassPrototypes:
         """The class prototypes by the trained model; a modality that the silo lacks has count 0."""
-        caption = _training.choose_captions(
-            local, _training.generator_of(self.context, local, task, "class prototypes")
-        )
-        members = _training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns].cpu() > 0
-        embeddings = _training.embed_all(local, caption, self.context.training.batch_size)
-        return _class_prototypes.of_features(embeddings, members, self.context.dim)
+        caption = training.choose_captions(local, training.generator_of(self.context, local, task, "class prototypes"))
+        members = training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns].cpu() > 0
+        embeddings = training.embed_all(local, caption, self.context.training.batch_size)
+        return class_prototypes.of_features(embeddings, members, self.context.dim)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """The initial model, which never changes, and empty tables of prototypes."""
-        return State(theta, _class_prototypes.initial(len(self.context.silos), 2 * len(self.columns), self.context.dim))
+        return State(theta, class_prototypes.initial(len(self.context.silos), 2 * len(self.columns), self.context.dim))
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The global prototypes."""
-        return (_class_prototypes.download(state.tensors),)
+        return (class_prototypes.download(state.tensors),)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the last reports of all silos for each class."""
-        reports = [
-            (reply, _class_prototypes.rows_of_owned_modalities(reply)) for reply in _aggregation.ordered(replies)
-        ]
+        reports = [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in aggregation.ordered(replies)]
         weighted = self.options.weighting == "samples"
-        tensors = _class_prototypes.updated(
+        tensors = class_prototypes.updated(
             state.tensors, reports, round_, max_age=self.context.max_age, weighted=weighted
         )
         return MergeResult(
-            replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())}
+            replace(state, tensors=tensors), {"classes_known": float(tensors[class_prototypes.VALID].sum())}
         )
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -183,8 +180,8 @@ class FedProto(FederatedProtocol):
         Raises:
             RemoteWireError: wrong number of rows or columns, or a row that is too long.
         """
-        longest = _class_prototypes.longest_code(self.context)
-        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
+        longest = class_prototypes.longest_code(self.context)
+        class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
@@ -197,7 +194,7 @@ class FedProto(FederatedProtocol):
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's personal model."""
-        return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
+        return personal_model.encoders_of(local, personal_model.own_parameters(local))
 
 
 PROTOCOL = FedProto

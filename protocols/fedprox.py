@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from fedmq.federation.protocol import Local, Task, Trained
 from protocols import fedavg
-from protocols._options import check
-from protocols._variant import variant
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,13 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
-from protocols import _aggregation, _personal_model, _training, fedavg
-from protocols import _fedscmr_equations as equations
-from protocols._options import check
-from protocols._partial import PartialFedAvg
-from protocols.objectives._labelled import EveryLabelledBatch
+from protocols import fedavg
 from protocols.objectives.dscmr import logits_of
+from protocols.parts import aggregation, personal_model, training
+from protocols.parts import fedscmr_equations as equations
+from protocols.parts.labelled import EveryLabelledBatch
+from protocols.parts.options import check
+from protocols.parts.partial import PartialFedAvg
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
 #: Table of the silos' last scalars, with columns samples, categories, loss, mAP; -1 where unknown.
@@ -176,7 +177,7 @@ class FedScmr(FederatedProtocol):
         return self.partial.task(state, silo)
 
     # ----------------------------------------------------------------------- silo side
-    def _split(self, local: Local) -> tuple[_training.I64, _training.I64]:
+    def _split(self, local: Local) -> tuple[training.I64, training.I64]:
         """Rows for training and for validation, the same in every task; a single item serves both."""
         size = len(local.dataset)
         order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
@@ -191,27 +192,27 @@ class FedScmr(FederatedProtocol):
         rows, validation = self._split(local)
         loss = partial(local_loss, options=self.options)
         work = EveryLabelledBatch(local, self.context.training.batch_size, loss, rows)
-        outcome = _training.train_epochs(local, self.context, task, base, work)
-        change = _aggregation.extract(outcome.delta, layout, self.partial.shared)
+        outcome = training.train_epochs(local, self.context, task, base, work)
+        change = aggregation.extract(outcome.delta, layout, self.partial.shared)
         up: tuple[Payload, ...] = (
             PartialDelta(layout.digest, self.partial.shared, change.numpy(), len(rows)),
             Loss(outcome.last_loss),
-            LabelCount(_training.categories(local, self.context)),
+            LabelCount(training.categories(local, self.context)),
         )
         if local.silo.paired:
             up = (*up, MeanAveragePrecision(self._validated(local, validation)))
         state = {}
         if self.partial.personal:
-            state[_personal_model.OWN] = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+            state[personal_model.OWN] = aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
         return Trained(up, state, outcome.loss)
 
-    def _validated(self, local: Local, rows: _training.I64) -> float:
+    def _validated(self, local: Local, rows: training.I64) -> float:
         """v_k: mean mAP of both retrieval directions on the validation items, each with its first caption."""
         first = np.zeros(len(local.dataset), np.int64)
         with torch.no_grad():
-            image, text = _training.outputs(local, rows, first)
+            image, text = training.outputs(local, rows, first)
         assert image is not None and text is not None  # noqa: S101 - only paired silos validate
-        labels = _training.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
+        labels = training.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
         a, b = (self._space(out).cpu().numpy() for out in (image, text))
         order = seeds.derive(self.context.seed, "validation")
         maps = [cosine_metrics(x, y, labels, labels, at=(), order_seed=order).map for x, y in ((a, b), (b, a))]
@@ -243,11 +244,11 @@ class FedScmr(FederatedProtocol):
     # ----------------------------------------------------------------------- coordinator side
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
-        replies = _aggregation.ordered(replies)
+        replies = aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         before = state.tensors.get(_VERSIONS)
-        versions, known = _aggregation.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
+        versions, known = aggregation.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}

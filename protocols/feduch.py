@@ -21,13 +21,14 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
-from protocols import _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._options import check
-from protocols._similarity import mean_square
-from protocols._variant import variant
+from protocols import fedavg
 from protocols.fedmekt import divergence
 from protocols.moon import model_contrast
+from protocols.parts import personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.options import check
+from protocols.parts.similarity import mean_square
+from protocols.parts.variant import variant
 
 #: Bases whose two towers have projections of different widths, which cannot be contrasted.
 _UNEQUAL = ("dcmh", "shdch")
@@ -71,7 +72,7 @@ class FedUchOptions(fedavg.FedAvgOptions):
 
 
 def cross_modal_contrast(
-    local: _training.Outs, shared: _training.Outs, previous: _training.Outs, tau: float
+    local: training.Outs, shared: training.Outs, previous: training.Outs, tau: float
 ) -> list[Tensor]:
     """Eq 11 for each modality: MOON's contrast of its projections with those of the *other* modality of each pair.
 
@@ -88,7 +89,7 @@ def cross_modal_contrast(
     ]
 
 
-def distillation(local: _training.Outs, shared: _training.Outs, options: FedUchOptions) -> list[Tensor]:
+def distillation(local: training.Outs, shared: training.Outs, options: FedUchOptions) -> list[Tensor]:
     """Eqs 12 and 13 for each modality: distance of its codes to the global network's.
 
     Codes are not distributions; taking the softmax over their bits is our reading.
@@ -109,7 +110,7 @@ def distillation(local: _training.Outs, shared: _training.Outs, options: FedUchO
 
 
 def terms(
-    local: _training.Outs, shared: _training.Outs, previous: _training.Outs | None, options: FedUchOptions
+    local: training.Outs, shared: training.Outs, previous: training.Outs | None, options: FedUchOptions
 ) -> Tensor | None:
     """The terms mu J_CR + phi J_KD that eq 14 adds to the base loss of a batch; None if there are none.
 
@@ -138,16 +139,16 @@ def refuse(options: FedUchOptions, context: Context) -> None:
         raise InputError("objective.base", context.objective.base, f"{allowed}; or protocol.contrast false")
 
 
-def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
     """The terms of eq 14 for a task; None if there are none."""
-    previous = local.state.get(_personal_model.OWN) if _contrasts(options, local.silo) else None
+    previous = local.state.get(personal_model.OWN) if _contrasts(options, local.silo) else None
     if previous is None and not options.distill:
         return None
     epochs = context.training.local_epochs
-    shared = _personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
-    before = None if previous is None else _personal_model.Reference(local, previous, epochs)
+    shared = personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
+    before = None if previous is None else personal_model.Reference(local, previous, epochs)
 
-    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         return terms((image, text), shared(step), None if before is None else before(step), options)
 
     return extra
@@ -156,7 +157,7 @@ def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Tas
 def kept(options: FedUchOptions, local: Local, trained: bool) -> dict[str, Tensor]:
     """The networks after training, which are the previous networks of the next task."""
     # A silo that temporarily lacks a modality keeps its last networks until it can contrast again.
-    return _personal_model.kept_or_before(local, newest=_contrasts(options, local.silo) and trained)
+    return personal_model.kept_or_before(local, newest=_contrasts(options, local.silo) and trained)
 
 
 def _contrasts(options: FedUchOptions, silo: SiloFacts) -> bool:

@@ -26,8 +26,9 @@ from fedmq.federation.protocol import (
     Traits,
 )
 from fedmq.wire.payloads import Loss, Payload
-from protocols import _aggregation, _personal_model, _training, fedavg
-from protocols._options import check
+from protocols import fedavg
+from protocols.parts import aggregation, personal_model, training
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,16 @@ class Alone(FederatedProtocol):
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the silo's personal parameters, which it keeps."""
-        local.model.load(_personal_model.own_parameters(local))
+        local.model.load(personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _training.train_epochs(local, self.context, task, base, work, resumable=True)
-        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
+        outcome = training.train_epochs(local, self.context, task, base, work, resumable=True)
+        state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Nothing to merge."""
-        _aggregation.ordered(replies)
+        aggregation.ordered(replies)
         return MergeResult(state)
 
     @classmethod
@@ -99,7 +100,7 @@ class Alone(FederatedProtocol):
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's personal model."""
-        return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
+        return personal_model.encoders_of(local, personal_model.own_parameters(local))
 
 
 PROTOCOL = Alone

@@ -45,11 +45,12 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
-from protocols import _aggregation, _class_prototypes, _clusters, _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._class_prototypes import Shared
-from protocols._losses import cosine, unit
-from protocols._options import check
+from protocols import fedavg
+from protocols.parts import aggregation, class_prototypes, clusters, personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.class_prototypes import Shared
+from protocols.parts.losses import cosine, unit
+from protocols.parts.options import check
 
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
@@ -172,7 +173,7 @@ class Mfcpl(FederatedProtocol):
         device = local.model.flat.device
         received = [payload for payload in task.payloads if isinstance(payload, ClassPrototypes)]
         (prototypes,) = (payload for payload in received if payload.modality == "both")
-        shared = _class_prototypes.read_download(prototypes, device)
+        shared = class_prototypes.read_download(prototypes, device)
         members = self._members(local, task, received, shared)
         trained = self.fedavg.trained(local, task, extra=self._terms(local, members, shared))
         if not local.silo.paired:
@@ -184,7 +185,7 @@ class Mfcpl(FederatedProtocol):
         """Class membership of the silo's samples, 0/1 [n, C]; None until pseudo-classes are available."""
         device = local.model.flat.device
         if not self.pseudo:
-            return (_training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns] > 0).float()
+            return (training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns] > 0).float()
         (centres,) = (payload for payload in received if payload.modality == "text")
         valid = torch.from_numpy(np.asarray(centres.counts) > 0)
         if not bool(valid.any()):
@@ -195,32 +196,32 @@ class Mfcpl(FederatedProtocol):
             valid = shared.image_valid.cpu()
             if not bool(valid.any()):
                 return None
-            with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+            with training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
                 points, rows = self._embedded(local, None)[0], unit(shared.image.cpu())
-        nearest = valid.nonzero().squeeze(1)[_clusters.nearest(points, rows[valid])]
+        nearest = valid.nonzero().squeeze(1)[clusters.nearest(points, rows[valid])]
         return torch.nn.functional.one_hot(nearest, self.classes).float().to(device)
 
     def _first_captions(self, local: Local) -> Tensor:
         """Embeddings [n, d] of the first caption of each sample by the initial model."""
-        with _training.parameters(local, local.model.initial()):
+        with training.parameters(local, local.model.initial()):
             return self._embedded(local, np.zeros(len(local.dataset), np.int64))[-1]
 
-    def _embedded(self, local: Local, caption: _training.I64 | None) -> list[Tensor]:
+    def _embedded(self, local: Local, caption: training.I64 | None) -> list[Tensor]:
         """Embeddings [n, d] of all samples of the silo, one tensor for each modality it has."""
-        embeddings = _training.embed_all(local, caption, self.context.training.batch_size)
+        embeddings = training.embed_all(local, caption, self.context.training.batch_size)
         return [z for z in embeddings if z is not None]
 
-    def _terms(self, local: Local, members: Tensor | None, shared: Shared) -> _training.Extra | None:
+    def _terms(self, local: Local, members: Tensor | None, shared: Shared) -> training.Extra | None:
         options = self.options
         if not (options.cmpr or options.cmpc or options.cma):
             return None
 
-        def terms(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def terms(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             losses: list[Tensor] = []
             if members is not None:
                 batch = members[torch.from_numpy(step.rows).to(members.device)]
                 # Prototypes are means of unsharpened codes. CMA compares codes that are equally sharp.
-                outs = _personal_model.unsharpened(local, image, text)
+                outs = personal_model.unsharpened(local, image, text)
                 codes = [None if out is None else out.code for out in outs]
                 batch = batch / batch.sum(1, keepdim=True).clamp(min=1)
                 losses = proto_terms(codes[0], codes[1], batch, shared, options)
@@ -232,23 +233,21 @@ class Mfcpl(FederatedProtocol):
 
     def _prototypes(self, local: Local, task: Task, members: Tensor) -> ClassPrototypes:
         """The class prototypes of both modalities by the trained model."""
-        caption = _training.choose_captions(
-            local, _training.generator_of(self.context, local, task, "class prototypes")
-        )
-        return _class_prototypes.of_features(self._embedded(local, caption), members.cpu(), self.context.dim)
+        caption = training.choose_captions(local, training.generator_of(self.context, local, task, "class prototypes"))
+        return class_prototypes.of_features(self._embedded(local, caption), members.cpu(), self.context.dim)
 
     def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
         """Centroids of the silo's captions, from which the coordinator derives the pseudo-classes."""
         points = self._first_captions(local)
-        generator = _training.generator_of(self.context, local, task, "centroids")
-        centres, sizes = _clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
-        return _class_prototypes.payload(centres, sizes.round(), "text")
+        generator = training.generator_of(self.context, local, task, "centroids")
+        centres, sizes = clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
+        return class_prototypes.payload(centres, sizes.round(), "text")
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """As FedAvg, with empty tables of prototypes and pseudo-classes."""
         state, dim = self.fedavg.initial(theta), self.context.dim
-        tensors = {**state.tensors, **_class_prototypes.initial(len(self.context.silos), 2 * self.classes, dim)}
+        tensors = {**state.tensors, **class_prototypes.initial(len(self.context.silos), 2 * self.classes, dim)}
         if self.pseudo:
             tensors |= {CENTRES: torch.zeros(self.classes, dim), SIZES: torch.zeros(self.classes, dtype=torch.int64)}
             tensors |= self._no_centroids()
@@ -265,14 +264,14 @@ class Mfcpl(FederatedProtocol):
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """As FedAvg, with the class prototypes; without labels also the pseudo-classes' centroids."""
-        payloads = (*self.fedavg.task(state, silo), _class_prototypes.download(state.tensors))
+        payloads = (*self.fedavg.task(state, silo), class_prototypes.download(state.tensors))
         if not self.pseudo:
             return payloads
-        return (*payloads, _class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
+        return (*payloads, class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg; then update the class prototypes, and the pseudo-classes once enough silos sent centroids."""
-        merged, replies = self.fedavg.merge(state, replies, round_), _aggregation.ordered(replies)
+        merged, replies = self.fedavg.merge(state, replies, round_), aggregation.ordered(replies)
         reports = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):
@@ -283,7 +282,7 @@ class Mfcpl(FederatedProtocol):
             )
             tensors |= self._pseudo_classes(tensors)
         prototypes = [each for each in reports if each[1].modality == "both"]
-        tensors |= _class_prototypes.updated(tensors, prototypes, round_, max_age=self.context.max_age, weighted=False)
+        tensors |= class_prototypes.updated(tensors, prototypes, round_, max_age=self.context.max_age, weighted=False)
         return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
     def check(self, payloads: Sequence[Payload]) -> None:
@@ -293,14 +292,14 @@ class Mfcpl(FederatedProtocol):
             RemoteWireError: wrong number of rows or columns, a row longer than a mean of embeddings can be, centroids
                 although the data have labels, or centroids of more samples in total than the update.
         """
-        longest = _class_prototypes.longest_code(self.context)
+        longest = class_prototypes.longest_code(self.context)
         samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
                     raise RemoteWireError("unexpected", f"class prototypes of modality {payload.modality}")
                 rows = self.classes if payload.modality == "text" else 2 * self.classes
-                _class_prototypes.check_rows(payload, rows, self.context.dim, longest)
+                class_prototypes.check_rows(payload, rows, self.context.dim, longest)
                 # Sizes weight the centroids of the fixed pseudo-classes; each sample belongs to one centroid.
                 if payload.modality == "text" and (most := sum(payload.counts.tolist())) > samples:
                     raise RemoteWireError("malformed", f"centroids of {most} samples, the update of {samples}")
@@ -327,7 +326,7 @@ class Mfcpl(FederatedProtocol):
             return {}
         generator = numpy_generator(self.context.seed, "mfcpl", "classes")
         points, sizes = tensors[GIVEN][valid], tensors[GIVEN_SIZES][valid]
-        centres, totals = _clusters.k_means(points, sizes, self.classes, generator)
+        centres, totals = clusters.k_means(points, sizes, self.classes, generator)
         return {CENTRES: centres.float(), SIZES: totals.round().long()}
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
-from protocols import _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._losses import unit
-from protocols._options import check
-from protocols._variant import variant
+from protocols import fedavg
+from protocols.parts import personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import unit
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ def previous_models(options: MoonOptions, local: Local) -> list[Tensor]:
     return [local.state[name] for name in _names(options) if name in local.state]
 
 
-def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
     """The contrast of a batch; None at a silo's first participation or if mu is 0."""
     previous = previous_models(options, local)
     if not previous or options.mu == 0:
         return None
     shared = as_tensor(take(task.payloads, Model).buffer)
     epochs = context.training.local_epochs
-    references = [_personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
+    references = [personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
 
-    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
         terms = []
         by_modality = zip(*(reference(step) for reference in references), strict=True)
         for trained, others in zip((image, text), by_modality, strict=True):
@@ -97,13 +98,13 @@ def kept(options: MoonOptions, local: Local, trained: bool) -> dict[str, Tensor]
 
     An idle silo keeps the models of its previous trainings.
     """
-    newest, names = _personal_model.kept(local) if trained else {}, _names(options)
+    newest, names = personal_model.kept(local) if trained else {}, _names(options)
     return {**newest, **dict(zip(names[len(newest) :], previous_models(options, local), strict=False))}
 
 
 def _names(options: MoonOptions) -> tuple[str, ...]:
     """State names of the models that a silo keeps, newest first."""
-    return (_personal_model.OWN, *(f"{_personal_model.OWN}_{age}" for age in range(1, options.buffer)))
+    return (personal_model.OWN, *(f"{personal_model.OWN}_{age}" for age in range(1, options.buffer)))
 
 
 PROTOCOL = variant(
@@ -111,5 +112,5 @@ PROTOCOL = variant(
     extra_loss=contrast,
     kept=kept,
     traits=lambda options: Traits(personalised=options.personal),
-    encoders=_personal_model.last_encoders,
+    encoders=personal_model.last_encoders,
 )

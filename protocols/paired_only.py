@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from protocols import fedavg
-from protocols._options import check
-from protocols._variant import variant
+from protocols.parts.options import check
+from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from fedmq.errors import InputError
 from fedmq.wire.layout import Layout
-from protocols._partial import averaging
 from protocols.fedavg import FedAvgOptions
+from protocols.parts.partial import averaging
 
 #: Name prefix of the adapters' middle layers.
 SHARED = "shared.adapters."

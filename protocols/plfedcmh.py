@@ -38,9 +38,10 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
-from protocols import _aggregation, _class_prototypes, _hypernetwork, _personal_model, _training, fedavg
-from protocols._aggregation import as_tensor
-from protocols._options import check
+from protocols import fedavg
+from protocols.parts import aggregation, class_prototypes, hypernetwork, personal_model, training
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.options import check
 
 _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
@@ -117,10 +118,8 @@ class PlFedCmh(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
         )
-        self.parts = {name: _hypernetwork.blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
-        self.shapes = {
-            name: _hypernetwork.layout(list(parts), len(context.silos)) for name, parts in self.parts.items()
-        }
+        self.parts = {name: hypernetwork.blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
+        self.shapes = {name: hypernetwork.layout(list(parts), len(context.silos)) for name, parts in self.parts.items()}
 
     def traits(self) -> Traits:
         """Every silo has a personal model."""
@@ -140,16 +139,16 @@ class PlFedCmh(FederatedProtocol):
         Raises:
             RemoteWireError: wrong number of rows or columns, or a row that is too long.
         """
-        longest = _class_prototypes.longest_output(self.context.dim)
-        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
+        longest = class_prototypes.longest_output(self.context.dim)
+        class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with the prototype terms, then the class prototypes by the trained model."""
-        shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
-        labels = _training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns]
+        shared = class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
+        labels = training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns]
 
-        def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             batch = labels[torch.from_numpy(step.rows).to(labels.device)]
             by_modality = ((image, shared.image, shared.image_valid), (text, shared.text, shared.text_valid))
             parts = [
@@ -160,21 +159,21 @@ class PlFedCmh(FederatedProtocol):
             return torch.stack(parts).sum() / (len(step.rows) * len(local.dataset)) if parts else None
 
         trained = self.fedavg.trained(local, task, extra=extra)
-        kept = _personal_model.kept(local) if self.options.measured == "trained" else {}
+        kept = personal_model.kept(local) if self.options.measured == "trained" else {}
         payloads = (*trained.payloads, self._own_prototypes(local, task, labels))
         return replace(trained, payloads=payloads, state={**trained.state, **kept})
 
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
         """Class means of the outputs before tanh, one caption per item; count 0 for a modality the silo lacks."""
-        caption = _training.choose_captions(local, _training.generator_of(self.context, local, task, "prototypes"))
-        features = _training.outputs_of_all(local, caption, lambda out: out.raw)
-        return _class_prototypes.of_features(features, labels.cpu(), self.context.dim)
+        caption = training.choose_captions(local, training.generator_of(self.context, local, task, "prototypes"))
+        features = training.outputs_of_all(local, caption, lambda out: out.raw)
+        return class_prototypes.of_features(features, labels.cpu(), self.context.dim)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's current mixture, or its model after its last training."""
         mixture = take(payloads, Model).buffer
-        trained = local.state.get(_personal_model.OWN) if self.options.measured == "trained" else None
-        return _personal_model.encoders_of(local, mixture if trained is None else trained)
+        trained = local.state.get(personal_model.OWN) if self.options.measured == "trained" else None
+        return personal_model.encoders_of(local, mixture if trained is None else trained)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
@@ -184,12 +183,12 @@ class PlFedCmh(FederatedProtocol):
             _MODELS: torch.zeros(count, len(theta)),
             _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
             _OWNERS: torch.zeros(count, len(self.parts), dtype=torch.bool),
-            **_class_prototypes.initial(count, 2 * len(self.columns), self.context.dim),
+            **class_prototypes.initial(count, 2 * len(self.columns), self.context.dim),
         }
         for name, shape in self.shapes.items():
             tensors[f"hyper_{name}"] = torch.stack(
                 [
-                    _hypernetwork.initial(shape, torch_generator(self.context.seed, "plfedcmh", name, silo.name))
+                    hypernetwork.initial(shape, torch_generator(self.context.seed, "plfedcmh", name, silo.name))
                     for silo in self.context.silos
                 ]
             )
@@ -198,7 +197,7 @@ class PlFedCmh(FederatedProtocol):
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The silo's mixture and the global prototypes."""
         model = Model(layout_digest=self.context.layout.digest, buffer=self.mixture(state, silo).numpy())
-        return (model, _class_prototypes.download(state.tensors))
+        return (model, class_prototypes.download(state.tensors))
 
     def mixture(self, state: State, silo: SiloFacts) -> Tensor:
         """The silo's mixture float32 [P]; branches that no silo has trained yet are the global model's."""
@@ -207,9 +206,9 @@ class PlFedCmh(FederatedProtocol):
             allowed = self._known(state, name)
             if not bool(allowed.any()):
                 continue
-            scores = _hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
-            weights = _hypernetwork.shares(scores, allowed)
-            for block, values in _hypernetwork.mixed(weights, state.tensors[_MODELS], parts).items():
+            scores = hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
+            weights = hypernetwork.shares(scores, allowed)
+            for block, values in hypernetwork.mixed(weights, state.tensors[_MODELS], parts).items():
                 theta[parts[block]] = values
         return theta
 
@@ -222,11 +221,11 @@ class PlFedCmh(FederatedProtocol):
         if _OWNERS in state.tensors:
             return state.tensors[_OWNERS]
         # Old checkpoints lack this table: take the branches at the start of the run.
-        return torch.tensor([[_aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
+        return torch.tensor([[aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
-        replies = _aggregation.ordered(replies)
+        replies = aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
         owners = self._owners(state).clone()
@@ -234,15 +233,15 @@ class PlFedCmh(FederatedProtocol):
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
             for name in self.parts:
-                if _aggregation.owns(reply.silo, name):
+                if aggregation.owns(reply.silo, name):
                     networks[name][reply.silo.index] -= self._step(sent, reply, name, update)
             if reply.base_version >= int(versions[reply.silo.index]):
                 models[reply.silo.index] = self.mixture(sent, reply.silo) + update
                 versions[reply.silo.index] = reply.base_version
-                owners[reply.silo.index] = torch.tensor([_aggregation.owns(reply.silo, name) for name in self.parts])
-        prototypes = _class_prototypes.updated(
+                owners[reply.silo.index] = torch.tensor([aggregation.owns(reply.silo, name) for name in self.parts])
+        prototypes = class_prototypes.updated(
             state.tensors,
-            [(reply, _class_prototypes.rows_of_owned_modalities(reply)) for reply in replies],
+            [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in replies],
             round_,
             max_age=self.context.max_age,
             weighted=False,
@@ -258,7 +257,7 @@ class PlFedCmh(FederatedProtocol):
         if not bool(allowed.any()):
             return torch.zeros_like(network)  # the sent model was not mixed, as no silo had trained
         rate = self.options.hn_rate * reply.damping
-        return rate * _hypernetwork.gradient(
+        return rate * hypernetwork.gradient(
             network,
             self.shapes[name],
             self.parts[name],

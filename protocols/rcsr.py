@@ -45,12 +45,12 @@ from fedmq.wire.payloads import (
     Payload,
     RouterStatistics,
 )
-from protocols import _aggregation, _centroids, _fairness, _personal_adapter, _prototypes, _router, _training, _unpaired
-from protocols._aggregation import as_tensor
-from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
-from protocols._options import refuse_other_bases
-from protocols._rcsr_options import RcsrOptions
-from protocols._statistics_table import Statistics, updated_table
+from protocols.parts import aggregation, centroids, fairness, personal_adapter, prototypes, router, training, unpaired
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
+from protocols.parts.options import refuse_other_bases
+from protocols.parts.rcsr_options import RcsrOptions
+from protocols.parts.statistics_table import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -107,8 +107,8 @@ class Rcsr(FederatedProtocol):
         refuse_other_bases("rcsr", context)
         self.options = options
         self.context = context
-        self.branches = _aggregation.branch_slices(context.layout)
-        self.router = _router.layout(context.dim, options.filler == "learned")
+        self.branches = aggregation.branch_slices(context.layout)
+        self.router = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -131,35 +131,35 @@ class Rcsr(FederatedProtocol):
             RemoteWireError: wrong number of rows or columns.
         """
         if self.multi:
-            _centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
+            centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
 
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs, then the report of eq 6; the silo keeps the update as the reference of the next one."""
-        base = _training.load_model(local, take(task.payloads, Model).buffer)
-        received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
+        base = training.load_model(local, take(task.payloads, Model).buffer)
+        received = prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
-        work = _unpaired.beside(begin(local), local, self.context, task, begin)
-        outcome = _training.train_epochs(
+        work = unpaired.beside(begin(local), local, self.context, task, begin)
+        outcome = training.train_epochs(
             local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
         )
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = local.samples
         image, text = self.branches["image"], self.branches["text"]
-        geometry = _router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
+        geometry = router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
         filler = received if self.options.filler == "ema" else (None, None)
         payloads: tuple[Payload, ...] = (
-            _training.delta_payload(self.context, outcome, samples),
-            _prototypes.upload(_training.silo_prototypes(local, self.context, task), filler),
+            training.delta_payload(self.context, outcome, samples),
+            prototypes.upload(training.silo_prototypes(local, self.context, task), filler),
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
         if self.multi:
             begun, most = task.round >= self.options.warmup, self.options.anchor_centroids
-            centroids, members = _centroids.report(
+            report, members = centroids.report(
                 local, self.context, task, most, self.options.anchor_support, begun=begun
             )
-            payloads, kept = (*payloads, centroids), {**kept, **members}
+            payloads, kept = (*payloads, report), {**kept, **members}
         return Trained(payloads, kept, outcome.loss)
 
     @classmethod
@@ -179,44 +179,44 @@ class Rcsr(FederatedProtocol):
         if self.options.personal == "fixed":
             return self.options.lambda_p
         weight = take(payloads, RouterStatistics).weight
-        return _personal_adapter.strength(self.options.lambda_p, 0.0 if weight is None else weight)
+        return personal_adapter.strength(self.options.lambda_p, 0.0 if weight is None else weight)
 
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun; empty if the silo has none."""
         options = self.options
-        held = [local, *_unpaired.views(local)]
+        held = [local, *unpaired.views(local)]
         held = [part for part in held if part.silo.paired or self._anchored(part.silo, received)]
         if options.personal == "none" or task.round < options.personal_onset or not held:
-            return _personal_adapter.kept(local)
+            return personal_adapter.kept(local)
         parts = [(part, self._personal_loss(part, task, received)) for part in held]
-        tuning = _personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+        tuning = personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         strength = self._strength(task.payloads)
-        tuned = _personal_adapter.fine_tuned(local, self.context, task, tuning, strength, parts)
-        return {_personal_adapter.STATE: tuned}
+        tuned = personal_adapter.fine_tuned(local, self.context, task, tuning, strength, parts)
+        return {personal_adapter.STATE: tuned}
 
-    def _personal_loss(self, local: Local, task: Task, received: Shared) -> _training.LossFunction:
+    def _personal_loss(self, local: Local, task: Task, received: Shared) -> training.LossFunction:
         """Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model."""
-        anchored, centroids = self._anchored(local.silo, received), _centroids.received(task.payloads, local.silo)
+        anchored, many = self._anchored(local.silo, received), centroids.received(task.payloads, local.silo)
         return partial(
-            local_loss, shared=received, options=self.options, anchored=anchored, aligned=False, centroids=centroids
+            local_loss, shared=received, options=self.options, anchored=anchored, aligned=False, centroids=many
         )
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers (eq 12)."""
-        _training.load_model(local, take(payloads, Model).buffer)
-        return _personal_adapter.encoders(local, self._strength(payloads))
+        training.load_model(local, take(payloads, Model).buffer)
+        return personal_adapter.encoders(local, self._strength(payloads))
 
     def _anchored(self, silo: SiloFacts, shared: Shared) -> bool:
         """Whether a silo is anchored, which needs a global prototype of the modality it lacks."""
         missing = shared[1] if silo.image else shared[0]
         return bool(self.options.anchor) and self.options.lambda_anc > 0 and missing is not None
 
-    def _work(self, local: Local, received: Shared, payloads: Sequence[Payload]) -> _training.Work | None:
+    def _work(self, local: Local, received: Shared, payloads: Sequence[Payload]) -> training.Work | None:
         """The training of the silo's dataset; None if its loss has no terms."""
-        loss, least = self._loss(local, received, _centroids.received(payloads, local.silo)), 1 + local.silo.paired
-        return None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss, least)
+        loss, least = self._loss(local, received, centroids.received(payloads, local.silo)), 1 + local.silo.paired
+        return None if loss is None else training.EveryBatch(local, self.context.training.batch_size, loss, least)
 
-    def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _training.LossFunction | None:
+    def _loss(self, local: Local, received: Shared, many: Tensor | None) -> training.LossFunction | None:
         """The silo's loss; None if it has no terms, e.g. a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
@@ -226,7 +226,7 @@ class Rcsr(FederatedProtocol):
         aligned = options.client_align and options.lambda_a > 0 and known
         if not (silo.paired or anchored or aligned):
             return None
-        many = None if centroids is None else centroids.to(device)
+        many = None if many is None else many.to(device)
         return partial(
             local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned, centroids=many
         )
@@ -235,19 +235,19 @@ class Rcsr(FederatedProtocol):
     def initial(self, theta: Tensor) -> State:
         """The initial model and router, uniform q, and empty prototypes and tables."""
         count, dim = len(self.context.silos), self.context.dim
-        router = _router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
+        values = router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
         tensors = {
-            **_prototypes.initial(dim),
-            **(_centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
-            **_fairness.initial(count),
+            **prototypes.initial(dim),
+            **(centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
+            **fairness.initial(count),
             "table_prototypes": torch.zeros(count, 2, dim),
             _MASK: torch.zeros(count, 2, dtype=torch.bool),
             "table_geometry": torch.zeros(count, 4),
             "table_losses": torch.zeros(count, dtype=torch.float64),
             "table_versions": torch.full((count,), -1, dtype=torch.int64),
-            "router": router,
-            "router_first": torch.zeros_like(router),
-            "router_second": torch.zeros_like(router),
+            "router": values,
+            "router_first": torch.zeros_like(values),
+            "router_second": torch.zeros_like(values),
         }
         if self.options.personal == "router":
             # Before its first participation a silo has the uniform weight, which is 1 in relative terms.
@@ -257,9 +257,9 @@ class Rcsr(FederatedProtocol):
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model and the global prototypes; by options also centroids and the silo's router weight."""
-        down: tuple[Payload, ...] = (state.model(self.context.layout), _prototypes.download(state.tensors))
+        down: tuple[Payload, ...] = (state.model(self.context.layout), prototypes.download(state.tensors))
         if self.multi:
-            down = (*down, *_centroids.download(state.tensors, silo))
+            down = (*down, *centroids.download(state.tensors, silo))
         if self.options.personal != "router":
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
@@ -267,17 +267,17 @@ class Rcsr(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
         # Old checkpoints lack the mask: take the silos' configured modalities, which only faults change.
-        mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
+        mask = torch.tensor([prototypes.has(silo) for silo in self.context.silos])
         options, tensors = self.options, {_MASK: mask, **state.tensors}
-        replies = _aggregation.ordered(replies)
-        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
+        replies = aggregation.ordered(replies)
+        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         uniform = options.router == "uniform"
-        weights = _aggregation.sample_weights([1 if uniform else update.samples for update in updates])
-        adam = _router.Adam(
+        weights = aggregation.sample_weights([1 if uniform else update.samples for update in updates])
+        adam = router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
         log: dict[str, float] = {}
@@ -291,33 +291,33 @@ class Rcsr(FederatedProtocol):
             weights = pool_weights / pool_weights.sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
         personal = self._personal_weights(tensors, rows, pool_weights, pool_size)
-        fairness: Mapping[str, Tensor] = {}
+        minimax: Mapping[str, Tensor] = {}
         if options.minimax:
-            fairness, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
-            weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
+            minimax, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
+            weights = fairness.fused_weights(weights, minimax["fair_log_q"][rows])
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
-        weights = _aggregation.damped(weights, factors)
+        weights = aggregation.damped(weights, factors)
 
-        theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
-        prototypes = _prototypes.updated(
+        theta = aggregation.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
+        averages = prototypes.updated(
             tensors,
-            _router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
+            router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
             statistics.mask,
             weights,
-            _aggregation.decay_at_merge(options.ema, len(replies), self.context.cohort),
+            aggregation.decay_at_merge(options.ema, len(replies), self.context.cohort),
             unit_length=options.proto_unit,
             masked=options.masked_ema,
         )
-        router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
-        log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
+        stepped = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
+        log |= {"weight_entropy": float(router.entropy(weights)), "weight_largest": float(weights.max())}
         # Shows the effect of fairness on silos that lack a modality.
         log["weight_single"] = float(weights[[not reply.silo.paired for reply in replies]].sum())
-        centroids: Mapping[str, Tensor] = {}
+        many: Mapping[str, Tensor] = {}
         if self.multi:
-            centroids = _centroids.updated(tensors, replies, round_, self.context.max_age)
-            log["centroids"] = _centroids.known(centroids)
+            many = centroids.updated(tensors, replies, round_, self.context.max_age)
+            log["centroids"] = centroids.known(many)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
-        kept = {**tensors, **table, **prototypes, **fairness, **router, **personal, **centroids}
+        kept = {**tensors, **table, **averages, **minimax, **stepped, **personal, **many}
         return MergeResult(State(theta, kept, values), log)
 
     def _fairness_stepped(
@@ -340,15 +340,15 @@ class Rcsr(FederatedProtocol):
         options = self.options
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
         # By last reports, because faults may remove or restore a modality.
-        groups = _fairness.groups_of(table[_MASK])
-        groups[rows] = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
-        return _fairness.stepped(
+        groups = fairness.groups_of(table[_MASK])
+        groups[rows] = torch.tensor([fairness.group_of(reply.silo) for reply in replies])
+        return fairness.stepped(
             tensors,
             statistics.losses,
             rows,
             groups[rows],
             options.fair_eta * damping,  # a stale loss moves q less
-            kept=_aggregation.decay_at_merge(options.fair_ema, len(replies), self.context.cohort),
+            kept=aggregation.decay_at_merge(options.fair_ema, len(replies), self.context.cohort),
             tau=options.fair_tau,
             rule=options.fair_update,
             center=options.fair_center,
@@ -371,10 +371,10 @@ class Rcsr(FederatedProtocol):
         Raises:
             RemoteWireError: a payload is missing or of a wrong shape.
         """
-        prototypes, mask = _prototypes.read_uploads(replies, self.context.dim)
+        means, mask = prototypes.read_uploads(replies, self.context.dim)
         geometry = torch.stack([as_tensor(take(reply.payloads, Geometry).values) for reply in replies])
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
-        return Statistics(prototypes, mask, geometry, torch.tensor(losses, dtype=torch.float64))
+        return Statistics(means, mask, geometry, torch.tensor(losses, dtype=torch.float64))
 
     def _pool(
         self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, version: int
@@ -382,71 +382,71 @@ class Rcsr(FederatedProtocol):
         """Statistics of the router's pool of silos, and the reporters' positions in it; outdated rows are excluded."""
         if self.router_over == "reporters":
             return statistics, torch.arange(len(rows))
-        valid = _aggregation.still_known(table["table_versions"], version, self.context.max_age)
+        valid = aggregation.still_known(table["table_versions"], version, self.context.max_age)
         valid[rows] = True
         known = valid.nonzero().squeeze(1)
         # By last reports, because faults may remove or restore a modality.
         columns = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
         return Statistics(*columns), torch.searchsorted(known, rows)
 
-    def _filler(self, router: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _filler(self, values: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Fillers [2, d] for missing prototypes at the coordinator; what silos send in their place is ignored."""
         match self.options.filler:
             case "ema":
-                return tensors[_prototypes.PROTOTYPES]
+                return tensors[prototypes.PROTOTYPES]
             case "zero":
                 return torch.zeros(2, self.context.dim)
             case "learned":
-                return unit(_router.views(router, self.router)["filler"])
+                return unit(router.views(values, self.router)["filler"])
 
     def _scores(
         self,
-        router: Tensor,
+        values: Tensor,
         pool: Statistics,
         tensors: Mapping[str, Tensor],
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """Router weights [M] (eq 7) and the filled prototypes [M, 2, d] they were computed from."""
-        prototypes = _router.filled(pool.prototypes, pool.mask, self._filler(router, tensors))
+        filled = router.filled(pool.prototypes, pool.mask, self._filler(values, tensors))
         hidden = self.options.router_mask == "input"
-        tokens = _router.tokens(prototypes, pool.mask, pool.geometry, pool.losses, hidden)
-        scores = _router.logits(_router.views(router, self.router), tokens, generator)
-        return _router.weights(scores), prototypes
+        tokens = router.tokens(filled, pool.mask, pool.geometry, pool.losses, hidden)
+        scores = router.logits(router.views(values, self.router), tokens, generator)
+        return router.weights(scores), filled
 
-    def _routed(self, router: Tensor, pool: Statistics, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _routed(self, values: Tensor, pool: Statistics, tensors: Mapping[str, Tensor]) -> Tensor:
         """The router weights applied in a merge, float64 [M], without dropout."""
         with torch.no_grad():
-            return self._scores(router, pool, tensors, None)[0]
+            return self._scores(values, pool, tensors, None)[0]
 
     def _router_stepped(
-        self, adam: _router.Adam, pool: Statistics, tensors: Mapping[str, Tensor], merges: int
-    ) -> tuple[_router.Adam, float]:
+        self, adam: router.Adam, pool: Statistics, tensors: Mapping[str, Tensor], merges: int
+    ) -> tuple[router.Adam, float]:
         """One step of the router on L_R = L_pc + beta5 L_ac against the prototypes before this merge's average."""
-        if not bool(tensors[_prototypes.VALID].all()):
+        if not bool(tensors[prototypes.VALID].all()):
             return adam, 0.0
         generator = torch_generator(self.context.seed, "rcsr", "dropout", merges)
         values = adam.values.clone().requires_grad_()
-        weights, prototypes = self._scores(values, pool, tensors, generator)
-        loss = router_loss(weights, prototypes, pool.mask, tensors[_prototypes.PROTOTYPES], self.options)
+        weights, filled = self._scores(values, pool, tensors, generator)
+        loss = router_loss(weights, filled, pool.mask, tensors[prototypes.PROTOTYPES], self.options)
         (gradient,) = torch.autograd.grad(loss, values)
-        return _router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())
+        return router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())
 
 
-def router_loss(weights: Tensor, prototypes: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
+def router_loss(weights: Tensor, filled: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
     """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9), computed in the precision of the weights.
 
     Args:
         weights: router weights [M].
-        prototypes: [M, 2, d], missing ones filled.
+        filled: prototypes [M, 2, d], missing ones filled.
         mask: [M, 2], True for prototypes that are not fillers.
         target: global prototypes [2, d].
         options: weights and switches.
     """
-    prototypes, target = prototypes.to(weights.dtype), target.to(weights.dtype)
+    filled, target = filled.to(weights.dtype), target.to(weights.dtype)
     kept = mask.to(weights.dtype) if options.masked_pc else None
     beta = (options.beta1, options.beta2)
-    consistency = _router.prototype_consistency(weights, prototypes, target, kept, beta=beta, beta4=options.beta4)
-    alignment = _router.alignment_consistency(weights, prototypes, target, options.eq9_half)
+    consistency = router.prototype_consistency(weights, filled, target, kept, beta=beta, beta4=options.beta4)
+    alignment = router.alignment_consistency(weights, filled, target, options.eq9_half)
     loss = consistency + options.beta5 * alignment
     return functional.softplus(loss) if options.router_softplus else loss
 

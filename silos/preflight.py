@@ -41,7 +41,7 @@ from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
-from protocols._missing_branch import shortened
+from protocols.parts.missing_branch import shortened
 from silos.program import Silo, SiloArguments
 from silos.start_checks import check_device
 

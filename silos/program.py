@@ -45,7 +45,7 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
 from fedmq.wire.scenario_query import ScenarioComparison
-from protocols._missing_branch import shortened
+from protocols.parts.missing_branch import shortened
 from silos.failure_reports import FailureReporter
 from silos.personal_state import StateNotes, StateStore
 from silos.start_checks import check_device, check_name

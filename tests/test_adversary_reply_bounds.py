@@ -36,9 +36,10 @@ from fedmq.wire.payloads import (
     Payload,
     Representations,
 )
-from protocols import _class_prototypes, _prototypes, creamfl_public
-from protocols._losses import unit
-from protocols._missing_branch import shortened
+from protocols import creamfl_public
+from protocols.parts import class_prototypes, prototypes
+from protocols.parts.losses import unit
+from protocols.parts.missing_branch import shortened
 from silos.program import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
@@ -154,7 +155,7 @@ def test_forged_prototypes_at_the_norm_bound_leave_the_training_finite(name: str
     for _ in range(4):
         replies = [run.reply(silo, run.train(silo, learning_rate=1e-2)) for silo in run.eligible]
         found = payload_of(replies[0], ClassPrototypes)
-        entries = np.full_like(found.prototypes, -_class_prototypes.LOOSE)
+        entries = np.full_like(found.prototypes, -class_prototypes.LOOSE)
         replies[0] = with_payload(
             replies[0], dataclasses.replace(found, prototypes=entries, counts=np.ones_like(found.counts))
         )
@@ -192,17 +193,17 @@ def test_only_the_direction_of_a_modality_prototype_counts(name: str, length: fl
         factor = np.float32(-scale)
         lie = dataclasses.replace(found, image=factor * found.image, text=factor * found.text)
         lying = [with_payload(replies[0], lie), *replies[1:]]
-        return run.protocol.merge(run.state, lying, 1).state.tensors[_prototypes.PROTOTYPES]
+        return run.protocol.merge(run.state, lying, 1).state.tensors[prototypes.PROTOTYPES]
 
     torch.testing.assert_close(merged(length), merged(1.0))
-    honest = run.protocol.merge(run.state, replies, 1).state.tensors[_prototypes.PROTOTYPES]
+    honest = run.protocol.merge(run.state, replies, 1).state.tensors[prototypes.PROTOTYPES]
     assert ((honest * merged(length)).sum(1) > 0).all()
 
 
 def test_an_honest_prototype_reaches_the_merge_bit_for_bit() -> None:
     run = population("fedavg")
     replies = run.replies()
-    rows, mask = _prototypes.read_uploads(replies, DIM)
+    rows, mask = prototypes.read_uploads(replies, DIM)
     for index, reply in enumerate(replies):
         sent = payload_of(reply, ModalityPrototypes)
         for place, prototype in enumerate((sent.image, sent.text)):

@@ -26,7 +26,8 @@ from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
 from fedmq.launch.supervisor import simulate_inline
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
-from protocols import _aggregation, rcsr
+from protocols import rcsr
+from protocols.parts import aggregation
 from tests import in_process_run as calls
 from tests.small_federation import equal_states, population
 from tests.threaded_run import resolved, run, run_of
@@ -102,9 +103,9 @@ def test_mixing_at_rate_one_is_exactly_the_merged_value() -> None:
 
 
 def test_the_decay_of_a_moving_average_per_full_round_does_not_depend_on_the_number_of_merges() -> None:
-    assert _aggregation.decay_at_merge(0.9, 15, 15) == 0.9
-    assert _aggregation.decay_at_merge(0.9, 5, 15) ** 3 == pytest.approx(0.9)
-    assert _aggregation.decay_at_merge(0.9, 1, None) == 0.9
+    assert aggregation.decay_at_merge(0.9, 15, 15) == 0.9
+    assert aggregation.decay_at_merge(0.9, 5, 15) ** 3 == pytest.approx(0.9)
+    assert aggregation.decay_at_merge(0.9, 1, None) == 0.9
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
@@ -126,7 +127,7 @@ def test_a_merge_of_half_a_cohort_decays_averages_by_the_square_root_of_the_rate
 def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> None:
     run_ = population("fedavg")
     first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
-    deltas = [_aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
+    deltas = [aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
     weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
     step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
     merged = run_.protocol.merge(run_.state, [first, replace(second, rarity=3.0)], 0).state

@@ -190,7 +190,7 @@ def test_the_simulated_gpu_refuses_what_a_real_gpu_refuses(monkeypatch: pytest.M
 def test_a_method_that_leaves_a_tensor_on_the_cpu_fails_on_the_simulated_gpu(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocols._training.labels_of", lambda local, rows: torch.zeros(len(rows), 5))
+    monkeypatch.setattr("protocols.parts.training.labels_of", lambda local, rows: torch.zeros(len(rows), 5))
     scenario = resolved(
         file, "rounds=1", "objective={base: dpsh, bits: 8, hidden: 16}", "device=cuda:0", "protocol=fedavg"
     )

@@ -19,8 +19,8 @@ from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Representations
-from protocols._aggregation import update_of
 from protocols.creamfl_public import GLOBAL, CreamFlPublic
+from protocols.parts.aggregation import update_of
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 

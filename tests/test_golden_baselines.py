@@ -9,21 +9,9 @@ from torch.nn import functional
 
 from fedmq.federation.staleness import polynomial
 from fedmq.models.adapters import through_shared
-from protocols import (
-    _aggregation,
-    _class_prototypes,
-    _hypernetwork,
-    _losses,
-    creamfl,
-    creamfl_public,
-    fedcmr,
-    fedmekt,
-    fedproto,
-    mfcpl,
-    moon,
-    plfedcmh,
-)
-from protocols.objectives import _alternating, shdch
+from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl, moon, plfedcmh
+from protocols.objectives import shdch
+from protocols.parts import aggregation, alternating, class_prototypes, hypernetwork, losses
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every, t
 
@@ -32,11 +20,11 @@ STALENESS = (0, 3, 8)
 
 def damped(x: Inputs, exponent: float) -> torch.Tensor:
     factors = torch.tensor([polynomial(s, exponent) for s in STALENESS], dtype=torch.float64)
-    return _aggregation.damped(sample_weights(x), factors)
+    return aggregation.damped(sample_weights(x), factors)
 
 
 def sample_weights(x: Inputs) -> torch.Tensor:
-    return _aggregation.sample_weights([int(n) for n in x["n_k"]])
+    return aggregation.sample_weights([int(n) for n in x["n_k"]])
 
 
 def class_codes(x: Inputs, *, swept: bool = False) -> tuple[shdch.Level, shdch.Level]:
@@ -51,7 +39,7 @@ def class_codes(x: Inputs, *, swept: bool = False) -> tuple[shdch.Level, shdch.L
 
 
 def common_codes(x: Inputs) -> torch.Tensor:
-    return _alternating.common_codes({"image": t(x["F"]), "text": t(x["G"])})
+    return alternating.common_codes({"image": t(x["F"]), "text": t(x["G"])})
 
 
 def shdch_objective(x: Inputs, *, swept: bool = False) -> torch.Tensor:
@@ -72,8 +60,8 @@ def plfedcmh_batch(x: Inputs) -> torch.Tensor:
 
 def plfedcmh_mix(x: Inputs) -> torch.Tensor:
     models = t(x["W"])
-    weights = _hypernetwork.shares(t(x["hyper_alpha"])[None], torch.ones(len(models), dtype=torch.bool))
-    block = _hypernetwork.mixed(weights, models.flatten(1), {"block": slice(0, models[0].numel())})["block"]
+    weights = hypernetwork.shares(t(x["hyper_alpha"])[None], torch.ones(len(models), dtype=torch.bool))
+    block = hypernetwork.mixed(weights, models.flatten(1), {"block": slice(0, models[0].numel())})["block"]
     return block.view(models.shape[1:])
 
 
@@ -84,13 +72,13 @@ def one_hot(x: Inputs, classes: int) -> torch.Tensor:
 def silos_prototypes(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """FedProto's local prototypes [K, C, d] and counts [K, C] of the three silos."""
     members = functional.one_hot(torch.from_numpy(x["yk"]), 4).double()
-    found = [_class_prototypes.class_means(f, m) for f, m in zip(t(x["f"]), members, strict=True)]
+    found = [class_prototypes.class_means(f, m) for f, m in zip(t(x["f"]), members, strict=True)]
     means, counts = zip(*found, strict=True)
     return torch.stack(means), torch.stack(counts)
 
 
 def fedproto_loss(x: Inputs) -> torch.Tensor:
-    means, valid = _class_prototypes.global_means(*silos_prototypes(x), weighted=False)
+    means, valid = class_prototypes.global_means(*silos_prototypes(x), weighted=False)
     members = functional.one_hot(torch.from_numpy(x["yk"][0]), 4)
     return fedproto.prototype_loss(t(x["f"][0]), members, means, valid)
 
@@ -108,23 +96,23 @@ def cmr_weights(x: Inputs) -> torch.Tensor:
 
 def cmr_global(x: Inputs) -> torch.Tensor:
     layers = t(x["W"])
-    return _aggregation.weighted_sum(list(layers.flatten(1)), cmr_weights(x)).view(layers.shape[1:])
+    return aggregation.weighted_sum(list(layers.flatten(1)), cmr_weights(x)).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {
     "fedcmr_weights": cmr_weights,
     "fedcmr_global": cmr_global,
     "fedcmr_local": lambda x: fedcmr.residual(cmr_global(x), t(x["W"][0]) - t(x["W"][1]), 0.5),
-    "fedprox": lambda x: _losses.proximal(t(x["theta"]) - t(x["ref"]), float(x["mu"]) / 2),
-    "fedprox_grad": lambda x: _losses.proximal_gradient(t(x["theta"]) - t(x["ref"]), float(x["mu"]) / 2),
+    "fedprox": lambda x: losses.proximal(t(x["theta"]) - t(x["ref"]), float(x["mu"]) / 2),
+    "fedprox_grad": lambda x: losses.proximal_gradient(t(x["theta"]) - t(x["ref"]), float(x["mu"]) / 2),
     "moon_buffer1": lambda x: moon.model_contrast(t(x["z"]), t(x["zg"]), list(t(x["zprev"][:1])), 0.5),
     "moon_buffer2": lambda x: moon.model_contrast(t(x["z"]), t(x["zg"]), list(t(x["zprev"])), 0.5),
     "moon_first": lambda x: moon.model_contrast(t(x["z"]), t(x["zg"]), [t(x["zg"])], 0.5),
     "fedproto_local": lambda x: silos_prototypes(x)[0],
     "fedproto_counts": lambda x: silos_prototypes(x)[1],
-    "fedproto_uniform": lambda x: _class_prototypes.global_means(*silos_prototypes(x), weighted=False)[0],
-    "fedproto_weighted": lambda x: _class_prototypes.global_means(*silos_prototypes(x), weighted=True)[0],
-    "fedproto_valid": lambda x: _class_prototypes.global_means(*silos_prototypes(x), weighted=False)[1],
+    "fedproto_uniform": lambda x: class_prototypes.global_means(*silos_prototypes(x), weighted=False)[0],
+    "fedproto_weighted": lambda x: class_prototypes.global_means(*silos_prototypes(x), weighted=True)[0],
+    "fedproto_valid": lambda x: class_prototypes.global_means(*silos_prototypes(x), weighted=False)[1],
     "fedproto_loss": fedproto_loss,
     "kl_T3": lambda x: fedmekt.divergence(t(x["z"]), t(x["teacher"]), 3.0),
     "kl_T1": lambda x: fedmekt.divergence(t(x["z"]), t(x["teacher"]), 1.0),
@@ -145,12 +133,12 @@ CHECKS: dict[str, Check] = {
     "shdch_after_Y1": lambda x: shdch_objective(x, swept=True),
     "plfedcmh_batch": plfedcmh_batch,
     "plfedcmh_mix": plfedcmh_mix,
-    "fedavg": lambda x: _aggregation.weighted_sum(list(t(x["W"])), sample_weights(x)),
+    "fedavg": lambda x: aggregation.weighted_sum(list(t(x["W"])), sample_weights(x)),
     "damped_a0.5_s0_3_8": lambda x: damped(x, 0.5),
     "damped_a0": lambda x: damped(x, 0.0),
-    "branch_average_101": lambda x: _aggregation.weighted_sum(
+    "branch_average_101": lambda x: aggregation.weighted_sum(
         list(t(x["W"])),
-        _aggregation.branch_weights(sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)),
+        aggregation.branch_weights(sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)),
     ),
 }
 

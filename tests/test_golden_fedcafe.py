@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from fedmq.models import hash_networks
-from protocols import _aggregation, _memory, fedcafe
-from protocols._class_prototypes import class_means
-from protocols.objectives import _alternating, dcmh
+from protocols import fedcafe
+from protocols.objectives import dcmh
+from protocols.parts import aggregation, alternating, memory
+from protocols.parts.class_prototypes import class_means
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 Kl = Literal["normalised", "code", "printed"]
@@ -51,7 +52,7 @@ def dcmh_terms(x: Inputs, modality: str) -> torch.Tensor:
         t(x[f"O_{modality}"])[rows],
         buffers[modality],
         buffers["y" if modality == "x" else "x"],
-        _alternating.common_codes({"image": buffers["x"], "text": buffers["y"]})[rows],
+        alternating.common_codes({"image": buffers["x"], "text": buffers["y"]})[rows],
         (labels[rows] @ labels.T > 0).double(),
         rows,
     )
@@ -83,24 +84,24 @@ def similar(x: Inputs, kind: str, silo: int) -> torch.Tensor:
 
 def eq9(x: Inputs, kind: str) -> torch.Tensor:
     memories = t(x["P_local"])
-    return torch.stack([_memory.difference(p, t(x["P_g"]), similar(x, kind, k)) for k, p in enumerate(memories)])
+    return torch.stack([memory.difference(p, t(x["P_g"]), similar(x, kind, k)) for k, p in enumerate(memories)])
 
 
 def eq9_of_reports(x: Inputs) -> torch.Tensor:
     """Equation 9 as a merge computes it from all reports; every row has support here."""
     classes = len(x["P_g"])
     reports = [(each, torch.ones(classes, dtype=torch.int64)) for each in t(x["P_local"])]
-    return _memory.differences(reports, t(x["P_g"]), torch.ones(classes, dtype=torch.bool), by_class=True)
+    return memory.differences(reports, t(x["P_g"]), torch.ones(classes, dtype=torch.bool), by_class=True)
 
 
 def eq11(x: Inputs, name: str, kind: str) -> torch.Tensor:
     models = t(x[name])
-    merged = _aggregation.weighted_sum([each.flatten() for each in models], _memory.shares(eq9(x, kind), "linear"))
+    merged = aggregation.weighted_sum([each.flatten() for each in models], memory.shares(eq9(x, kind), "linear"))
     return merged.view(models.shape[1:])
 
 
 def fused(x: Inputs) -> torch.Tensor:
-    return _memory.fused([enhanced(x, "x"), enhanced(x, "y")])
+    return memory.fused([enhanced(x, "x"), enhanced(x, "y")])
 
 
 def means(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +111,7 @@ def means(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def global_memory(x: Inputs) -> torch.Tensor:
     rows = t(x["P_local"])
     support = torch.ones(rows.shape[:2], dtype=torch.int64)
-    return _memory.global_memory(rows, support, torch.zeros_like(rows[0]), "kmeans_seeded", np.random.default_rng(0))[0]
+    return memory.global_memory(rows, support, torch.zeros_like(rows[0]), "kmeans_seeded", np.random.default_rng(0))[0]
 
 
 CHECKS: dict[str, Check] = {
@@ -131,14 +132,14 @@ CHECKS: dict[str, Check] = {
     **{f"eq8_total_{m}": lambda x, m=m: eq8(x, m) for m in "xy"},
     "eq9_sim_identity": eq9_of_reports,
     "eq9_sim_cluster": lambda x: eq9(x, "cluster"),
-    **{f"eq10_softmax_{s}": lambda x, s=s: _memory.shares(eq9(x, s), "softmax") for s in ("identity", "cluster")},
-    **{f"eq10_linear_{s}": lambda x, s=s: _memory.shares(eq9(x, s), "linear") for s in ("identity", "cluster")},
+    **{f"eq10_softmax_{s}": lambda x, s=s: memory.shares(eq9(x, s), "softmax") for s in ("identity", "cluster")},
+    **{f"eq10_linear_{s}": lambda x, s=s: memory.shares(eq9(x, s), "linear") for s in ("identity", "cluster")},
     **{f"eq11_W_{s}": lambda x, s=s: eq11(x, "W", s) for s in ("identity", "cluster")},
     **{f"eq11_b_{s}": lambda x, s=s: eq11(x, "b", s) for s in ("identity", "cluster")},
     "memory_class_mean": lambda x: means(x)[0],
     "memory_has_class": lambda x: means(x)[1] > 0,
-    "memory_kmeans_from_class_mean": lambda x: _memory.spherical_kmeans(fused(x), means(x)[0])[0],
-    "memory_assign": lambda x: _memory.spherical_kmeans(fused(x), means(x)[0])[1],
+    "memory_kmeans_from_class_mean": lambda x: memory.spherical_kmeans(fused(x), means(x)[0])[0],
+    "memory_assign": lambda x: memory.spherical_kmeans(fused(x), means(x)[0])[1],
     "memory_global": global_memory,
 }
 

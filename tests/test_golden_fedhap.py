@@ -10,10 +10,11 @@ import torch
 
 from fedmq.models.hash_networks import signs
 from fedmq.wire.layout import Layout
-from protocols import _aggregation, _class_prototypes, fedhap
-from protocols import _discriminator as adversary
+from protocols import fedhap
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
-from protocols.objectives._labelled import Samples
+from protocols.parts import aggregation, class_prototypes
+from protocols.parts import discriminator as adversary
+from protocols.parts.labelled import Samples
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 #: The functions need a generator, but nothing that is checked here draws from it.
@@ -21,12 +22,12 @@ GENERATOR = np.random.default_rng(0)
 
 
 def votes(x: Inputs, silos: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    found = [_class_prototypes.class_means(t(x["b"])[silo], t(x["y"])[silo]) for silo in silos]
+    found = [class_prototypes.class_means(t(x["b"])[silo], t(x["y"])[silo]) for silo in silos]
     return torch.stack([means for means, _ in found]), torch.stack([counts for _, counts in found])
 
 
 def means_and_valid(x: Inputs, silos: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return _class_prototypes.global_means(*votes(x, silos), weighted=False)
+    return class_prototypes.global_means(*votes(x, silos), weighted=False)
 
 
 def prototypes(x: Inputs, silos: list[int]) -> torch.Tensor:
@@ -141,7 +142,7 @@ CHECKS: dict[str, Check] = {
     **of_each_silo(partial(local_loss, global_triplets=False, kind=None), "hap1"),
     **of_each_silo(partial(local_loss, global_triplets=False), "hap2"),
     **of_each_silo(partial(local_loss, kind=None), "hap3"),
-    "agg_theta": lambda x: _aggregation.weighted_sum(list(t(x["theta"])), _aggregation.sample_weights([1, 1, 1])),
+    "agg_theta": lambda x: aggregation.weighted_sum(list(t(x["theta"])), aggregation.sample_weights([1, 1, 1])),
     "dpsh": lambda x: dpsh.loss(t(x["b"])[0], t(x["y_multi"]), t(x["bank_u"]), t(x["bank_y"]), dpsh.Options().alpha),
     "dch": lambda x: dch.loss(t(x["b"])[0], t(x["y_multi"]), dch.Options()),
     "greedy": greedy,

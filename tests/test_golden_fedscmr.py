@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fedmq.models.two_tower import Out
-from protocols import _aggregation, fedscmr
-from protocols import _fedscmr_equations as equations
+from protocols import fedscmr
 from protocols.objectives import dscmr
+from protocols.parts import aggregation
+from protocols.parts import fedscmr_equations as equations
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 NORMS: tuple[equations.Norm, ...] = ("frob", "row")
@@ -43,7 +44,7 @@ def scalars(x: Inputs, rows: Any = slice(None)) -> tuple[torch.Tensor, ...]:
 def eq9(x: Inputs) -> torch.Tensor:
     weights = equations.contribution(*scalars(x), 30.0)
     layers = t(x["W_k"])
-    return _aggregation.weighted_sum(list(layers.flatten(1)), weights).view(layers.shape[1:])
+    return aggregation.weighted_sum(list(layers.flatten(1)), weights).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {

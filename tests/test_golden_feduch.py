@@ -8,10 +8,11 @@ import torch
 
 from fedmq.models.hash_networks import signs
 from fedmq.models.two_tower import Out
-from protocols import _aggregation, feduch
-from protocols._losses import unit
-from protocols._similarity import Graph
+from protocols import feduch
 from protocols.objectives import dgcpn, djsrh, jdsh
+from protocols.parts import aggregation
+from protocols.parts.losses import unit
+from protocols.parts.similarity import Graph
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 NUS = djsrh.Options(beta=0.6)
@@ -93,8 +94,8 @@ def local_loss(x: Inputs, **switches: bool) -> torch.Tensor:
 
 
 def averaged(x: Inputs, silos: list[int]) -> torch.Tensor:
-    weights = _aggregation.sample_weights([int(x["n_k"][silo]) for silo in silos])
-    return _aggregation.weighted_sum([t(x["theta"])[silo] for silo in silos], weights)
+    weights = aggregation.sample_weights([int(x["n_k"][silo]) for silo in silos])
+    return aggregation.weighted_sum([t(x["theta"])[silo] for silo in silos], weights)
 
 
 CHECKS: dict[str, Check] = {

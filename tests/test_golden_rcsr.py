@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols import _aggregation, _fairness, _losses, _personal_adapter, _prototypes, _router, rcsr
+from protocols import rcsr
+from protocols.parts import aggregation, fairness, losses, personal_adapter, prototypes, router
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 SILOS = range(4)
 
 
 def weights(x: Inputs) -> torch.Tensor:
-    return _router.weights(t(x["logits"]))
+    return router.weights(t(x["logits"]))
 
 
-def prototypes(x: Inputs) -> torch.Tensor:
+def reported(x: Inputs) -> torch.Tensor:
     return torch.stack([t(x["PI"]), t(x["PT"])], dim=1)
 
 
@@ -33,9 +34,9 @@ def options(x: Inputs, **changes: Any) -> rcsr.RcsrOptions:
 
 
 def eq4(x: Inputs, *modalities: str) -> torch.Tensor:
-    pairs = [(_losses.local_prototype(t(x[f"z{m}"])), t(x[f"g{m}"])) for m in modalities]
-    proximal = _losses.proximal(t(x["theta_k"]) - t(x["theta"]), float(x["lam_s"]))
-    return _losses.prototype_regulariser(pairs, float(x["lam_a"])) + proximal
+    pairs = [(losses.local_prototype(t(x[f"z{m}"])), t(x[f"g{m}"])) for m in modalities]
+    proximal = losses.proximal(t(x["theta_k"]) - t(x["theta"]), float(x["lam_s"]))
+    return losses.prototype_regulariser(pairs, float(x["lam_a"])) + proximal
 
 
 def eq5(x: Inputs, image: bool, text: bool) -> torch.Tensor:
@@ -47,20 +48,20 @@ def eq5(x: Inputs, image: bool, text: bool) -> torch.Tensor:
         anchored=True,
         aligned=True,
     )
-    return loss + _losses.proximal(t(x["theta_k"]) - t(x["theta"]), float(x["lam_s"]))
+    return loss + losses.proximal(t(x["theta_k"]) - t(x["theta"]), float(x["lam_s"]))
 
 
 def eq8(x: Inputs, masked: bool) -> torch.Tensor:
-    return _router.prototype_consistency(weights(x), prototypes(x), shared(x), t(x["mask"]) if masked else None)
+    return router.prototype_consistency(weights(x), reported(x), shared(x), t(x["mask"]) if masked else None)
 
 
 def eq9(x: Inputs, half: bool = False) -> torch.Tensor:
-    return _router.alignment_consistency(weights(x), prototypes(x), shared(x), half)
+    return router.alignment_consistency(weights(x), reported(x), shared(x), half)
 
 
 def router_loss(x: Inputs, logits: torch.Tensor | None = None, **changes: Any) -> torch.Tensor:
-    w = weights(x) if logits is None else _router.weights(logits)
-    return rcsr.router_loss(w, prototypes(x), t(x["mask"]).bool(), shared(x), options(x, **changes))
+    w = weights(x) if logits is None else router.weights(logits)
+    return rcsr.router_loss(w, reported(x), t(x["mask"]).bool(), shared(x), options(x, **changes))
 
 
 def router_gradient(x: Inputs) -> torch.Tensor:
@@ -70,15 +71,15 @@ def router_gradient(x: Inputs) -> torch.Tensor:
 
 def normalised(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     running = t(x["running"])
-    losses, after, _ = _fairness.normalised_losses(
+    losses, after, _ = fairness.normalised_losses(
         t(x["losses"]), torch.from_numpy(x["group"]), running.nan_to_num(), ~running.isnan()
     )
     return losses, after
 
 
-def log_q(x: Inputs, rule: _fairness.Rule, center: bool = False) -> torch.Tensor:
+def log_q(x: Inputs, rule: fairness.Rule, center: bool = False) -> torch.Tensor:
     losses = t(x["losses"]) if rule == "code" else normalised(x)[0]
-    return _fairness.updated_log_q(
+    return fairness.updated_log_q(
         t(x["q"]).log(),
         losses - 1 if center else losses,
         torch.from_numpy(x["sel"]),
@@ -90,20 +91,20 @@ def log_q(x: Inputs, rule: _fairness.Rule, center: bool = False) -> torch.Tensor
 
 def fused(x: Inputs, router: torch.Tensor | None = None) -> torch.Tensor:
     chosen = torch.from_numpy(x["sel"])
-    return _fairness.fused_weights(weights(x) if router is None else router, log_q(x, "paper")[chosen])
+    return fairness.fused_weights(weights(x) if router is None else router, log_q(x, "paper")[chosen])
 
 
 def theta_new(x: Inputs) -> torch.Tensor:
     deltas = list(t(x["deltas"]))
-    return t(x["theta"]) + _aggregation.weighted_sum(deltas, fused(x))
+    return t(x["theta"]) + aggregation.weighted_sum(deltas, fused(x))
 
 
 def ema(
     x: Inputs, modality: int, rate: float = 0.9, masked: bool = False, old: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _prototypes.moving_average(
+    return prototypes.moving_average(
         shared(x)[modality] if old is None else old,
-        prototypes(x)[:, modality],
+        reported(x)[:, modality],
         fused(x),
         rate,
         t(x["mask"])[:, modality] if masked else None,
@@ -111,30 +112,30 @@ def ema(
 
 
 def ema_twice(x: Inputs) -> torch.Tensor:
-    once = _losses.unit(ema(x, 0, rate=0.95))
-    return _losses.unit(ema(x, 0, rate=0.95, old=once))
+    once = losses.unit(ema(x, 0, rate=0.95))
+    return losses.unit(ema(x, 0, rate=0.95, old=once))
 
 
 def geometry(x: Inputs, first: bool) -> torch.Tensor:
     flat = {name: torch.cat([t(x[f"{name}_text"]).ravel(), t(x[f"{name}_visual"]).ravel()]) for name in ("u", "p")}
     border = x["u_text"].size
     text, visual = slice(0, border), slice(border, len(flat["u"]))
-    return _router.geometry(flat["u"], None if first else flat["p"], visual, text, int(x["n_local"]))
+    return router.geometry(flat["u"], None if first else flat["p"], visual, text, int(x["n_local"]))
 
 
 CHECKS: dict[str, Check] = {
-    "eq2": lambda x: _losses.info_nce(t(x["zI"]), t(x["zT"]), 0.07),
-    "eq2_tau1": lambda x: _losses.info_nce(t(x["zI"]), t(x["zT"]), 1.0),
-    "eq3_image_only": lambda x: _losses.anchor(t(x["zI"]), t(x["gT"])),
-    "eq3_text_only": lambda x: _losses.anchor(t(x["zT"]), t(x["gI"])),
+    "eq2": lambda x: losses.info_nce(t(x["zI"]), t(x["zT"]), 0.07),
+    "eq2_tau1": lambda x: losses.info_nce(t(x["zI"]), t(x["zT"]), 1.0),
+    "eq3_image_only": lambda x: losses.anchor(t(x["zI"]), t(x["gT"])),
+    "eq3_text_only": lambda x: losses.anchor(t(x["zT"]), t(x["gI"])),
     "eq4_paired": lambda x: eq4(x, "I", "T"),
     "eq4_image_only": lambda x: eq4(x, "I"),
     "eq5_paired": lambda x: eq5(x, True, True),
     "eq5_image_only": lambda x: eq5(x, True, False),
-    "eq6_proto_I": lambda x: _losses.local_prototype(t(x["zI"])),
-    "eq6_proto_T": lambda x: _losses.local_prototype(t(x["zT"])),
+    "eq6_proto_I": lambda x: losses.local_prototype(t(x["zI"])),
+    "eq6_proto_T": lambda x: losses.local_prototype(t(x["zT"])),
     "eq7_w": weights,
-    "entropy_w": lambda x: _router.entropy(weights(x)),
+    "entropy_w": lambda x: router.entropy(weights(x)),
     "eq8": lambda x: eq8(x, masked=False),
     "eq8_masked": lambda x: eq8(x, masked=True),
     "eq9": eq9,
@@ -149,16 +150,16 @@ CHECKS: dict[str, Check] = {
     "eq10_q_entropic": lambda x: log_q(x, "entropic").exp(),
     "eq10_q_centered": lambda x: log_q(x, "entropic", center=True).exp(),
     "eq10_q_code": lambda x: log_q(x, "code").exp(),
-    "eq10_value": lambda x: _fairness.objective(log_q(x, "paper"), normalised(x)[0], torch.from_numpy(x["sel"]), 0.1),
+    "eq10_value": lambda x: fairness.objective(log_q(x, "paper"), normalised(x)[0], torch.from_numpy(x["sel"]), 0.1),
     "eq11_w": fused,
-    "eq11_w_no_minimax": lambda x: _aggregation.damped(weights(x), torch.ones(4, dtype=torch.float64)),
-    "eq11_w_warmup": lambda x: fused(x, _aggregation.sample_weights([5, 3, 2, 10])),
+    "eq11_w_no_minimax": lambda x: aggregation.damped(weights(x), torch.ones(4, dtype=torch.float64)),
+    "eq11_w_warmup": lambda x: fused(x, aggregation.sample_weights([5, 3, 2, 10])),
     "theta_new": theta_new,
     "ema_I": lambda x: ema(x, 0),
     "ema_T": lambda x: ema(x, 1),
     "ema_I_masked": lambda x: ema(x, 0, masked=True),
     "ema_T_masked": lambda x: ema(x, 1, masked=True),
-    "ema_I_unit": lambda x: _losses.unit(ema(x, 0)),
+    "ema_I_unit": lambda x: losses.unit(ema(x, 0)),
     "ema_I_code_twice": ema_twice,
     "geometry": lambda x: geometry(x, first=False),
     "geometry_first": lambda x: geometry(x, first=True),
@@ -166,19 +167,19 @@ CHECKS: dict[str, Check] = {
 
 
 def strengths(x: Inputs, lambda_p: float) -> np.ndarray:
-    return np.array([_personal_adapter.strength(lambda_p, float(weight)) for weight in x["wR_grid"]])
+    return np.array([personal_adapter.strength(lambda_p, float(weight)) for weight in x["wR_grid"]])
 
 
 def personal(x: Inputs, z: str) -> torch.Tensor:
-    strength = _personal_adapter.strength(float(x["lam_p"]), float(x["wR_grid"][2]))
-    return _personal_adapter.corrected(t(x[z]), t(x["W1"]), t(x["W2"]), strength)
+    strength = personal_adapter.strength(float(x["lam_p"]), float(x["wR_grid"][2]))
+    return personal_adapter.corrected(t(x[z]), t(x["W1"]), t(x["W2"]), strength)
 
 
 CHECKS |= {
-    "eq12_A": lambda x: _personal_adapter.correction(t(x["zI"]), t(x["W1"]), t(x["W2"])),
+    "eq12_A": lambda x: personal_adapter.correction(t(x["zI"]), t(x["W1"]), t(x["W2"])),
     "eq12_z": lambda x: personal(x, "zI"),
-    "eq12_loss_paired": lambda x: _losses.info_nce(
-        _losses.unit(personal(x, "zI")), _losses.unit(personal(x, "zT")), rcsr.RcsrOptions().tau
+    "eq12_loss_paired": lambda x: losses.info_nce(
+        losses.unit(personal(x, "zI")), losses.unit(personal(x, "zT")), rcsr.RcsrOptions().tau
     ),
     "eq13_s_grid": lambda x: strengths(x, float(x["lam_p"])),
     "eq13_s_cap": lambda x: strengths(x, 0.45),
@@ -196,5 +197,5 @@ def test_golden_rcsr(key: str) -> None:
 def test_golden_analytic_gradient_of_the_proximal_term_equals_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     drift = torch.randn(20, generator=generator, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(_losses.proximal(drift, 0.01), drift)
-    np.testing.assert_allclose(_losses.proximal_gradient(drift.detach(), 0.01), gradient, rtol=1e-12)
+    (gradient,) = torch.autograd.grad(losses.proximal(drift, 0.01), drift)
+    np.testing.assert_allclose(losses.proximal_gradient(drift.detach(), 0.01), gradient, rtol=1e-12)

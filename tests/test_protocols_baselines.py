@@ -18,8 +18,8 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Reply, Task
 from fedmq.federation.update_transforms import transform
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, PartialDelta, Representations
-from protocols import _aggregation
-from protocols._personal_model import OWN
+from protocols.parts import aggregation
+from protocols.parts.personal_model import OWN
 from silos.program import Silo
 from tests import in_process_run
 from tests.gradients import gradient_of
@@ -235,7 +235,7 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
             entry.name
             for entry, place in zip(
                 run.model.layout.entries,
-                _aggregation.places(run.model.layout, list(run.model.layout.by_name)),
+                aggregation.places(run.model.layout, list(run.model.layout.by_name)),
                 strict=True,
             )
             if not torch.equal(run.state.theta[place], before[place])

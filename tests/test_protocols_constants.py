@@ -20,9 +20,10 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Reply, State, take
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, Representations, RouterStatistics
-from protocols import _class_prototypes, _personal_adapter, _prototypes, creamfl_public
-from protocols._losses import info_nce
-from protocols._personal_model import OWN
+from protocols import creamfl_public
+from protocols.parts import class_prototypes, personal_adapter, prototypes
+from protocols.parts.losses import info_nce
+from protocols.parts.personal_model import OWN
 from tests.replies import payload_of, weights_of, with_payload
 from tests.small_federation import DIM, SmallFederation, population
 
@@ -134,8 +135,8 @@ def test_mfcpls_terms_use_the_complete_or_the_other_modalitys_prototypes(term: s
     off = {"cmpr": 0.0, "cmpc": 0.0, "cma": 0.0}
     run = plain("mfcpl", {**off, term: 1.0})
     run.round()
-    shared = run.state.tensors[_class_prototypes.GLOBAL].chunk(2)
-    valid = run.state.tensors[_class_prototypes.VALID].chunk(2)[0]
+    shared = run.state.tensors[class_prototypes.GLOBAL].chunk(2)
+    valid = run.state.tensors[class_prototypes.VALID].chunk(2)[0]
     labels = run.shares[0].labels
     assert labels is not None
     members = labels[:, valid].argmax(1)
@@ -169,11 +170,11 @@ def test_an_adapter_is_fitted_at_a_tenth_of_the_rate_and_at_the_silos_strength()
     silo = run.context.silos[0]
     assert told(run.state, run)[0] == 0.25
     run.train(silo, FAR)
-    begun = _personal_adapter.initial(DIM, 3, torch_generator(0, "personal", silo.name))
+    begun = personal_adapter.initial(DIM, 3, torch_generator(0, "personal", silo.name))
     leaf = begun.clone().requires_grad_()
     pair = (adapted(z, leaf, 0.2 * 1.25) for z in at(run, run.model.flat.detach().clone()))
     (gradient,) = torch.autograd.grad(info_nce(*pair, 0.07), leaf)
-    moved = run.personal[0][_personal_adapter.STATE] - begun
+    moved = run.personal[0][personal_adapter.STATE] - begun
     assert float(moved.norm()) > 1e-4
     torch.testing.assert_close(moved, -0.1 * FAR * gradient, rtol=2e-2, atol=2e-7)
 
@@ -184,7 +185,7 @@ def test_a_silo_is_evaluated_with_its_adapter_at_its_strength() -> None:
     adapter = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(0))
     protocol: Any = run.protocol
     payloads = protocol.task(run.state, silo)
-    own = protocol.encoders(Local(silo, share, run.model, {_personal_adapter.STATE: adapter}), payloads)
+    own = protocol.encoders(Local(silo, share, run.model, {personal_adapter.STATE: adapter}), payloads)
     with torch.no_grad():
         found = own.image(share.image), own.caption(share.text[:, 0])  # type: ignore[index]
     for z, each in zip(at(run, run.state.theta), found, strict=True):
@@ -207,14 +208,14 @@ def test_silos_receive_their_absolute_weight_or_the_one_relative_to_equal_weight
 def test_fillers_enter_the_moving_average_unless_masked(masked: bool) -> None:
     run = plain("rcsr", {"router": "uniform", "minimax": False, "masked_ema": masked})
     run.round()
-    before, generator = run.state.tensors[_prototypes.PROTOTYPES], torch.Generator().manual_seed(0)
+    before, generator = run.state.tensors[prototypes.PROTOTYPES], torch.Generator().manual_seed(0)
     replies = []
     for reply in run.replies():
         image, text = normalize(torch.randn(2, DIM, generator=generator), dim=1).numpy()
         sent = dataclasses.replace(payload_of(reply, ModalityPrototypes), image=image, text=text)
         replies.append(with_payload(reply, sent))
-    rows, mask = _prototypes.read_uploads(replies, DIM)
-    after = run.protocol.merge(run.state, replies, 1).state.tensors[_prototypes.PROTOTYPES]
+    rows, mask = prototypes.read_uploads(replies, DIM)
+    after = run.protocol.merge(run.state, replies, 1).state.tensors[prototypes.PROTOTYPES]
     for modality in (0, 1):
         real = mask[:, modality]
         assert int(real.sum()) == 3
@@ -240,7 +241,7 @@ def test_fedproto_weights_prototypes_by_samples_or_uniformly(weighting: str) -> 
     assert not (counts == counts[0]).all()
     rows = np.stack([each.prototypes for each in found])
     expected = (rows * weights[..., None]).sum(0) / np.maximum(weights.sum(0), 1)[:, None]
-    after = run.protocol.merge(run.state, replies, 0).state.tensors[_class_prototypes.GLOBAL]
+    after = run.protocol.merge(run.state, replies, 0).state.tensors[class_prototypes.GLOBAL]
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-7)
 
 

@@ -23,9 +23,9 @@ from fedmq.federation.protocol import Local, Reply, State, Task
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
-from protocols._aggregation import inserted, places
-from protocols._missing_branch import completed, shortened
-from protocols._personal_model import OWN
+from protocols.parts.aggregation import inserted, places
+from protocols.parts.missing_branch import completed, shortened
+from protocols.parts.personal_model import OWN
 from tests.small_federation import MIXED, SmallFederation, equal_states, mixed, population
 
 NAMES = protocols.names()

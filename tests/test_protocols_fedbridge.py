@@ -12,7 +12,8 @@ import torch
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Local, Reply, Task, take
 from fedmq.wire.payloads import ClassPrototypes, Delta
-from protocols import _centroids, fedbridge
+from protocols import fedbridge
+from protocols.parts import centroids
 from tests.small_federation import DIM, population
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
@@ -38,18 +39,18 @@ def test_silos_that_lack_a_modality_idle_during_the_warm_up() -> None:
 
 def test_a_centroid_with_fewer_samples_than_the_minimum_support_is_not_reported() -> None:
     z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
-    found, sizes = _centroids.centroids_of(z, _centroids.members_of(z, 4, 3, np.random.default_rng(1)), 4)
+    found, sizes = centroids.centroids_of(z, centroids.members_of(z, 4, 3, np.random.default_rng(1)), 4)
     assert sizes.tolist().count(9) == 1
     assert all(size == 0 or size >= 3 for size in sizes.tolist())
     assert not found[sizes == 0].any()
-    assert _centroids.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
+    assert centroids.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
 
 
 def test_centroids_have_unit_length_and_are_reproducible_by_seed() -> None:
     z = unit(40, 8)
-    members = [_centroids.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
+    members = [centroids.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
     assert torch.equal(*members)
-    found, sizes = _centroids.centroids_of(z, members[0], 5)
+    found, sizes = centroids.centroids_of(z, members[0], 5)
     assert torch.allclose(found[sizes > 0].norm(dim=1), torch.ones(int((sizes > 0).sum())), atol=1e-6)
     mean = torch.nn.functional.normalize(z[members[0] == 0].mean(0), dim=0)
     torch.testing.assert_close(found[0], mean)
@@ -60,7 +61,7 @@ def test_a_centroid_covers_the_same_items_in_every_report() -> None:
     silo = run.context.silos[0]
     first = run.train(silo)
     members = {name: value.clone() for name, value in first.state.items()}
-    kinds = [f"{kind}_{modality}" for kind in (_centroids.MEMBERS, _centroids.ROWS) for modality in ("image", "text")]
+    kinds = [f"{kind}_{modality}" for kind in (centroids.MEMBERS, centroids.ROWS) for modality in ("image", "text")]
     assert sorted(members) == kinds
     for _ in range(3):
         run.round()
@@ -79,7 +80,7 @@ def test_reports_of_one_model_do_not_depend_on_the_sampled_captions() -> None:
         local = Local(silo, run.shares[silo.index], run.model, {})
         local.model.load(run.state.theta)
         task = Task(sequence, 0, 0, 0.01, run.protocol.task(run.state, silo))
-        reports.append(_centroids.report(local, run.context, task, 3, 2, begun=True)[0])
+        reports.append(centroids.report(local, run.context, task, 3, 2, begun=True)[0])
     assert reports[0].counts.any()
     assert all(np.array_equal(reports[0].prototypes, each.prototypes) for each in reports[1:])
 
@@ -125,7 +126,7 @@ def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
     image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # groups of eight equal rows
     text = image[:, None].repeat(1, 3, 1)
     reported: list[dict[int, frozenset[int]]] = []
-    means = _centroids.centroids_of
+    means = centroids.centroids_of
 
     def watched(z: torch.Tensor, members: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = run.shares[0].rows
@@ -138,7 +139,7 @@ def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
         run.shares = {0: dataclasses.replace(some, labels=None, rows=rows)}
         run.train(silo)
 
-    monkeypatch.setattr(_centroids, "centroids_of", watched)
+    monkeypatch.setattr(centroids, "centroids_of", watched)
     before = torch.arange(40)
     hold(before)
     if not rows_kept:

@@ -24,8 +24,9 @@ from fedmq.evaluation import heldout
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.models import hash_networks
 from fedmq.wire.payloads import Memory, Model
-from protocols import _memory, _training, fedcafe, objectives
-from protocols.objectives import _alternating, dcmh, shdch
+from protocols import fedcafe, objectives
+from protocols.objectives import dcmh, shdch
+from protocols.parts import alternating, memory, training
 from tests import definitions, in_process_run
 from tests.small_federation import DIM, LABELS, SmallFederation, equal_states, population, share
 from tests.threaded_run import resolved
@@ -63,7 +64,7 @@ def epoch(work: Any, local: Local) -> list[float]:
     """The losses of one local epoch, without training anything."""
     found = []
     for step in work.steps(0, np.random.default_rng(0)):
-        found.append(float(step.loss(*_training.outputs(local, step.rows, step.caption, step.runs)).detach()))
+        found.append(float(step.loss(*training.outputs(local, step.rows, step.caption, step.runs)).detach()))
     return found
 
 
@@ -140,8 +141,8 @@ def test_permuting_classes_permutes_the_rows_of_a_memory() -> None:
     labels = torch.eye(5)[torch.randint(0, 5, (20,), generator=generator)]
     order = torch.tensor([3, 0, 4, 1, 2])
     for kind in ("class_mean", "kmeans_seeded"):
-        rows, support = _memory.local_memory(features, labels, kind, np.random.default_rng(0))
-        again, moved = _memory.local_memory(features, labels[:, order], kind, np.random.default_rng(0))
+        rows, support = memory.local_memory(features, labels, kind, np.random.default_rng(0))
+        again, moved = memory.local_memory(features, labels[:, order], kind, np.random.default_rng(0))
         torch.testing.assert_close(again, rows[order])
         assert torch.equal(moved, support[order])
 
@@ -149,14 +150,14 @@ def test_permuting_classes_permutes_the_rows_of_a_memory() -> None:
 def test_a_single_modality_memory_is_computed_from_that_modality() -> None:
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(7, 4, generator=generator), torch.eye(3)[[0, 1, 2, 0, 1, 2, 0]]
-    rows, _ = _memory.local_memory([features], labels, "class_mean", np.random.default_rng(0))
+    rows, _ = memory.local_memory([features], labels, "class_mean", np.random.default_rng(0))
     torch.testing.assert_close(rows[1], torch.nn.functional.normalize(features)[[1, 4]].mean(0))
 
 
 def test_an_empty_cluster_keeps_its_seed() -> None:
     points = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
     seeds = torch.tensor([[1.0, 0.0], [0.0, -1.0]])
-    centroids, assigned = _memory.spherical_kmeans(points, seeds)
+    centroids, assigned = memory.spherical_kmeans(points, seeds)
     assert assigned.tolist() == [0, 0]
     assert torch.equal(centroids[1], seeds[1])
 
@@ -164,7 +165,7 @@ def test_an_empty_cluster_keeps_its_seed() -> None:
 @pytest.mark.parametrize("kind", ["kmeans_random", "kmeans_two_stage"])
 def test_a_silo_with_fewer_items_than_classes_fills_fewer_rows(kind: Any) -> None:
     features = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0))] * 2
-    rows, support = _memory.local_memory(features, torch.zeros(3, 8), kind, np.random.default_rng(0))
+    rows, support = memory.local_memory(features, torch.zeros(3, 8), kind, np.random.default_rng(0))
     assert (support > 0).sum() == 3
     assert not rows[support == 0].any()
 
@@ -173,17 +174,17 @@ def test_a_row_without_support_keeps_its_last_value() -> None:
     previous = torch.eye(3)
     rows, support = torch.zeros(2, 3, 3), torch.zeros(2, 3, dtype=torch.int64)
     rows[0, 0], support[0, 0] = torch.tensor([0.0, 1.0, 0.0]), 4
-    memory, filled = _memory.global_memory(rows, support, previous, "kmeans_seeded", np.random.default_rng(0))
+    shared, filled = memory.global_memory(rows, support, previous, "kmeans_seeded", np.random.default_rng(0))
     assert filled.tolist() == [True, False, False]
-    assert torch.equal(memory[1:], previous[1:])
-    assert torch.equal(memory[0], rows[0, 0])
+    assert torch.equal(shared[1:], previous[1:])
+    assert torch.equal(shared[0], rows[0, 0])
 
 
 def test_the_global_memory_is_weighted_by_support_per_class() -> None:
     rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     support = torch.tensor([[3], [1]])
-    memory, _ = _memory.global_memory(rows, support, torch.zeros(1, 2), "class_mean", np.random.default_rng(0))
-    torch.testing.assert_close(memory[0], torch.nn.functional.normalize(torch.tensor([3.0, 1.0]), dim=0))
+    shared, _ = memory.global_memory(rows, support, torch.zeros(1, 2), "class_mean", np.random.default_rng(0))
+    torch.testing.assert_close(shared[0], torch.nn.functional.normalize(torch.tensor([3.0, 1.0]), dim=0))
 
 
 def test_the_table_keeps_silos_that_did_not_report_and_ignores_older_reports() -> None:
@@ -213,12 +214,12 @@ def test_a_table_entry_older_than_allowed_is_dropped() -> None:
 def differences(*rows: torch.Tensor, shared: torch.Tensor, support: list[list[int]] | None = None) -> torch.Tensor:
     given = support or [[1] * len(shared)] * len(rows)
     reports = [(each, torch.tensor(counts)) for each, counts in zip(rows, given, strict=True)]
-    return _memory.differences(reports, shared, torch.ones(len(shared), dtype=torch.bool), by_class=True)
+    return memory.differences(reports, shared, torch.ones(len(shared), dtype=torch.bool), by_class=True)
 
 
 def test_a_silo_whose_memory_equals_the_global_one_has_the_lowest_weight() -> None:
     shared = torch.eye(4)
-    weights = _memory.shares(differences(shared, -shared, shared.flip(0), shared=shared), "linear")
+    weights = memory.shares(differences(shared, -shared, shared.flip(0), shared=shared), "linear")
     assert int(weights.argmin()) == 0
     assert float(weights.sum()) == pytest.approx(1)
 
@@ -234,7 +235,7 @@ def test_a_missing_class_alone_does_not_change_the_weight() -> None:
 @given(st.lists(st.floats(0.1, 1e3), min_size=1, max_size=8), st.sampled_from(["linear", "softmax"]))
 @settings(max_examples=40, deadline=None)
 def test_weights_are_a_distribution_for_any_differences(values: list[float], weight: Any) -> None:
-    weights = _memory.shares(torch.tensor(values, dtype=torch.float64), weight)
+    weights = memory.shares(torch.tensor(values, dtype=torch.float64), weight)
     assert torch.isfinite(weights).all()
     assert float(weights.sum()) == pytest.approx(1)
 
@@ -244,7 +245,7 @@ def test_weights_are_a_distribution_for_any_differences(values: list[float], wei
 def test_capped_weights_sum_to_one_and_respect_their_caps(values: list[float], stale: list[bool]) -> None:
     weights = torch.tensor(values, dtype=torch.float64) + 1e-9
     limits = torch.where(torch.tensor(stale[: len(values)]), 1.5 / len(values), torch.inf).double()
-    capped = _memory.capped(weights / weights.sum(), limits)
+    capped = memory.capped(weights / weights.sum(), limits)
     assert float(capped.sum()) == pytest.approx(1)
     assert bool((capped <= limits + 1e-12).all())
 
@@ -300,7 +301,7 @@ def test_the_released_memory_is_the_one_that_enhances_the_codes() -> None:
 @pytest.mark.parametrize("image", [True, False])
 def test_a_single_modality_silo_is_pulled_only_to_its_modalitys_half(image: bool) -> None:
     run = population("fedcafe", kinds=((image, not image),), sizes=(5,))
-    step = _training.Step(np.arange(3), np.zeros(5, np.int64), lambda image, text: torch.zeros(()))
+    step = training.Step(np.arange(3), np.zeros(5, np.int64), lambda image, text: torch.zeros(()))
     run.round()
     local = Local(run.context.silos[0], run.shares[0], run.model, {})
     assert len(fedcafe.references(local).of(step)) == 1
@@ -310,10 +311,10 @@ def test_references_use_the_caption_of_the_step() -> None:
     run = population("fedcafe", kinds=((True, True),), sizes=(5,))
     local = Local(run.context.silos[0], run.shares[0], run.model, {})
     rows, caption = np.array([4, 0]), np.array([0, 1, 2, 0, 1])
-    step = _training.Step(rows, caption, lambda image, text: torch.zeros(()))
+    step = training.Step(rows, caption, lambda image, text: torch.zeros(()))
     found = fedcafe.references(local).of(step)
     with torch.no_grad():
-        for mine, out in zip(found, _training.outputs(local, rows, caption), strict=True):
+        for mine, out in zip(found, training.outputs(local, rows, caption), strict=True):
             torch.testing.assert_close(mine, out.code)
 
 
@@ -346,16 +347,16 @@ def test_buffers_are_reset_when_the_silos_items_change() -> None:
     work, local = at_work("dcmh")
     state = work.kept()
     state["base.buffer.image"] += 1
-    taken = _alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, lambda out: out.plain)
+    taken = alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, lambda out: out.plain)
     assert torch.equal(taken["image"], state["base.buffer.image"])
     other = dataclasses.replace(local, state={**state, "base.buffer.rows": local.dataset.rows + 1})
-    assert not torch.equal(_alternating.buffers(other, dcmh.PREFIX, lambda out: out.plain)["image"], taken["image"])
+    assert not torch.equal(alternating.buffers(other, dcmh.PREFIX, lambda out: out.plain)["image"], taken["image"])
 
 
 def first_loss(work: Any, local: Local) -> float:
     """The loss of a work's first batch."""
     step = next(iter(work.steps(0, np.random.default_rng(0))))
-    return float(step.loss(*_training.outputs(local, step.rows, step.caption, step.runs)).detach())
+    return float(step.loss(*training.outputs(local, step.rows, step.caption, step.runs)).detach())
 
 
 @pytest.mark.parametrize("image", [True, False])
@@ -397,20 +398,20 @@ def test_an_epoch_is_an_image_pass_and_then_a_text_pass() -> None:
 
 
 def test_fresh_sampling_trains_a_silo_smaller_than_a_batch() -> None:
-    drawn = list(_alternating.drawn(3, 128, "fresh", np.random.default_rng(0)))
+    drawn = list(alternating.drawn(3, 128, "fresh", np.random.default_rng(0)))
     assert [sorted(rows) for rows in drawn] == [[0, 1, 2]]
-    assert len(list(_alternating.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
+    assert len(list(alternating.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
 
 
 def test_the_hash_loss_can_be_divided_by_the_number_of_silos() -> None:
-    assert _alternating.factor("silos", population("fedcafe").context) == 1 / 4
+    assert alternating.factor("silos", population("fedcafe").context) == 1 / 4
     run, small = (population("fedavg", objective=objective(scale=scale)) for scale in ("one", "silos"))
     losses = [each.train(each.context.silos[0]).loss for each in (run, small)]
     assert 0 < losses[1] < losses[0]
 
 
 def test_codes_are_the_sign_of_both_buffers_and_the_sign_of_zero_is_positive() -> None:
-    codes = _alternating.common_codes(
+    codes = alternating.common_codes(
         {"image": torch.tensor([[1.0, -2.0, 1.0]]), "text": torch.tensor([[-1.0, 1.0, 1.0]])}
     )
     assert codes.tolist() == [[1.0, -1.0, 1.0]]
@@ -496,7 +497,7 @@ def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) ->
             total = total + definitions.tie_loss(coarse, fine[present], inclusion[:, present], 100.0)
         return float(total)
 
-    work.codes = _alternating.common_codes(work.buffers)
+    work.codes = alternating.common_codes(work.buffers)
     before = objective_now()
     work._update_codes()
     assert objective_now() < before

@@ -25,10 +25,11 @@ from fedmq.federation.protocol import Reply
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta
-from protocols import _class_prototypes, fedhap, objectives
-from protocols import _discriminator as adversary
+from protocols import fedhap, objectives
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
-from protocols.objectives._labelled import samples_of
+from protocols.parts import class_prototypes
+from protocols.parts import discriminator as adversary
+from protocols.parts.labelled import samples_of
 from tests.small_federation import LABELS, SmallFederation, population
 from tests.threaded_run import resolved
 
@@ -392,7 +393,7 @@ def test_votes_of_silos_that_did_not_report_count_until_they_are_too_old() -> No
         run.round()
         for _ in range(3):
             run.round([run.context.silos[0]])
-        return run.state.tensors[_class_prototypes.VALID].tolist()
+        return run.state.tensors[class_prototypes.VALID].tolist()
 
     labels = small(name="fedhap").shares[0].labels
     assert labels is not None
@@ -541,7 +542,7 @@ def test_with_two_label_levels_prototypes_are_of_the_lower_level() -> None:
         for reply in run.replies():
             assert payload(reply, ClassPrototypes).prototypes.shape == (2, 8)
         run.round()
-    assert run.state.tensors[_class_prototypes.GLOBAL].shape == (2, 8)
+    assert run.state.tensors[class_prototypes.GLOBAL].shape == (2, 8)
 
 
 def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from fedmq.config.scenario import Training
 from fedmq.errors import InputError
 from fedmq.wire.payloads import ClassPrototypes
-from protocols import _class_prototypes, _clusters, fedproto
-from protocols._personal_model import OWN
+from protocols import fedproto
+from protocols.parts import class_prototypes, clusters
+from protocols.parts.personal_model import OWN
 from tests.replies import own_embeddings, payload_of, with_payload
 from tests.small_federation import LABELS, MIXED, population
 
@@ -28,7 +29,7 @@ def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
 def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
     run = population("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
     run.round()
-    shared = run.state.tensors[_class_prototypes.GLOBAL][: len(LABELS)]
+    shared = run.state.tensors[class_prototypes.GLOBAL][: len(LABELS)]
 
     def distance() -> float:
         valid = torch.ones(len(LABELS), dtype=torch.bool)
@@ -59,14 +60,14 @@ def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
     lie = ClassPrototypes(rows, counts, "both")
     replies[1] = with_payload(replies[1], lie)
     spoilt = run.protocol.merge(run.state, replies, 0).state
-    for kept in (_class_prototypes.GLOBAL, _class_prototypes.VALID):
+    for kept in (class_prototypes.GLOBAL, class_prototypes.VALID):
         assert torch.equal(honest.tensors[kept], spoilt.tensors[kept])
 
 
 def test_fused_prototypes_use_the_available_modality() -> None:
     image, text = torch.tensor([[1.0, 3.0], [5.0, 5.0], [2.0, 4.0], [9.0, 9.0]]), torch.full((4, 2), 7.0)
     there = torch.tensor([True, False, True, False]), torch.tensor([False, True, True, False])
-    found = fedproto.fused(_class_prototypes.Shared(image, text, *there))
+    found = fedproto.fused(class_prototypes.Shared(image, text, *there))
     wanted = torch.tensor([[1.0, 3.0], [7.0, 7.0], [4.5, 5.5], [0.0, 0.0]])
     for rows, valid in ((found.image, found.image_valid), (found.text, found.text_valid)):
         assert torch.equal(rows, wanted)
@@ -88,19 +89,19 @@ def test_the_table_drops_a_silo_past_the_age_limit_and_ignores_older_reports() -
     run = population("fedproto", kinds=((True, True),) * 2, sizes=(8, 8))
     tensors = run.state.tensors
     first, second = [(reply, payload_of(reply, ClassPrototypes)) for reply in run.replies()]
-    tensors = _class_prototypes.updated(tensors, [first, second], 0, max_age=2, weighted=False)
-    both = tensors[_class_prototypes.GLOBAL]
+    tensors = class_prototypes.updated(tensors, [first, second], 0, max_age=2, weighted=False)
+    both = tensors[class_prototypes.GLOBAL]
     later = dataclasses.replace(second[0], base_version=3), second[1]
-    tensors = _class_prototypes.updated(tensors, [later], 3, max_age=2, weighted=False)
-    assert not torch.equal(tensors[_class_prototypes.GLOBAL], both)
-    torch.testing.assert_close(tensors[_class_prototypes.GLOBAL], torch.from_numpy(second[1].prototypes))
-    again = _class_prototypes.updated(tensors, [second], 3, max_age=None, weighted=False)
-    assert int(again[_class_prototypes.VERSIONS][1]) == 3
+    tensors = class_prototypes.updated(tensors, [later], 3, max_age=2, weighted=False)
+    assert not torch.equal(tensors[class_prototypes.GLOBAL], both)
+    torch.testing.assert_close(tensors[class_prototypes.GLOBAL], torch.from_numpy(second[1].prototypes))
+    again = class_prototypes.updated(tensors, [second], 3, max_age=None, weighted=False)
+    assert int(again[class_prototypes.VERSIONS][1]) == 3
 
 
 def test_a_sample_with_two_labels_counts_for_both_classes() -> None:
     features = torch.tensor([[2.0, 0.0], [4.0, 2.0]])
-    means, counts = _class_prototypes.class_means(features, torch.tensor([[1, 1, 0], [0, 1, 0]]))
+    means, counts = class_prototypes.class_means(features, torch.tensor([[1, 1, 0], [0, 1, 0]]))
     assert means.tolist() == [[2.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
     assert counts.tolist() == [1, 2, 0]
 
@@ -110,14 +111,14 @@ def test_k_means_finds_separated_groups_whatever_their_weights() -> None:
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
     points = (centres[:, None] + 0.1 * torch.randn(3, 7, 2, generator=generator)).flatten(0, 1)
     weights = torch.arange(1.0, 22.0)
-    found, held = _clusters.k_means(points, weights, 3, np.random.default_rng(1))
-    order = _clusters.nearest(centres, found)
+    found, held = clusters.k_means(points, weights, 3, np.random.default_rng(1))
+    order = clusters.nearest(centres, found)
     assert sorted(order.tolist()) == [0, 1, 2]
     torch.testing.assert_close(found[order].float(), centres, atol=0.2, rtol=0)
     assert held[order].tolist() == [28.0, 77.0, 126.0]
 
 
 def test_k_means_leaves_clusters_empty_where_points_repeat() -> None:
-    found, held = _clusters.k_means(torch.ones(5, 2), torch.ones(5), 3, np.random.default_rng(0))
+    found, held = clusters.k_means(torch.ones(5, 2), torch.ones(5), 3, np.random.default_rng(0))
     assert held.tolist() == [5.0, 0.0, 0.0]
     assert not found[1:].any()

@@ -19,10 +19,11 @@ from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import Local, Reply, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
-from protocols import _aggregation, _training, fedcmr, fedscmr
-from protocols._personal_model import OWN
-from protocols._robust import robust_replies
+from protocols import fedcmr, fedscmr
 from protocols.objectives.dscmr import pair_likelihood
+from protocols.parts import aggregation, training
+from protocols.parts.personal_model import OWN
+from protocols.parts.robust import robust_replies
 from tests.replies import payload_of
 from tests.small_federation import population
 
@@ -126,9 +127,9 @@ def test_fedcmr_starts_from_the_merged_layer_minus_half_the_silos_displacement()
     layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]
     run.round()
     displacement = run.personal[0]["common_displacement"]
-    common = _aggregation.extract(run.state.theta, layout, shared)
+    common = aggregation.extract(run.state.theta, layout, shared)
     run.train(run.context.silos[0], learning_rate=1e-30)
-    started = _aggregation.extract(run.model.flat.detach(), layout, shared)
+    started = aggregation.extract(run.model.flat.detach(), layout, shared)
     torch.testing.assert_close(started, common - 0.5 * displacement)
     assert displacement.any()
 
@@ -155,7 +156,7 @@ def test_fedcmr_favours_silos_with_a_small_loss() -> None:
             for reply, loss in zip(replies, losses, strict=True)
         ]
         theta = run.protocol.merge(run.state, given, 0).state.theta - run.state.theta
-        return _aggregation.extract(theta, run.model.layout, run.protocol.partial.shared).numpy()  # type: ignore[attr-defined]
+        return aggregation.extract(theta, run.model.layout, run.protocol.partial.shared).numpy()  # type: ignore[attr-defined]
 
     first = next(each for each in replies[0].payloads if isinstance(each, PartialDelta)).buffer
     assert np.linalg.norm(step((0.1, 5.0, 5.0)) - first) < np.linalg.norm(step((5.0, 0.1, 5.0)) - first)
@@ -182,7 +183,7 @@ def test_fedcmr_trains_every_item_once_per_epoch_before_or_after_the_displacemen
     seen = Counter[tuple[int, int]]()
     real = fedcmr.SomeBatches.steps
 
-    def counted(some: fedcmr.SomeBatches, epoch: int, *rest: Any) -> Iterator[_training.Step]:
+    def counted(some: fedcmr.SomeBatches, epoch: int, *rest: Any) -> Iterator[training.Step]:
         for step in real(some, epoch, *rest):
             seen.update((epoch, int(row)) for row in step.rows)
             yield step
@@ -210,7 +211,7 @@ def test_fedcmr_trains_every_batch_of_both_towers_before_or_after_the_displaceme
     seen = Counter[tuple[str, ...]]()
     real = fedcmr.SomeBatches.steps
 
-    def counted(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[_training.Step]:
+    def counted(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[training.Step]:
         for step in real(some, *rest):
             seen[step.trains] += 1
             yield step
@@ -229,7 +230,7 @@ def test_fedcmr_splits_each_towers_pass_of_fresh_batches(base: str, monkeypatch:
     parts: list[list[tuple[str, ...]]] = []
     real = fedcmr.SomeBatches.steps
 
-    def seen(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[_training.Step]:
+    def seen(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[training.Step]:
         parts.append([])
         for step in real(some, *rest):
             parts[-1].append(step.trains)
@@ -274,8 +275,8 @@ def test_only_paired_silos_contribute_to_the_enhancenets_step(shared_layers: str
     enhance = [name for name in names if ".enhance." in name]
     assert len(enhance) == (6 if shared_layers == "all" else 2)
     replies = run.replies()
-    before = _aggregation.extract(run.state.theta, layout, enhance)
-    step = _aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
+    before = aggregation.extract(run.state.theta, layout, enhance)
+    step = aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
     updates = [
         next(each for each in reply.payloads if isinstance(each, PartialDelta))
         for reply in replies
@@ -285,7 +286,7 @@ def test_only_paired_silos_contribute_to_the_enhancenets_step(shared_layers: str
     total = sum(update.n_samples for update in updates)
     expected = torch.zeros_like(step)
     for update in updates:
-        own = _aggregation.extract(torch.tensor(np.array(update.buffer)), part, enhance)
+        own = aggregation.extract(torch.tensor(np.array(update.buffer)), part, enhance)
         expected += own * update.n_samples / total
     torch.testing.assert_close(step, expected, atol=1e-6, rtol=1e-4)
 
@@ -298,12 +299,12 @@ def test_silos_that_cannot_train_the_enhancenet_have_no_weight_in_its_step(rule:
     enhance = [name for name in run.protocol.traits().shared_layers if ".enhance." in name]  # type: ignore[attr-defined]
     replies = robust_replies(run.replies(), Robust(rule=rule), layout)
     paired = replies[0]
-    before = _aggregation.extract(run.state.theta, layout, enhance)
-    step = _aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
+    before = aggregation.extract(run.state.theta, layout, enhance)
+    step = aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
     sent = next(each for each in paired.payloads if isinstance(each, PartialDelta))
     part = layout.part(run.protocol.traits().shared_layers)  # type: ignore[attr-defined]
     torch.testing.assert_close(
-        step, _aggregation.extract(torch.tensor(sent.buffer), part, enhance), atol=1e-6, rtol=1e-4
+        step, aggregation.extract(torch.tensor(sent.buffer), part, enhance), atol=1e-6, rtol=1e-4
     )
     assert step.any()
 

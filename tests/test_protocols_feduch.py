@@ -18,10 +18,11 @@ from fedmq.models.hash_networks import dropout_mask, signs
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import Delta
-from protocols import _personal_model, _training, feduch, objectives
-from protocols._losses import unit
-from protocols._similarity import Graph, batch_features, item_features, smallest
-from protocols.objectives import _reconstruction, dgcpn
+from protocols import feduch, objectives
+from protocols.objectives import dgcpn
+from protocols.parts import personal_model, reconstruction, training
+from protocols.parts.losses import unit
+from protocols.parts.similarity import Graph, batch_features, item_features, smallest
 from tests.small_federation import SmallFederation, population, share
 
 BASES = ("dgcpn", "djsrh", "jdsh")
@@ -177,7 +178,7 @@ def test_dgcpn_makes_two_updates_on_a_paired_batch_and_one_on_single_modality_ba
     assert [step.main for step in found[0]] == [True, False]
 
 
-def work_of(run: SmallFederation, index: int) -> _training.Work:
+def work_of(run: SmallFederation, index: int) -> training.Work:
     task = Task(1, 0, 0, 1e-3, ())
     work = objectives.begin(objectives.options_of(run.context.objective), local_of(run, index), run.context, task)
     assert work is not None
@@ -213,7 +214,7 @@ def test_with_the_papers_similarity_a_step_depends_only_on_codes(index: int) -> 
     objective = Objective.model_validate({"base": "dgcpn", "bits": 8, "hidden": 16, "similarity": "codes"})
     run = population("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
     for step in work_of(run, index).steps(0, np.random.default_rng(0)):
-        outs = _training.outputs(local_of(run, index), step.rows, step.caption)
+        outs = training.outputs(local_of(run, index), step.rows, step.caption)
         image, text = (None if out is None else out.code for out in outs)
         loss = dgcpn.loss if step.main else dgcpn.binary_loss
         wanted = loss(image, text, dgcpn.similarity_of_codes(image, text, dgcpn.Options()), dgcpn.Options())
@@ -244,7 +245,7 @@ def test_sharpness_grows_with_the_silos_epochs_over_all_its_tasks(base: str) -> 
 
 def test_sharpness_is_reset_to_one_when_training_fails() -> None:
     run = small("djsrh")
-    with pytest.raises(ZeroDivisionError), _reconstruction.sharpened(local_of(run, 0), 3.0):
+    with pytest.raises(ZeroDivisionError), reconstruction.sharpened(local_of(run, 0), 3.0):
         raise ZeroDivisionError
     assert run.model.visual.sharpness == 1.0
 
@@ -320,12 +321,12 @@ def test_the_terms_are_added_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> None:
     run = small("dgcpn", "feduch")
-    local, step = local_of(run, 0), _training.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
+    local, step = local_of(run, 0), training.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
     other = run.state.theta * 1.5
     before = run.model.flat.detach().clone()
     run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
-    image, text = _personal_model.Reference(local, other, 1)(step)
-    again, _ = _personal_model.Reference(local, other, 1)(step)
+    image, text = personal_model.Reference(local, other, 1)(step)
+    again, _ = personal_model.Reference(local, other, 1)(step)
     run.model.visual.noise = run.model.text.noise = None
     assert image is not None and text is not None and again is not None
     assert torch.equal(image.code, again.code)
@@ -337,9 +338,9 @@ def test_a_precomputed_reference_equals_one_computed_per_batch() -> None:
     run = small("dgcpn", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
     captions = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
-    once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
+    once, anew = personal_model.Reference(local, other, 50), personal_model.Reference(local, other, 1)
     for runs in (("image", "text"), ("text",)):
-        step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
+        step = training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
         for kept, made in zip(once(step), anew(step), strict=True):
             assert (kept is None) == (made is None)
             if kept is not None and made is not None:
@@ -355,9 +356,9 @@ def test_a_reference_precomputes_images_even_with_as_many_captions_as_epochs() -
     assert local.dataset.text is not None
     captions = int(local.dataset.captions.max())
     assert captions > 1
-    mixed, anew = _personal_model.Reference(local, other, captions), _personal_model.Reference(local, other, 1)
+    mixed, anew = personal_model.Reference(local, other, captions), personal_model.Reference(local, other, 1)
     chosen = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
-    step = _training.Step(np.array([3, 0, 2]), chosen, lambda *_: torch.zeros(()))
+    step = training.Step(np.array([3, 0, 2]), chosen, lambda *_: torch.zeros(()))
     for kept, made in zip(mixed(step), anew(step), strict=True):
         assert kept is not None and made is not None
         torch.testing.assert_close(kept.code, made.code)
@@ -368,10 +369,10 @@ def test_a_reference_has_the_sharpness_of_the_current_epoch() -> None:
     run = small("djsrh", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
     captions = np.zeros(len(local.dataset), np.int64)
-    step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()))
-    once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
+    step = training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()))
+    once, anew = personal_model.Reference(local, other, 50), personal_model.Reference(local, other, 1)
     for sharpness in (1.0, 3.0):
-        with _reconstruction.sharpened(local, sharpness):
+        with reconstruction.sharpened(local, sharpness):
             for kept, made in zip(once(step), anew(step), strict=True):
                 assert kept is not None and made is not None
                 torch.testing.assert_close(kept.code, made.code)
@@ -390,14 +391,14 @@ def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     method: str, options: dict[str, Any], base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unchanged model has zero distance to itself at any sharpness of training."""
-    extras: list[_training.Extra] = []
-    epochs = _training.train_epochs
+    extras: list[training.Extra] = []
+    epochs = training.train_epochs
 
-    def watched(*args: Any, extra: _training.Extra, **others: Any) -> _training.TrainingResult:
+    def watched(*args: Any, extra: training.Extra, **others: Any) -> training.TrainingResult:
         extras.append(extra)
         return epochs(*args, extra=extra, **others)
 
-    monkeypatch.setattr(_training, "train_epochs", watched)
+    monkeypatch.setattr(training, "train_epochs", watched)
     # With one item and one caption a class prototype is that item's code; MFCPL's covers both modalities, here equal.
     run = small(base, method, options, kinds=((True, True),), sizes=[1])
     only, flat = run.shares[0], run.model.flat.data
@@ -411,10 +412,10 @@ def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     run.state = run.protocol.merge(run.state, [run.reply(silo, run.train(silo, 0.0))], 0).state
     run.train(silo, 0.0)
     caption = np.zeros(1, np.int64)
-    step = _training.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
+    step = training.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
     for sharpness in (1.0, 2.0, 10.0):
-        with _reconstruction.sharpened(local_of(run, 0), sharpness):
-            image, text = _training.outputs(local_of(run, 0), step.rows, caption)
+        with reconstruction.sharpened(local_of(run, 0), sharpness):
+            image, text = training.outputs(local_of(run, 0), step.rows, caption)
             found = extras[-1](step, image, text)
         assert image is not None and found is not None
         assert float(found.detach()) == pytest.approx(0.0, abs=1e-10), sharpness
@@ -425,8 +426,8 @@ def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
 def test_unsharpened_outputs_are_compared_unchanged(base: str | None) -> None:
     run = population("fedavg") if base is None else small(base)
     local = local_of(run, 0)
-    outs = _training.outputs(local, np.arange(3), np.zeros(len(local.dataset), np.int64))
-    assert all(one is other for one, other in zip(_personal_model.unsharpened(local, *outs), outs, strict=True))
+    outs = training.outputs(local, np.arange(3), np.zeros(len(local.dataset), np.int64))
+    assert all(one is other for one, other in zip(personal_model.unsharpened(local, *outs), outs, strict=True))
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
@@ -460,8 +461,8 @@ def test_a_silo_that_regains_a_modality_still_has_its_previous_nets() -> None:
     run = small("dgcpn", "feduch")
     paired = run.context.silos[0]
     run.train(paired)
-    before = run.personal[0][_personal_model.OWN]
+    before = run.personal[0][personal_model.OWN]
     lone = replace(paired, text=False)
     run.shares = {**run.shares, 0: share(lone, 9)}
     run.train(lone)
-    assert torch.equal(run.personal[0][_personal_model.OWN], before)
+    assert torch.equal(run.personal[0][personal_model.OWN], before)

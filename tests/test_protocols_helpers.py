@@ -18,19 +18,10 @@ from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
 from fedmq.models.hash_networks import Tower
 from fedmq.wire.payloads import ClassPrototypes, Loss
-from protocols import (
-    _centroids,
-    _class_prototypes,
-    _clusters,
-    _prototypes,
-    _robust,
-    _training,
-    fedcmr,
-    fedhap,
-    plfedcmh,
-)
+from protocols import fedcmr, fedhap, plfedcmh
 from protocols.fedavg import FedAvg, FedAvgOptions
 from protocols.objectives.shdch import Level, swept_codes
+from protocols.parts import centroids, class_prototypes, clusters, prototypes, robust, training
 from tests.replies import payload_of, silo_of
 from tests.small_federation import SmallFederation, population
 
@@ -49,8 +40,8 @@ def test_k_means_iterates_until_every_centre_is_the_mean_of_its_nearest_points()
         torch.rand(80, generator=generator).double() + 0.1,
     )
     for seed in range(5):
-        centres, held = _clusters.k_means(points, weights, 5, np.random.default_rng(seed))
-        owner = _clusters.nearest(points, centres)
+        centres, held = clusters.k_means(points, weights, 5, np.random.default_rng(seed))
+        owner = clusters.nearest(points, centres)
         for place in range(5):
             mine = owner == place
             mean = (points[mine] * weights[mine, None]).sum(0) / weights[mine].sum()
@@ -61,7 +52,7 @@ def test_k_means_iterates_until_every_centre_is_the_mean_of_its_nearest_points()
 def test_k_means_seeds_are_distinct_points() -> None:
     points = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
     for seed in range(30):
-        chosen = _clusters._seeds(points, torch.ones(4).double(), 6, np.random.default_rng(seed))
+        chosen = clusters._seeds(points, torch.ones(4).double(), 6, np.random.default_rng(seed))
         assert sorted(chosen) == [0, 1, 2, 3]
 
 
@@ -69,52 +60,52 @@ def test_k_means_seeds_are_distinct_points() -> None:
 def test_a_table_entry_counts_up_to_exactly_its_age_limit() -> None:
     context = replace(population("fedavg").context, dim=2)
     for version, known in ((7, True), (8, False)):
-        table = _centroids.initial(context, 1)
-        table[_centroids.COUNTS] += 3
-        table[_centroids.VERSIONS] += 6  # all reported at version 5
-        after = _centroids.updated(table, [], version, 2)
-        assert bool((after[_centroids.COUNTS] > 0).all()) is known
-        tables = _class_prototypes.initial(4, 2, 2)
-        tables[_class_prototypes.COUNTS] += 3
-        tables[_class_prototypes.VERSIONS] += 6
-        later = _class_prototypes.updated(tables, [], version, max_age=2, weighted=True)
-        assert bool(later[_class_prototypes.VALID].all()) is known
+        table = centroids.initial(context, 1)
+        table[centroids.COUNTS] += 3
+        table[centroids.VERSIONS] += 6  # all reported at version 5
+        after = centroids.updated(table, [], version, 2)
+        assert bool((after[centroids.COUNTS] > 0).all()) is known
+        tables = class_prototypes.initial(4, 2, 2)
+        tables[class_prototypes.COUNTS] += 3
+        tables[class_prototypes.VERSIONS] += 6
+        later = class_prototypes.updated(tables, [], version, max_age=2, weighted=True)
+        assert bool(later[class_prototypes.VALID].all()) is known
 
 
 def test_the_first_prototype_is_the_silos_mean_and_later_ones_enter_a_moving_average() -> None:
-    tensors = _prototypes.initial(2)
+    tensors = prototypes.initial(2)
     weights, mask = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
     one, two = torch.tensor([[[4.0, 0.0]] * 2, [[0.0, 8.0]] * 2]), torch.tensor([[[2.0, 2.0]] * 2] * 2)
-    tensors = _prototypes.updated(tensors, one, mask, weights, 0.9, unit_length=False)
-    assert tensors[_prototypes.PROTOTYPES].tolist() == [[1.0, 6.0]] * 2
-    tensors = _prototypes.updated(tensors, two, mask, weights, 0.9, unit_length=False)
-    torch.testing.assert_close(tensors[_prototypes.PROTOTYPES], torch.tensor([[1.1, 5.6]] * 2))
+    tensors = prototypes.updated(tensors, one, mask, weights, 0.9, unit_length=False)
+    assert tensors[prototypes.PROTOTYPES].tolist() == [[1.0, 6.0]] * 2
+    tensors = prototypes.updated(tensors, two, mask, weights, 0.9, unit_length=False)
+    torch.testing.assert_close(tensors[prototypes.PROTOTYPES], torch.tensor([[1.1, 5.6]] * 2))
 
 
 def test_a_modality_reported_only_by_silos_of_zero_weight_is_unchanged() -> None:
-    tensors = _prototypes.initial(2)
+    tensors = prototypes.initial(2)
     mask = torch.tensor([[True, False], [True, True]])  # text only from the second silo, which has no weight
     weights, local = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.ones(2, 2, 2)
     for masked in (True, False):
-        after = _prototypes.updated(tensors, local, mask, weights, 0.9, masked=masked)
-        assert after[_prototypes.VALID].tolist() == [True, False]
-        assert torch.equal(after[_prototypes.PROTOTYPES][1], tensors[_prototypes.PROTOTYPES][1])
+        after = prototypes.updated(tensors, local, mask, weights, 0.9, masked=masked)
+        assert after[prototypes.VALID].tolist() == [True, False]
+        assert torch.equal(after[prototypes.PROTOTYPES][1], tensors[prototypes.PROTOTYPES][1])
 
 
 # ---------------------------------------------------------------------------------------------------- local training
-def run_with(run: SmallFederation, silo: int, loss: _training.LossFunction) -> _training.TrainingResult:
+def run_with(run: SmallFederation, silo: int, loss: training.LossFunction) -> training.TrainingResult:
     local = silo_of(run, silo)
     base = run.model.flat.detach().clone()
-    work = _training.EveryBatch(local, 8, loss)
-    return _training.train_epochs(local, run.context, Task(1, 0, 0, 1e-3, ()), base, work)
+    work = training.EveryBatch(local, 8, loss)
+    return training.train_epochs(local, run.context, Task(1, 0, 0, 1e-3, ()), base, work)
 
 
 @given(st.integers(0, 60), st.integers(2, 17), st.integers(1, 2))
 def test_batches_hold_every_item_once_and_none_is_smaller_than_a_contrast_needs(
     size: int, batch_size: int, least: int
 ) -> None:
-    found = list(_training.batches(size, batch_size, np.random.default_rng(0), least))
-    assert len(found) == _training.batch_count(size, batch_size, least)
+    found = list(training.batches(size, batch_size, np.random.default_rng(0), least))
+    assert len(found) == training.batch_count(size, batch_size, least)
     left_out = size < least
     order = np.random.default_rng(0).permutation(size)
     assert np.concatenate([*found, order[:0]]).tolist() == ([] if left_out else order.tolist())
@@ -161,10 +152,10 @@ def test_fractions_of_byzantine_silos_are_rounded_as_defined() -> None:
     # 0.2 of 4 may be one whole silo; 0.29 of 100 is 29, which floating point puts just below.
     apart = np.ones((4, 4)) - np.eye(4)
     apart[3, :3] = apart[:3, 3] = 9.0
-    assert _robust._krum(apart, Robust(rule="krum", byzantine=0.2)) == [0, 1, 2]
+    assert robust._krum(apart, Robust(rule="krum", byzantine=0.2)) == [0, 1, 2]
     assert 0.29 * 100 < 29
     rows = np.arange(100.0)[:, None] ** 3
-    np.testing.assert_allclose(_robust.trimmed_mean(rows, 0.29), rows[29:71].mean(0))
+    np.testing.assert_allclose(robust.trimmed_mean(rows, 0.29), rows[29:71].mean(0))
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
@@ -173,9 +164,9 @@ def test_fedcmr_reports_the_last_parts_mean_loss_and_stores_only_its_displacemen
 ) -> None:
     run = population("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
     starts: list[Tensor] = []
-    real = _training.train_epochs
+    real = training.train_epochs
 
-    def watched(local: Local, context: Any, task: Task, base: Tensor, *rest: Any) -> _training.TrainingResult:
+    def watched(local: Local, context: Any, task: Task, base: Tensor, *rest: Any) -> training.TrainingResult:
         starts.append(base.clone())
         return real(local, context, task, base, *rest)
 
@@ -210,13 +201,13 @@ def test_plfedcmhs_prototype_terms_are_means_over_the_batch_and_over_the_silos_s
     monkeypatch.setattr(protocol.fedavg, "trained", watched)
     run.train(run.eligible[0])
     local, rows, caption = seen["local"], np.arange(4), np.zeros(11, np.int64)
-    step: Any = _training.Step(rows, caption, run_with)  # type: ignore[arg-type]
-    image, text = _training.outputs(local, rows, caption)
+    step: Any = training.Step(rows, caption, run_with)  # type: ignore[arg-type]
+    image, text = training.outputs(local, rows, caption)
     assert image is not None
     assert text is not None
-    shared = _class_prototypes.read_download(take(seen["task"].payloads, ClassPrototypes), image.code.device)
+    shared = class_prototypes.read_download(take(seen["task"].payloads, ClassPrototypes), image.code.device)
     assert bool(shared.image_valid.all())
-    labels = _training.labels_of(local, np.arange(11))[:4, protocol.columns]
+    labels = training.labels_of(local, np.arange(11))[:4, protocol.columns]
     terms = (
         plfedcmh.prototype_loss(image.code, image.raw, labels, shared.image, shared.image_valid, protocol.options),
         plfedcmh.prototype_loss(text.code, text.raw, labels, shared.text, shared.text_valid, protocol.options),
@@ -244,7 +235,7 @@ def test_rcsrs_router_is_not_trained_before_both_modalities_have_prototypes() ->
     for valid in ((True, False), (False, True), (True, True)):
         run.state = protocol.initial(run.state.theta)
         first = normalize(torch.ones(2, run.context.dim), dim=1)
-        tensors = {_prototypes.PROTOTYPES: first, _prototypes.VALID: torch.tensor(valid)}
+        tensors = {prototypes.PROTOTYPES: first, prototypes.VALID: torch.tensor(valid)}
         state = replace(run.state, tensors={**run.state.tensors, **tensors})
         steps[valid] = protocol.merge(state, run.replies(), 0).state.values["router_steps"]
     assert steps == {(True, False): 0, (False, True): 0, (True, True): 1}

@@ -11,7 +11,7 @@ from fedmq.config.scenario import Training
 from fedmq.errors import RemoteWireError
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta
-from protocols import _class_prototypes, _clusters
+from protocols.parts import class_prototypes, clusters
 from tests.replies import payload_of, with_payload
 from tests.small_federation import DIM, LABELS, SmallFederation, population
 
@@ -30,7 +30,7 @@ def test_with_labels_paired_silos_report_class_prototypes_from_the_first_round()
     run = population("mfcpl")
     assert prototype_kinds(run) == {0: "both", 3: "both"}
     run.round()
-    valid = run.state.tensors[_class_prototypes.VALID]
+    valid = run.state.tensors[class_prototypes.VALID]
     held = (run.shares[0].labels.sum(0) + run.shares[3].labels.sum(0)) > 0
     assert torch.equal(valid, held.repeat(2))
 
@@ -42,11 +42,11 @@ def test_without_labels_the_first_centroids_become_fixed_pseudo_classes() -> Non
     classes = run.state.tensors["pseudo_classes"]
     assert classes.shape == (3, DIM)
     assert int(run.state.tensors["pseudo_classes_sizes"].sum()) == 16
-    assert not run.state.tensors[_class_prototypes.VALID].any()
+    assert not run.state.tensors[class_prototypes.VALID].any()
     assert prototype_kinds(run) == {0: "both", 3: "both"}
     run.round()
     assert torch.equal(run.state.tensors["pseudo_classes"], classes)
-    assert int(run.state.tensors[_class_prototypes.COUNTS][0].sum()) == 2 * 11
+    assert int(run.state.tensors[class_prototypes.COUNTS][0].sum()) == 2 * 11
 
 
 @pytest.mark.parametrize("labels", [LABELS, ()], ids=["labels", "pseudo-classes"])
@@ -84,7 +84,7 @@ def test_a_full_first_cohort_defines_the_pseudo_classes_immediately(cohort: int 
     sizes = torch.cat([torch.from_numpy(each.counts) for each in sent])
     there = sizes > 0
     drawn = numpy_generator(0, "mfcpl", "classes")
-    centres, _ = _clusters.k_means(points[there].clone(), sizes[there].clone(), 3, drawn)
+    centres, _ = clusters.k_means(points[there].clone(), sizes[there].clone(), 3, drawn)
     after = run.protocol.merge(run.state, replies[::-1], 0).state.tensors
     assert torch.equal(after["pseudo_classes"], centres.float())
 

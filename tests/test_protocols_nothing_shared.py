@@ -11,7 +11,7 @@ from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective
 from fedmq.wire.payloads import PartialDelta
-from protocols._missing_branch import completed, layers_of, shortened, trainable
+from protocols.parts.missing_branch import completed, layers_of, shortened, trainable
 from tests import in_process_run, threaded_run
 from tests.small_federation import population
 from tests.threaded_run import resolved

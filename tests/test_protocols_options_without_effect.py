@@ -14,8 +14,8 @@ import torch
 import protocols
 from fedmq.config.options import without_effect
 from fedmq.config.scenario import Objective
-from protocols import _personal_adapter
-from protocols._personal_model import OWN
+from protocols.parts import personal_adapter
+from protocols.parts.personal_model import OWN
 from tests.command_line import fedmq
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
@@ -77,7 +77,7 @@ def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, t
     own = {
         f"{silo} {key}": kept[key]
         for silo, kept in run.personal.items()
-        for key in (OWN, _personal_adapter.STATE)
+        for key in (OWN, personal_adapter.STATE)
         if key in kept
     }
     return {"model": run.state.theta, **own}

@@ -15,9 +15,10 @@ import torch
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import MergeResult, Reply, State, take
 from fedmq.wire.payloads import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
-from protocols import _aggregation, _prototypes, _router, rcsr
-from protocols._centroids import MEMBERS
-from protocols._losses import anchor, info_nce, nearest_anchor, unit
+from protocols import rcsr
+from protocols.parts import aggregation, prototypes, router
+from protocols.parts.centroids import MEMBERS
+from protocols.parts.losses import anchor, info_nce, nearest_anchor, unit
 from tests import in_process_run
 from tests.replies import weights_of, with_payload
 from tests.small_federation import DIM, MIXED, equal_states, population, share
@@ -187,8 +188,8 @@ def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warm
 
 
 def test_without_the_router_weights_are_by_samples_or_uniform() -> None:
-    for router, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
-        options = {"router": router, "minimax": False, "branch_renorm": False, "warmup": 0}
+    for routing, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
+        options = {"router": routing, "minimax": False, "branch_renorm": False, "warmup": 0}
         run = population("rcsr", options, kinds=((True, True),) * 4)
         np.testing.assert_allclose(weights_of(run, run.replies()), expected, atol=1e-6)
         run.round()
@@ -214,13 +215,13 @@ def test_during_warm_up_weights_are_by_samples_and_the_router_is_not_trained() -
 
 # ------------------------------------------------------------------------- prototypes
 def test_the_first_prototype_is_used_unchanged_and_later_ones_enter_a_moving_average() -> None:
-    tensors = _prototypes.initial(2)
+    tensors = prototypes.initial(2)
     real = torch.ones(1, 2, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.float64)
     first = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    tensors = _prototypes.updated(tensors, first, real, one, 0.9)
+    tensors = prototypes.updated(tensors, first, real, one, 0.9)
     assert torch.equal(tensors["prototypes"], first[0])
-    tensors = _prototypes.updated(tensors, first.flip(1), real, one, 0.9)
+    tensors = prototypes.updated(tensors, first.flip(1), real, one, 0.9)
     expected = torch.tensor([0.9, 0.1]) / math.hypot(0.9, 0.1)
     assert torch.allclose(tensors["prototypes"][0], expected)
     assert torch.allclose(tensors["prototypes"].norm(dim=1), torch.ones(2))
@@ -280,9 +281,9 @@ def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str
     for _ in range(3):
         run.round()
     if filler == "learned":
-        name = _router.layout(DIM, True)
+        name = router.layout(DIM, True)
         assert not torch.equal(
-            _router.views(run.state.tensors["router"], name)["filler"], _router.views(fresh, name)["filler"]
+            router.views(run.state.tensors["router"], name)["filler"], router.views(fresh, name)["filler"]
         )
 
 
@@ -356,7 +357,7 @@ def test_the_geometry_uses_the_previous_update() -> None:
 def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> None:
     numbers = torch.tensor([[1.0, 1e8, 0.0, 1.0]])
     prototypes, mask = torch.ones(1, 2, DIM), torch.tensor([[True, False]])
-    token = _router.tokens(prototypes, mask, numbers, torch.zeros(1), hide_filled=True)
+    token = router.tokens(prototypes, mask, numbers, torch.zeros(1), hide_filled=True)
     assert token.shape == (1, 2 * DIM + 8)
     assert float(token.abs().max()) <= math.log1p(10) + 1e-6
     assert not token[0, DIM : 2 * DIM].any()
@@ -377,17 +378,17 @@ def test_prototypes_use_at_most_128_samples() -> None:
 
 # ------------------------------------------------------------------------- the router
 def test_the_router_is_invariant_to_the_order_of_silos() -> None:
-    shape = _router.layout(DIM, learned_filler=False)
-    parameters = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    shape = router.layout(DIM, learned_filler=False)
+    parameters = router.views(router.initial(shape, torch.Generator().manual_seed(0)), shape)
     tokens = torch.randn(6, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([3, 1, 5, 0, 2, 4])
-    straight = _router.logits(parameters, tokens)
-    assert torch.allclose(_router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
+    straight = router.logits(parameters, tokens)
+    assert torch.allclose(router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
 
 
 def test_the_routers_network_equals_torchs_encoder_layer() -> None:
-    shape = _router.layout(DIM, learned_filler=False)
-    p = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    shape = router.layout(DIM, learned_filler=False)
+    p = router.views(router.initial(shape, torch.Generator().manual_seed(0)), shape)
     layer = torch.nn.TransformerEncoderLayer(128, 4, 512, 0.1, "gelu", batch_first=True).eval()
     names = {
         "self_attn.in_proj_weight": "qkv.weight",
@@ -412,7 +413,7 @@ def test_the_routers_network_equals_torchs_encoder_layer() -> None:
             layer.load_state_dict({name: p[f"block.{block}.{own}"] for name, own in names.items()})
             x = layer(x[None])[0]
     expected = torch.nn.functional.linear(x, p["score.weight"], p["score.bias"]).squeeze(-1)
-    assert torch.allclose(_router.logits(p, tokens), expected, atol=1e-5)
+    assert torch.allclose(router.logits(p, tokens), expected, atol=1e-5)
 
 
 def test_the_adam_step_equals_torchs() -> None:
@@ -420,10 +421,10 @@ def test_the_adam_step_equals_torchs() -> None:
     start = torch.randn(50, generator=generator, dtype=torch.float64)
     theirs = torch.nn.Parameter(start.clone())
     optimiser = torch.optim.Adam([theirs], lr=1e-3)
-    ours = _router.Adam(start, torch.zeros_like(start), torch.zeros_like(start), 0)
+    ours = router.Adam(start, torch.zeros_like(start), torch.zeros_like(start), 0)
     for _ in range(5):
         theirs.grad = torch.randn(50, generator=generator, dtype=torch.float64)
-        ours = _router.adam_step(ours, theirs.grad, 1e-3)
+        ours = router.adam_step(ours, theirs.grad, 1e-3)
         optimiser.step()
     np.testing.assert_allclose(ours.values, theirs.detach(), rtol=1e-12)
 
@@ -442,7 +443,7 @@ def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
         torch.ones(4, dtype=torch.float64),
     )
     tensors = {**run.state.tensors, "prototypes": target, "prototypes_valid": torch.ones(2, dtype=torch.bool)}
-    adam = _router.Adam(*(tensors[name] for name in ("router", "router_first", "router_second")), 0)
+    adam = router.Adam(*(tensors[name] for name in ("router", "router_first", "router_second")), 0)
     for step in range(60):
         adam, _ = protocol._router_stepped(adam, pool, tensors, step)
     weights = protocol._routed(adam.values, pool, tensors)
@@ -451,7 +452,7 @@ def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
 
 def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
     weights = torch.tensor([1.0, 0.0], requires_grad=True)
-    (gradient,) = torch.autograd.grad(_router.entropy(weights), weights)
+    (gradient,) = torch.autograd.grad(router.entropy(weights), weights)
     assert torch.isfinite(gradient).all()
 
 
@@ -461,15 +462,15 @@ def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
     branches = {"image": slice(0, 2), "text": slice(2, 4)}
     silos = run.context.silos
     updates = [
-        _aggregation.Update(silos[0], torch.tensor([1.0, 1, 1, 1]), 2, 1.0),
-        _aggregation.Update(
+        aggregation.Update(silos[0], torch.tensor([1.0, 1, 1, 1]), 2, 1.0),
+        aggregation.Update(
             silos[1], torch.tensor([3.0, 3, 9, 9]), 2, 1.0
         ),  # image only: what it sends for text is ignored
     ]
     theta, half = torch.zeros(4), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    renormalised = _aggregation.merge_updates(theta, updates, half, branches, branch_renorm=True)  # type: ignore[arg-type]
+    renormalised = aggregation.merge_updates(theta, updates, half, branches, branch_renorm=True)  # type: ignore[arg-type]
     assert renormalised.tolist() == [2, 2, 1, 1]
-    printed = _aggregation.merge_updates(theta, updates, half, branches, branch_renorm=False)  # type: ignore[arg-type]
+    printed = aggregation.merge_updates(theta, updates, half, branches, branch_renorm=False)  # type: ignore[arg-type]
     assert printed.tolist() == [2, 2, 0.5, 0.5]
 
 

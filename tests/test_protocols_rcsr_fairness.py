@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmq.wire.payloads import Loss
-from protocols import _aggregation, _fairness, rcsr
+from protocols import rcsr
+from protocols.parts import aggregation, fairness
 from tests.replies import weights_of, with_payload
 from tests.small_federation import population
 
@@ -40,7 +41,7 @@ def reporting_often(tau: float) -> torch.Tensor:
     for merge in range(200):
         chosen = torch.tensor([*range(5), *range(5 + merge % 5, 30, 5)])
         rates = torch.full((len(chosen),), 0.1, dtype=torch.float64)
-        log_q = _fairness.updated_log_q(log_q, torch.zeros(len(chosen), dtype=torch.float64), chosen, rates, tau=tau)
+        log_q = fairness.updated_log_q(log_q, torch.zeros(len(chosen), dtype=torch.float64), chosen, rates, tau=tau)
     return log_q.exp()
 
 
@@ -63,7 +64,7 @@ def test_an_entropy_step_that_would_make_q_oscillate_is_refused() -> None:
 def test_a_zero_loss_counts_as_average_and_does_not_change_the_running_mean() -> None:
     running, seen = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
     losses = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
-    found, after, now_seen = _fairness.normalised_losses(losses, torch.tensor([0, 1, 2]), running, seen)
+    found, after, now_seen = fairness.normalised_losses(losses, torch.tensor([0, 1, 2]), running, seen)
     assert found.tolist() == [1.0, 1.0, 1.0]
     assert after.tolist() == [2.0, 0.0, 4.0]
     assert now_seen.tolist() == [True, False, True]
@@ -82,8 +83,8 @@ def test_fairness_weights_are_a_distribution_for_any_losses(losses: list[float],
     values = torch.tensor(losses, dtype=torch.float64)
     for _ in range(3):
         rates = torch.full((count,), eta, dtype=torch.float64)
-        log_q = _fairness.updated_log_q(log_q, values, torch.arange(count), rates, tau=0.1, rule=rule)
-    fused = _fairness.fused_weights(torch.full((count,), 1 / count, dtype=torch.float64), log_q[:count])
+        log_q = fairness.updated_log_q(log_q, values, torch.arange(count), rates, tau=0.1, rule=rule)
+    fused = fairness.fused_weights(torch.full((count,), 1 / count, dtype=torch.float64), log_q[:count])
     assert torch.isfinite(log_q).all()
     assert float(log_q.exp().sum()) == pytest.approx(1)
     assert float(fused.sum()) == pytest.approx(1)
@@ -94,23 +95,23 @@ def test_one_absurd_loss_neither_dominates_the_merge_nor_corrupts_the_running_me
     groups = torch.zeros(15, dtype=torch.int64)
     losses = torch.ones(15, dtype=torch.float64)
     losses[3] = 1e30
-    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
-    assert float(found.max()) <= _fairness.LARGEST
+    found, after, _ = fairness.normalised_losses(losses, groups, running, seen)
+    assert float(found.max()) <= fairness.LARGEST
     assert float(after[0]) < 2.0
     # The same at the first observation; and a corrupted mean recovers.
-    first, blinded, _ = _fairness.normalised_losses(losses, groups, torch.zeros(3).double(), torch.zeros(3).bool())
+    first, blinded, _ = fairness.normalised_losses(losses, groups, torch.zeros(3).double(), torch.zeros(3).bool())
     assert float(blinded[0]) < 100 and float(first.max()) < 100
-    _, again, _ = _fairness.normalised_losses(
+    _, again, _ = fairness.normalised_losses(
         torch.ones(15).double(), groups, torch.tensor([1e26, 0.0, 0.0]).double(), seen
     )
-    assert float(again[0]) <= _fairness.FARTHEST
+    assert float(again[0]) <= fairness.FARTHEST
 
 
 def test_losses_in_the_range_of_honest_silos_are_not_capped() -> None:
     running, seen = torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([True, True, False])
     losses = torch.tensor([1.0, 6.0, 0.01, 0.9], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 1])
-    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
+    found, after, _ = fairness.normalised_losses(losses, groups, running, seen)
     mean = torch.tensor([0.9 * 2.0 + 0.1 * 3.5, 0.9 * 0.5 + 0.1 * 0.455]).double()
     torch.testing.assert_close(after[:2], mean)
     torch.testing.assert_close(found, losses / mean[groups])
@@ -124,20 +125,20 @@ GROUPS = torch.tensor([0] * 13 + [1] * 10 + [2] * 7)
 def shares(replies: int, *, lie: float | None = None, when: int = 0, merges: int = 150) -> list[float]:
     """Each group's total q after merges of a few random silos' losses, one of which may be false."""
     generator = torch.Generator().manual_seed(0)
-    tensors, last = _fairness.initial(30), torch.zeros(30, dtype=torch.float64)
+    tensors, last = fairness.initial(30), torch.zeros(30, dtype=torch.float64)
     for merge in range(merges):
         rows = torch.randperm(30, generator=generator)[:replies].sort().values
         losses = (0.5 * torch.randn(replies, generator=generator, dtype=torch.float64)).exp()
         if lie is not None and merge == when:
             losses[0] = lie
         last[rows] = losses
-        tensors, _ = _fairness.stepped(
+        tensors, _ = fairness.stepped(
             tensors,
             losses,
             rows,
             GROUPS[rows],
             torch.full((replies,), 0.1, dtype=torch.float64),
-            kept=_aggregation.decay_at_merge(0.9, replies, 15),
+            kept=aggregation.decay_at_merge(0.9, replies, 15),
             tau=0.1,
             rule="entropic",
             center=True,
@@ -160,13 +161,13 @@ def test_a_corrupted_running_mean_recovers_with_single_replies(first: float) -> 
     running, seen = torch.tensor([first, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
     one, groups = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     known = torch.tensor([1.0, 1.0, first, 0.0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    found, after, _ = _fairness.normalised_losses(one, groups, running, seen, 0.99, known=known)
-    assert 0.1 <= float(after[0]) <= _fairness.FARTHEST
-    assert float(found[0]) <= _fairness.LARGEST
+    found, after, _ = fairness.normalised_losses(one, groups, running, seen, 0.99, known=known)
+    assert 0.1 <= float(after[0]) <= fairness.FARTHEST
+    assert float(found[0]) <= fairness.LARGEST
     # Of two losses it is undecidable which is absurd, so a single one does not move the mean.
     two = torch.tensor([1.0, 1e-5, 0.0, 0.0], dtype=torch.float64), known[1]
     usual = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    _, kept, _ = _fairness.normalised_losses(1e-5 * one, groups, usual, seen, 0.99, known=two)
+    _, kept, _ = fairness.normalised_losses(1e-5 * one, groups, usual, seen, 0.99, known=two)
     assert float(kept[0]) == pytest.approx(0.99, abs=1e-3)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import MessageRecord, read_log
-from protocols import _personal_adapter
+from protocols.parts import personal_adapter
 from tests import threaded_run
 from tests.small_federation import population
 
@@ -21,15 +21,15 @@ ON = {"personal": "router", "personal_onset": 0, "personal_epochs": 3, "personal
 
 def test_an_adapter_starts_close_to_the_identity() -> None:
     z = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-    adapter = _personal_adapter.initial(16, 8, torch.Generator().manual_seed(1))
-    assert torch.allclose(_personal_adapter.embed(z, adapter, 0.5), z, atol=2e-3)
+    adapter = personal_adapter.initial(16, 8, torch.Generator().manual_seed(1))
+    assert torch.allclose(personal_adapter.embed(z, adapter, 0.5), z, atol=2e-3)
 
 
 def test_adapters_are_trained_and_differ_between_silos() -> None:
     run = population("rcsr", ON)
     for _ in range(2):
         run.round()
-    adapters = [run.personal[silo.index][_personal_adapter.STATE] for silo in run.eligible]
+    adapters = [run.personal[silo.index][personal_adapter.STATE] for silo in run.eligible]
     for one, other in itertools.pairwise(adapters):
         assert not torch.equal(one, other)
 
@@ -49,17 +49,17 @@ def test_fedbridge_p_fits_adapters_only_to_pairs_and_never_shares_them() -> None
         plain.round()
         personal.round()
         assert torch.equal(plain.state.theta, personal.state.theta)
-    has = {silo.index: _personal_adapter.STATE in personal.personal[silo.index] for silo in personal.eligible}
+    has = {silo.index: personal_adapter.STATE in personal.personal[silo.index] for silo in personal.eligible}
     assert has == {silo.index: silo.paired for silo in personal.eligible}
     assert set(has.values()) == {True, False}
-    assert not any(_personal_adapter.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
+    assert not any(personal_adapter.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
 
 
 def test_there_is_no_adapter_before_the_onset_round() -> None:
     run = population("rcsr", {**ON, "personal_onset": 2})
     for round_ in range(3):
         run.round()
-        has = [_personal_adapter.STATE in run.personal[silo.index] for silo in run.eligible]
+        has = [personal_adapter.STATE in run.personal[silo.index] for silo in run.eligible]
         assert all(has) if round_ == 2 else not any(has)
 
 
@@ -69,31 +69,31 @@ def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dic
     for _ in range(2):
         run.round()
         anchored.round()
-    assert [_personal_adapter.STATE in run.personal[silo.index] for silo in run.eligible] == [True, False, False, True]
+    assert [personal_adapter.STATE in run.personal[silo.index] for silo in run.eligible] == [True, False, False, True]
     # An adapter from a time when the silo had both modalities is kept unchanged.
     for silo in run.context.silos[1:3]:
         run.personal[silo.index] = {**run.personal[silo.index], **anchored.personal[silo.index]}
-        before = run.personal[silo.index][_personal_adapter.STATE].clone()
+        before = run.personal[silo.index][personal_adapter.STATE].clone()
         run.train(silo)
-        assert torch.equal(run.personal[silo.index][_personal_adapter.STATE], before)
+        assert torch.equal(run.personal[silo.index][personal_adapter.STATE], before)
 
 
 def test_adapter_training_resumes_from_the_previous_adapter() -> None:
     run = population("rcsr", ON)
     run.round()
-    before = run.personal[0][_personal_adapter.STATE].clone()
+    before = run.personal[0][personal_adapter.STATE].clone()
     run.round()
-    change = (run.personal[0][_personal_adapter.STATE] - before).norm()
-    fresh = _personal_adapter.initial(run.context.dim, 64, torch.Generator().manual_seed(0))
-    assert 0 < change < (run.personal[0][_personal_adapter.STATE] - fresh).norm()
+    change = (run.personal[0][personal_adapter.STATE] - before).norm()
+    fresh = personal_adapter.initial(run.context.dim, 64, torch.Generator().manual_seed(0))
+    assert 0 < change < (run.personal[0][personal_adapter.STATE] - fresh).norm()
 
 
 @pytest.mark.parametrize(
     ("weight", "expected"), [(0.0, 0.3), (0.25, 0.25), (0.5, 0.2), (0.9, 0.2)], ids=["none", "some", "half", "most"]
 )
 def test_a_silo_with_little_router_weight_adapts_more(weight: float, expected: float) -> None:
-    assert _personal_adapter.strength(0.2, weight) == pytest.approx(expected)
-    assert _personal_adapter.strength(0.45, weight) <= 0.5
+    assert personal_adapter.strength(0.2, weight) == pytest.approx(expected)
+    assert personal_adapter.strength(0.45, weight) <= 0.5
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from fedmq.federation.protocol import Reply, SiloFacts
 from fedmq.wire.layout import Layout
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
-from protocols._aggregation import branch_slices
-from protocols._robust import (
+from protocols.parts.aggregation import branch_slices
+from protocols.parts.robust import (
     coordinate_median,
     distances,
     krum_scores,

@@ -21,11 +21,11 @@ from fedmq.config.scenario import Objective, Training
 from fedmq.federation.protocol import Local, Task, Trained, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model, Representations
-from protocols import _centroids, _training
-from protocols import _discriminator as adversary
-from protocols._losses import info_nce
-from protocols._personal_model import OWN
 from protocols.creamfl import LAST
+from protocols.parts import centroids, training
+from protocols.parts import discriminator as adversary
+from protocols.parts.losses import info_nce
+from protocols.parts.personal_model import OWN
 from tests.gradients import gradient_of
 from tests.replies import payload_of
 from tests.small_federation import SmallFederation, population, share
@@ -349,20 +349,20 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
         "lambda_keep": 3.0,
     }
     # Keeping near the downloaded model has a gradient from the second step on.
-    training = PLAIN.model_copy(update={"local_epochs": 2})
-    run = population("fedbridge", options, kinds=((True, True), kind), sizes=SIZES, training=training)
+    settings = PLAIN.model_copy(update={"local_epochs": 2})
+    run = population("fedbridge", options, kinds=((True, True), kind), sizes=SIZES, training=settings)
     run.round()
     silo, rate = run.context.silos[1], 0.1
     task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
     local = Local(silo, run.shares[1], run.model, {})
     found = torch.from_numpy(take(run.protocol.train(local, task).payloads, Delta).buffer.copy())
-    centroids = _centroids.received(task.payloads, silo)
-    assert centroids is not None
+    received = centroids.received(task.payloads, silo)
+    assert received is not None
     start = torch.from_numpy(take(task.payloads, Model).buffer.copy())
-    generator, counts = _training.generator_of(run.context, local, task, "train"), local.dataset.captions.numpy()
+    generator, counts = training.generator_of(run.context, local, task, "train"), local.dataset.captions.numpy()
 
     def embedded(caption: np.ndarray | None, rows: np.ndarray) -> Tensor:
-        out = next(each for each in _training.outputs(local, rows, caption) if each is not None)
+        out = next(each for each in training.outputs(local, rows, caption) if each is not None)
         return out.code
 
     theta = start.clone()
@@ -379,8 +379,8 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
         run.model.load(theta)
         run.model.zero_grad()
         z = embedded(caption, rows)
-        target = (teacher @ centroids.T / 0.05).softmax(1)
-        student = (z @ centroids.T / 0.07).log_softmax(1)
+        target = (teacher @ received.T / 0.05).softmax(1)
+        student = (z @ received.T / 0.07).log_softmax(1)
         loss = 0.7 * (target * (target.log() - student)).sum(1).mean() + 3.0 * (1 - (z * teacher).sum(1)).mean()
         if silo.text:
             several = counts[rows] > 1
@@ -401,13 +401,13 @@ def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(imag
     sent = torch.from_numpy(take(task.payloads, Representations).values.astype(np.float32)).chunk(2)
     shared = dict(zip(("image", "text"), sent, strict=True))
     public = replace(run.protocol._coordinator(), silo=silo, model=run.model)  # type: ignore[attr-defined]
-    generator = _training.generator_of(run.context, public, task, "train")
+    generator = training.generator_of(run.context, public, task, "train")
     counts = public.dataset.captions.numpy()
     caption = None if image else (generator.random(len(counts)) * counts).astype(np.int64)
     rows = generator.permutation(len(counts))
     run.model.load(before[OWN])
     run.model.zero_grad()
-    z = _training.outputs(public, rows, caption, (held,))[0 if image else 1]  # type: ignore[arg-type]
+    z = training.outputs(public, rows, caption, (held,))[0 if image else 1]  # type: ignore[arg-type]
     assert z is not None
     across = (z.code @ shared[lacked].T / 0.5).log_softmax(1)[torch.arange(len(rows)), torch.from_numpy(rows)]
     last = before[LAST + held][rows]
@@ -427,13 +427,13 @@ def test_creamfls_coordinator_steps_on_the_public_pairs_and_the_distillation() -
     # Of one silo the ensemble is what it sent.
     sent = torch.from_numpy(take(replies[0].payloads, Representations).values.astype(np.float32)).chunk(2)
     own = run.protocol._coordinator()  # type: ignore[attr-defined]
-    generator = _training.generator_of(run.context, own, Task(1, 0, 0, rate, ()), "train")
+    generator = training.generator_of(run.context, own, Task(1, 0, 0, rate, ()), "train")
     counts = own.dataset.captions.numpy()
     caption = (generator.random(len(counts)) * counts).astype(np.int64)
     rows = generator.permutation(len(counts))
     own.model.load(before)
     own.model.zero_grad()
-    image, text = _training.outputs(own, rows, caption)
+    image, text = training.outputs(own, rows, caption)
     assert image is not None
     assert text is not None
     apart = [(out.code - each[rows]).square().mean() for out, each in zip((image, text), sent, strict=True)]

@@ -27,9 +27,9 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Payload
-from protocols import _training
-from protocols._variant import variant
 from protocols.fedavg import FedAvg, FedAvgOptions
+from protocols.parts import training
+from protocols.parts.variant import variant
 from tests import in_process_run
 from tests.small_federation import population
 from tests.threaded_run import resolved
@@ -166,8 +166,8 @@ class SmallOptions(FedAvgOptions):
     weight: float = 1.0
 
 
-def shrinking(options: SmallOptions, context: Context, local: Local, task: Task) -> _training.Extra:
-    def extra(step: _training.Step, image: Out | None, text: Out | None) -> torch.Tensor:
+def shrinking(options: SmallOptions, context: Context, local: Local, task: Task) -> training.Extra:
+    def extra(step: training.Step, image: Out | None, text: Out | None) -> torch.Tensor:
         return options.weight * torch.stack([out.raw.square().mean() for out in (image, text) if out is not None]).sum()
 
     return extra
@@ -209,7 +209,7 @@ def test_a_personalised_variant_must_define_encoders() -> None:
 
 
 def test_a_method_in_a_file_is_created_by_its_reference(mine: Callable[[str], str]) -> None:
-    name = mine('"""Mine: paired silos alone."""\nfrom protocols._variant import variant\n'
+    name = mine('"""Mine: paired silos alone."""\nfrom protocols.parts.variant import variant\n'
          "from protocols.fedavg import FedAvgOptions\n"
          "PROTOCOL = variant(FedAvgOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
     context = population("fedavg").context

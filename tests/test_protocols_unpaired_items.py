@@ -12,8 +12,8 @@ import protocols
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, SiloFacts, Task, take
 from fedmq.wire.payloads import Delta, ModalityPrototypes, Model
-from protocols import _training, _unpaired
-from protocols._losses import anchor, local_prototype
+from protocols.parts import training, unpaired
+from protocols.parts.losses import anchor, local_prototype
 from tests.gradients import gradient_of
 from tests.small_federation import SmallFederation, mixed, population
 
@@ -55,12 +55,12 @@ def test_an_anchored_item_steps_on_the_cosine_to_the_prototype_of_the_modality_i
     missing = torch.from_numpy((sent.text if only_image else sent.image).copy())
 
     run.model.load(theta.numpy())
-    (view,) = _unpaired.views(local)
-    generator = _training.generator_of(run.context, local, task, f"unpaired {modality}")
-    caption = _training.choose_captions(view, generator)
+    (view,) = unpaired.views(local)
+    generator = training.generator_of(run.context, local, task, f"unpaired {modality}")
+    caption = training.choose_captions(view, generator)
     rows = generator.permutation(5)
     run.model.zero_grad()
-    out = next(each for each in _training.outputs(view, rows, caption) if each is not None)
+    out = next(each for each in training.outputs(view, rows, caption) if each is not None)
     z = out.code
     loss = 0.7 * (1 - torch.stack([row @ missing / row.norm() / missing.norm() for row in z]).mean())
     loss.backward()  # type: ignore[no-untyped-call]
@@ -79,10 +79,10 @@ def test_pairs_have_the_same_batches_and_captions_whatever_else_the_silo_holds(n
     for _ in range(3):  # FedBridge's warm-up
         run.round()
     seen: list[list[tuple[np.ndarray, np.ndarray | None]]] = []
-    for unpaired in ((), alone):
-        local, task = Local(silo, pairs, run.model, {}, unpaired), task_of(run, silo)
-        _training.load_model(local, take(task.payloads, Model).buffer)
-        work, generator = work_of(run, local, task), _training.generator_of(run.context, local, task, "train")
+    for items in ((), alone):
+        local, task = Local(silo, pairs, run.model, {}, items), task_of(run, silo)
+        training.load_model(local, take(task.payloads, Model).buffer)
+        work, generator = work_of(run, local, task), training.generator_of(run.context, local, task, "train")
         steps = [step for epoch in range(2) for step in work.steps(epoch, generator)]
         seen.append([(step.rows, step.caption) for step in steps if step.items is None])
         assert {step.trains for step in steps if step.items is not None} <= {("image", "shared"), ("text", "shared")}
@@ -94,17 +94,17 @@ def test_pairs_have_the_same_batches_and_captions_whatever_else_the_silo_holds(n
         assert np.array_equal(caption, other_caption)
 
 
-def work_of(run: SmallFederation, local: Local, task: Task) -> _training.Work:
+def work_of(run: SmallFederation, local: Local, task: Task) -> training.Work:
     """The work that a method hands to the local epochs."""
-    found: list[_training.Work | None] = []
-    before = _training.train_epochs
+    found: list[training.Work | None] = []
+    before = training.train_epochs
 
-    def caught(*arguments: object, **more: object) -> _training.TrainingResult:
+    def caught(*arguments: object, **more: object) -> training.TrainingResult:
         found.append(arguments[4])  # type: ignore[arg-type]
         return before(*arguments[:4], None)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_training, "train_epochs", caught)
+        patch.setattr(training, "train_epochs", caught)
         run.protocol.train(local, task)
     (work,) = found
     assert work is not None
@@ -116,7 +116,7 @@ def test_a_prototype_includes_the_items_that_have_only_this_modality() -> None:
     silo = run.context.silos[0]
     pairs, alone = mixed(silo, 4, 3, 2)
     local, task = Local(silo, pairs, run.model, {}, alone), task_of(run, silo)
-    image, _ = _training.silo_prototypes(local, run.context, task)
+    image, _ = training.silo_prototypes(local, run.context, task)
     assert image is not None
     pictures = torch.cat([each.image for each in (pairs, *alone) if each.image is not None])
     with torch.no_grad():

@@ -15,7 +15,7 @@ from fedmq.errors import DiskError
 from fedmq.models.build import build_towers
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import TwoTower
-from protocols import _epochs, _training
+from protocols.parts import epochs, training
 from silos import personal_state
 from tests.in_process_run import run
 from tests.threaded_run import resolved
@@ -45,7 +45,7 @@ def test_an_interrupted_task_gives_the_same_reply(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: tuple[str, ...], epochs: int
 ) -> None:
     settings = (*method, *SETTINGS)
-    trained, done, kill_at = _training.train_epoch, [0], [-1]
+    trained, done, kill_at = training.train_epoch, [0], [-1]
 
     def killing(*arguments: object) -> tuple[int, bool]:
         if done[0] == kill_at[0]:
@@ -54,7 +54,7 @@ def test_an_interrupted_task_gives_the_same_reply(
         done[0] += 1
         return trained(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_training, "train_epoch", killing)
+    monkeypatch.setattr(training, "train_epoch", killing)
     whole = run(resolved(tiny, *settings), tmp_path / "whole").summary
     assert whole is not None
     all_epochs = done[0]
@@ -77,14 +77,14 @@ def test_an_interrupted_task_gives_the_same_reply(
 @pytest.mark.slow
 def test_a_snapshot_of_another_task_is_ignored(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[bool] = []
-    real = _epochs.restore
+    real = epochs.restore
 
     def watched(*arguments: object) -> object:
         found = real(*arguments)  # type: ignore[arg-type]
         restored.append(found is not None)
         return found
 
-    monkeypatch.setattr(_epochs, "restore", watched)
+    monkeypatch.setattr(epochs, "restore", watched)
     scenario = resolved(tiny, *SETTINGS)
     whole = run(scenario, tmp_path / "a").summary
     (tmp_path / "b" / "checkpoints" / "silos" / "silo-00").mkdir(parents=True)
@@ -135,20 +135,20 @@ def trained() -> tuple[TwoTower, dict[str, FusedOptimiser], np.random.Generator,
         {"dropout": torch.zeros(3, dtype=torch.uint8)},
         {"sums": torch.tensor([1.0, float("nan")], dtype=torch.float64)},
         {"sums": torch.tensor([1.0, -1.0], dtype=torch.float64)},
-        *({"order": _epochs._bytes(value)} for value in ([9, {}], [1, {}], [1], 5, [1.0, "state"], ["1", "state"])),
-        *({"order": _epochs._bytes([value, "state"])} for value in (0, 4, True)),
+        *({"order": epochs._bytes(value)} for value in ([9, {}], [1, {}], [1], 5, [1.0, "state"], ["1", "state"])),
+        *({"order": epochs._bytes([value, "state"])} for value in (0, 4, True)),
         {"order": torch.tensor([255, 0], dtype=torch.uint8)},
     ],
 )
 def test_a_snapshot_that_no_training_could_have_made_is_ignored(change: dict[str, torch.Tensor | None]) -> None:
     task, parts = torch.tensor([1], dtype=torch.uint8), trained()
-    whole = _epochs.snapshot(task, 2, *parts, torch.tensor([1.5, 8.0], dtype=torch.float64))
-    assert _epochs.restore(whole, task, 4, *trained()) is not None
+    whole = epochs.snapshot(task, 2, *parts, torch.tensor([1.5, 8.0], dtype=torch.float64))
+    assert epochs.restore(whole, task, 4, *trained()) is not None
     state = parts[2].bit_generator.state
     changed = {name: value for name, value in {**whole, **change}.items() if value is not None}
     text = bytes(changed["order"].numpy()).replace(b'"state"]', f"{json.dumps(state)}]".encode())
     changed["order"] = torch.tensor(list(text), dtype=torch.uint8)
     fresh = trained()
     before = fresh[0].flat.detach().clone()
-    assert _epochs.restore(changed, task, 4, *fresh) is None
+    assert epochs.restore(changed, task, 4, *fresh) is None
     assert torch.equal(fresh[0].flat, before) and fresh[2].bit_generator.state == trained()[2].bit_generator.state

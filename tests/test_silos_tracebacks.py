@@ -16,7 +16,7 @@ from tests.command_line import completed
 METHOD = """
 from dataclasses import dataclass
 
-from protocols._variant import variant
+from protocols.parts.variant import variant
 from protocols.fedavg import FedAvgOptions
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedmq.errors import InputError, RunError
 from fedmq.wire import keys
-from fedmq.wire.keys import fingerprint, init_keys, load_accepted, load_identity, revoke
+from fedmq.wire.key_requests import read_request, statement_of
+from fedmq.wire.keys import (
+    fingerprint,
+    init_keys,
+    load_accepted,
+    load_identity,
+    public_key_of,
+    public_pem,
+    revoke,
+)
+from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys
+from fedmq.wire.transports.registry import connect, listen
 from tests.wire_checks import NAMES
 
 # Keys on disk
@@ -192,3 +206,62 @@ def test_keys_stay_accepted_while_their_folder_cannot_be_listed(
     monkeypatch.setattr(os, "scandir", listed)
     assert accepted.refresh() == ["silo-01"]
     assert set(accepted) == before - {"silo-01"} and not accepted.problem
+
+
+# Keys that nobody holds
+
+_P = 2**255 - 19
+#: The y coordinate of two of the points of order 8; the other two have its negative.
+_Y8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
+_SMALL_ORDER = [y | sign << 255 for y in (1, _P - 1, 0, _Y8, _P - _Y8) for sign in (0, 1)]
+_NOT_CANONICAL = [y | sign << 255 for y in range(_P, 2**255) for sign in (0, 1)]
+
+
+@pytest.mark.parametrize("number", [*_SMALL_ORDER, *_NOT_CANONICAL])
+def test_a_key_that_nobody_holds_is_refused_wherever_it_is_read(tmp_path: Path, number: int) -> None:
+    raw = number.to_bytes(32, "little")
+    with pytest.raises(ValueError, match=r"point|canonical"):
+        public_key_of(raw)
+    (tmp_path / "accepted").mkdir()
+    (tmp_path / "accepted" / "silo-00.pub").write_bytes(public_pem(Ed25519PublicKey.from_public_bytes(raw)))
+    with pytest.raises(InputError):
+        load_accepted(tmp_path)
+
+
+def test_keys_that_somebody_holds_are_read() -> None:
+    for _ in range(50):
+        raw = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+        assert public_key_of(raw).public_bytes_raw() == raw
+
+
+def test_a_request_for_a_key_that_nobody_holds_is_refused_though_its_signature_is_valid(tmp_path: Path) -> None:
+    raw, order = (1).to_bytes(32, "little"), 2**252 + 27742317777372353535851937790883648493
+    statement = statement_of("silo-00", raw.hex(), None)
+    seed = bytes(31) + b"\1"
+    scalar = bytearray(hashlib.sha512(seed).digest()[:32])
+    scalar[0], scalar[31] = scalar[0] & 248, scalar[31] & 63 | 64
+    point = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
+    signature = point + (int.from_bytes(scalar, "little") % order).to_bytes(32, "little")
+    Ed25519PublicKey.from_public_bytes(raw).verify(signature, statement)  # without the private key
+    request = {"key_request": 1, "name": "silo-00", "key": raw.hex(), "signature": signature.hex()}
+    path = tmp_path / "silo-00.request"
+    path.write_text(json.dumps(request))
+    with pytest.raises(InputError, match="small order"):
+        read_request(path)
+
+
+def test_an_error_of_the_thread_that_admits_connections_reaches_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> bool:
+        raise ArithmeticError("base is not invertible")
+
+    monkeypatch.setattr(ListenerKeys, "admits", fails)
+    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    listener = listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, {}, ()))
+    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
+    try:
+        with pytest.raises(RunError, match="admission of connections failed"):
+            while True:
+                listener.receive(0.05)
+    finally:
+        connection.close()
+        listener.close()

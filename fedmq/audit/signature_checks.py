@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.wire.keys import public_key_of
 from fedmq.wire.log_records import (
     GENESIS,
     LogRecord,
@@ -147,7 +147,7 @@ class SignatureChecks:
         start = log.starts[-1][1]
         statement = signed_statement(start.run, process, record.n, record.previous)
         try:
-            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(start.key))
+            key = public_key_of(bytes.fromhex(start.key))
             key.verify(bytes.fromhex(record.signature), statement)
         except (InvalidSignature, ValueError):
             log.invalid.append(place)

@@ -67,7 +67,7 @@ class Staleness(Part):
 
 
 class Robust(Part):
-    """Aggregation that is robust to a minority of Byzantine silos; see :mod:`protocols._robust`."""
+    """Aggregation that is robust to a minority of Byzantine silos; see :mod:`protocols.parts.robust`."""
 
     rule: Literal["none", "norm_bound", "median", "trimmed_mean", "krum"] = Field(
         "none", description="aggregation rule: the method's own, or a robust one"

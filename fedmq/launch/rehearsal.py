@@ -29,7 +29,7 @@ from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
-from protocols._missing_branch import shortened
+from protocols.parts.missing_branch import shortened
 from silos.preflight import first_items
 from silos.program import Silo, SiloArguments
 

@@ -22,7 +22,7 @@ from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored, read_json
 from fedmq.storage.regular_files import open_regular
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.keys import Identity
+from fedmq.wire.keys import Identity, public_key_of
 
 SIGNATURE: Final = "signature.json"
 _GALLERY = "gallery"
@@ -108,10 +108,10 @@ def verify_model(folder: Path) -> Verified:
     for name in made.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise InputError(f"{path}: files", name, "paths within the folder")
-    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(made.key))
     try:
+        key = public_key_of(bytes.fromhex(made.key))
         key.verify(bytes.fromhex(made.signature), _signed(made.signer, made.files))
-    except InvalidSignature:
+    except (InvalidSignature, ValueError):
         raise InputError(str(path), "a signature that does not fit its list of files", _ALLOWED) from None
     found = _digests(folder)
     differences = []

@@ -28,6 +28,7 @@ from fedmq.wire.keys import (
     load_identity,
     new_key,
     private_names,
+    public_key_of,
     words,
 )
 
@@ -59,7 +60,7 @@ class KeyRequest(Stored):
     @property
     def public_key(self) -> Ed25519PublicKey:
         """The key to be accepted."""
-        return Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.key))
+        return public_key_of(bytes.fromhex(self.key))
 
     @property
     def statement(self) -> bytes:
@@ -137,9 +138,11 @@ def read_request(path: Path) -> KeyRequest:
         signed.append((request.replaces, request.replaced_signature or "0" * 128))
     for key, signature in signed:
         try:
-            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), request.statement)
-        except (InvalidSignature, ValueError):
+            public_key_of(bytes.fromhex(key)).verify(bytes.fromhex(signature), request.statement)
+        except InvalidSignature:
             raise InputError(str(path), "a wrong signature", f"{_ALLOWED}, unchanged") from None
+        except ValueError as error:
+            raise InputError(str(path), str(error), _ALLOWED) from None
     return request
 
 

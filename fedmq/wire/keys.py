@@ -9,13 +9,14 @@ import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from mnemonic import Mnemonic
 
@@ -25,6 +26,7 @@ from fedmq.storage.run_folder import write_atomically, writing
 from fedmq.text import printable
 from fedmq.wire.fields import NAME
 from fedmq.wire.sealed_sessions import KEY_BYTES
+from fedmq.wire.transports.curve_keys import PRIME, SIGN, curve_public
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"
@@ -172,6 +174,10 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
     def __len__(self) -> int:
         return len(self._keys)
 
+    def values(self) -> ValuesView[Ed25519PublicKey]:
+        """The accepted keys as of now; other threads may iterate over them while the folder is read again."""
+        return self._keys.values()
+
     def refresh(self) -> list[str]:
         """Read the folder again if a file changed; returns the names whose keys have been removed.
 
@@ -265,6 +271,28 @@ def _public_key(path: Path) -> Ed25519PublicKey:
         raise InputError(str(path), "a file that is not a public key", "an Ed25519 public key in PEM") from error
     if not isinstance(key, Ed25519PublicKey):
         raise InputError(str(path), type(key).__name__, "an Ed25519 public key in PEM")
+    try:
+        return public_key_of(key.public_bytes_raw())
+    except ValueError as error:
+        raise InputError(str(path), str(error), "an Ed25519 public key in PEM") from None
+
+
+def public_key_of(raw: bytes) -> Ed25519PublicKey:
+    """A public key from its 32 bytes, if only the holder of a private key can sign with it.
+
+    The key's point must not have a small order (1, 2, 4 or 8): for such a key anybody can make valid signatures. X25519
+    tells, as its result is zero for these points alone, which the library refuses (RFC 7748, section 6.1).
+
+    Raises:
+        ValueError: the key is a point of small order, or its encoding is not canonical.
+    """
+    key = Ed25519PublicKey.from_public_bytes(raw)
+    if int.from_bytes(raw, "little") % SIGN >= PRIME:
+        raise ValueError("an encoding of a public key that is not canonical")
+    try:
+        X25519PrivateKey.from_private_bytes(bytes(32)).exchange(X25519PublicKey.from_public_bytes(curve_public(key)))
+    except ValueError:
+        raise ValueError("a point of small order, for which anybody can sign without a private key") from None
     return key
 
 

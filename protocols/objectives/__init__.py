@@ -16,7 +16,7 @@ from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import OBJECTIVES
-from protocols._training import Work
+from protocols.parts.training import Work
 
 OBJECTIVES.add_package(__name__)
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.seeds import numpy_generator
-from protocols._options import check
-from protocols.objectives._labelled import LabelledBatches, Samples
+from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.options import check
 
 #: Maximum draws of random centres; the best draw is used.
 _DRAWS = 20

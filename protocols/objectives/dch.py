@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols._losses import unit
-from protocols._options import check
-from protocols.objectives._labelled import LabelledBatches, Samples
+from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.losses import unit
+from protocols.parts.options import check
 
 #: Upper bound of cosines: equal codes would have distance 0, whose logarithm is infinite.
 _MOST_ALIKE = 0.99

@@ -18,10 +18,9 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._options import check
-from protocols._training import I64
-from protocols.objectives import _alternating
+from protocols.parts import alternating, training
+from protocols.parts.options import check
+from protocols.parts.training import I64
 
 PREFIX = "base.buffer"
 
@@ -42,10 +41,10 @@ class Options:
 
     gamma: float = 1.0
     eta: float = 1.0
-    buffer: _alternating.Which = "enhanced"
-    likelihood: _alternating.Which = "plain"
-    draws: _alternating.Draws = "permutation"
-    scale: _alternating.Scale = "one"
+    buffer: alternating.Which = "enhanced"
+    likelihood: alternating.Which = "plain"
+    draws: alternating.Draws = "permutation"
+    scale: alternating.Scale = "one"
 
     def __post_init__(self) -> None:
         check("gamma", self.gamma, 0.0)
@@ -76,7 +75,7 @@ def batch_loss(sums: Tensor, batch: int, size: int, options: Options, scale: flo
 
 
 @dataclass
-class Dcmh(_training.Work):
+class Dcmh(training.Work):
     """DCMH in one task: an image pass, a text pass and new common codes in each epoch.
 
     Args:
@@ -97,42 +96,42 @@ class Dcmh(_training.Work):
     buffers: dict[Modality, Tensor]
     codes: Tensor
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """All batches of the image tower, then all of the text tower, then B = sign(F + G)."""
-        yield from _alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
-        self.codes = _alternating.common_codes(self.buffers)
+        yield from alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
+        self.codes = alternating.common_codes(self.buffers)
 
     def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         index = torch.from_numpy(rows).to(self.codes.device)
         buffer = self.buffers[modality]
-        buffer[index] = _alternating.output(out, self.options.buffer).detach()
+        buffer[index] = alternating.output(out, self.options.buffer).detach()
         other = self.buffers.get("text" if modality == "image" else "image", buffer)
         similar = (self.labels[index] @ self.labels.T > 0).to(buffer.dtype)
-        outputs = _alternating.output(out, self.options.likelihood)
+        outputs = alternating.output(out, self.options.likelihood)
         sums = terms(outputs, buffer, other, self.codes[index], similar, index)
         return batch_loss(sums, len(rows), len(self.labels), self.options, self.scale)
 
     @property
     def batches(self) -> int:
         """Batches per pass of one tower."""
-        return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
+        return alternating.batches(len(self.codes), self.batch_size, self.options.draws)
 
     def kept(self) -> Mapping[str, Tensor]:
         """The buffers F and G and the rows of their items; B follows from them."""
-        return _alternating.kept(self.local, PREFIX, self.buffers)
+        return alternating.kept(self.local, PREFIX, self.buffers)
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
     """Start DCMH for one task, with the buffers of the last one."""
-    buffers = _alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer))
+    buffers = alternating.buffers(local, PREFIX, lambda out: alternating.output(out, options.buffer))
     return Dcmh(
         options=options,
         local=local,
         batch_size=context.training.batch_size,
-        scale=_alternating.factor(options.scale, context),
-        labels=_training.labels_of(local, np.arange(len(local.dataset)))[:, fine_columns(context.label_names)],
+        scale=alternating.factor(options.scale, context),
+        labels=training.labels_of(local, np.arange(len(local.dataset)))[:, fine_columns(context.label_names)],
         buffers=buffers,
-        codes=_alternating.common_codes(buffers),
+        codes=alternating.common_codes(buffers),
     )
 
 

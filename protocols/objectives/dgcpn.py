@@ -17,10 +17,10 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._losses import unit
-from protocols._options import check
-from protocols._similarity import UNSUPERVISED_TOWERS, Graph, codes, cosines, item_features, mean_square
+from protocols.parts import training
+from protocols.parts.losses import unit
+from protocols.parts.options import check
+from protocols.parts.similarity import UNSUPERVISED_TOWERS, Graph, codes, cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
 
 
 @dataclass(frozen=True)
-class Dgcpn(_training.Work):
+class Dgcpn(training.Work):
     """DGCPN in one task: a step on the relaxed codes, then one on each modality against the other's binary codes.
 
     Args:
@@ -180,11 +180,11 @@ class Dgcpn(_training.Work):
     batch_size: int
     graph: Graph | None
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """Two steps per batch at a paired silo, one at others; a method's extra terms enter the first."""
-        caption = _training.choose_captions(self.local, generator)
+        caption = training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
-        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
+        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
             fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
 
             def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
@@ -196,9 +196,9 @@ class Dgcpn(_training.Work):
                 similar = similarity_of_codes(*both, self.options) if fixed is None else fixed
                 return binary_loss(*both, similar, self.options)
 
-            yield _training.Step(rows, caption, relaxed)
+            yield training.Step(rows, caption, relaxed)
             if self.options.binary_steps and self.local.silo.paired:
-                yield _training.Step(rows, caption, binary, main=False)
+                yield training.Step(rows, caption, binary, main=False)
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:

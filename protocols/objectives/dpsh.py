@@ -14,10 +14,9 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._options import check
-from protocols.objectives import _alternating
-from protocols.objectives._labelled import Samples, samples_of
+from protocols.parts import alternating, training
+from protocols.parts.labelled import Samples, samples_of
+from protocols.parts.options import check
 
 _BANK = "base.bank"
 
@@ -53,7 +52,7 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
 
 
 @dataclass(frozen=True)
-class Dpsh(_training.Work):
+class Dpsh(training.Work):
     """DPSH in one task: one step per batch, against a bank that is kept between tasks.
 
     Args:
@@ -69,32 +68,30 @@ class Dpsh(_training.Work):
     alpha: float
     bank: Tensor
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation."""
-        caption = _training.choose_captions(self.local, generator)
-        bank_labels = _training.labels_of(self.local, np.arange(len(self.local.dataset))).repeat(len(self.bank), 1)
-        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
-            labels = _training.labels_of(self.local, rows)
+        caption = training.choose_captions(self.local, generator)
+        bank_labels = training.labels_of(self.local, np.arange(len(self.local.dataset))).repeat(len(self.bank), 1)
+        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
+            labels = training.labels_of(self.local, rows)
 
             def batch_loss(
-                image: Out | None, text: Out | None, labels: Tensor = labels, rows: _training.I64 = rows
+                image: Out | None, text: Out | None, labels: Tensor = labels, rows: training.I64 = rows
             ) -> Tensor:
                 samples = samples_of(image, text, labels)
                 self._store(samples, rows)
                 return loss(samples.codes, samples.labels, self.bank.flatten(0, 1), bank_labels, self.alpha)
 
-            yield _training.Step(rows, caption, batch_loss)
+            yield training.Step(rows, caption, batch_loss)
 
-    def _store(self, samples: Samples, rows: _training.I64) -> None:
+    def _store(self, samples: Samples, rows: training.I64) -> None:
         index = torch.from_numpy(rows).to(self.bank.device)
         self.bank[:, index] = samples.codes.detach().view(len(self.bank), len(rows), -1)
 
     def kept(self) -> Mapping[str, Tensor]:
         """The bank of each modality and the rows of its items."""
         codes = [each.clone() for each in self.bank]
-        return _alternating.kept(
-            self.local, _BANK, dict(zip(_alternating.modalities_of(self.local), codes, strict=True))
-        )
+        return alternating.kept(self.local, _BANK, dict(zip(alternating.modalities_of(self.local), codes, strict=True)))
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
@@ -102,9 +99,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
 
     The bank of an earlier task is discarded if the silo's items have changed, as after a scenario's drift.
     """
-    modalities = _alternating.modalities_of(local)
+    modalities = alternating.modalities_of(local)
     bank = torch.zeros(len(modalities), len(local.dataset), context.dim)
-    if _alternating.same_items(local, _BANK):
+    if alternating.same_items(local, _BANK):
         for codes, modality in zip(bank, modalities, strict=True):
             if (old := local.state.get(f"{_BANK}.{modality}")) is not None:
                 codes.copy_(old)

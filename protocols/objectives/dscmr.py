@@ -13,9 +13,9 @@ from torch.nn import functional
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import CommonSpacePlan, ObjectiveKind
 from fedmq.models.two_tower import Out
-from protocols._losses import unit
-from protocols._options import check
-from protocols.objectives._labelled import EveryLabelledBatch
+from protocols.parts.labelled import EveryLabelledBatch
+from protocols.parts.losses import unit
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols._options import check
-from protocols.objectives._labelled import LabelledBatches, Samples
+from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
-from protocols import _training
-from protocols._options import check
-from protocols._training import I64
-from protocols.objectives import _alternating
+from protocols.parts import alternating, training
+from protocols.parts.options import check
+from protocols.parts.training import I64
 
 PREFIX = "base.buffer"
 CODES = "base.codes"
@@ -57,10 +56,10 @@ class Options:
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
     sweeps: int = 3
-    buffer: _alternating.Which = "enhanced"
-    likelihood: _alternating.Which = "plain"
-    draws: _alternating.Draws = "permutation"
-    scale: _alternating.Scale = "one"
+    buffer: alternating.Which = "enhanced"
+    likelihood: alternating.Which = "plain"
+    draws: alternating.Draws = "permutation"
+    scale: alternating.Scale = "one"
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma", "eta"):
@@ -134,7 +133,7 @@ def swept_codes(
 
 
 @dataclass
-class Shdch(_training.Work):
+class Shdch(training.Work):
     """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch.
 
     Args:
@@ -156,17 +155,17 @@ class Shdch(_training.Work):
     codes: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.codes = _alternating.common_codes(self.buffers)
+        self.codes = alternating.common_codes(self.buffers)
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """All batches of the image tower, then all of the text tower, then Y1, Y2 and B."""
-        yield from _alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
+        yield from alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
         self._update_codes()
 
     def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         index = torch.from_numpy(rows).to(self.codes.device)
-        self.buffers[modality][index] = _alternating.output(out, self.options.buffer).detach()
-        outputs = _alternating.output(out, self.options.likelihood)
+        self.buffers[modality][index] = alternating.output(out, self.options.buffer).detach()
+        outputs = alternating.output(out, self.options.likelihood)
         levels = [Level(level.weight, level.labels[index], level.codes) for level in self.levels]
         value = output_loss(outputs, self.codes[index], levels, self.options.gamma)
         return self.scale * value / (len(rows) * len(self.codes))
@@ -188,17 +187,17 @@ class Shdch(_training.Work):
             nothing, zero = only.codes.new_zeros(len(only.codes), 0), torch.zeros_like(only.codes[:, :1])
             codes = swept_codes(only, outputs, only.codes[:0], nothing, zero, self.options.sweeps)
             self.levels = [Level(only.weight, only.labels, codes)]
-        self.codes = _alternating.common_codes(self.buffers)
+        self.codes = alternating.common_codes(self.buffers)
 
     @property
     def batches(self) -> int:
         """Batches per pass of one tower."""
-        return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
+        return alternating.batches(len(self.codes), self.batch_size, self.options.draws)
 
     def kept(self) -> Mapping[str, Tensor]:
         """The buffers F and G, the rows of their items, and the class codes; B follows from them."""
         class_codes = {f"{CODES}.{place}": level.codes.cpu() for place, level in enumerate(self.levels)}
-        return {**_alternating.kept(self.local, PREFIX, self.buffers), **class_codes}
+        return {**alternating.kept(self.local, PREFIX, self.buffers), **class_codes}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch:
@@ -210,7 +209,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
     coarse, fine = coarse_columns(context.label_names), fine_columns(context.label_names)
     if options.levels == 2 and not coarse:
         raise InputError("objective.levels", 2, "1: no label of the data set begins with coarse:")
-    labels = _training.labels_of(local, np.arange(len(local.dataset)))
+    labels = training.labels_of(local, np.arange(len(local.dataset)))
     two = bool(coarse) and options.levels != 1
     wanted = [(options.alpha, coarse), (options.beta, fine)] if two else [(options.beta, fine)]
     levels = []
@@ -222,9 +221,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
         options=options,
         local=local,
         batch_size=context.training.batch_size,
-        scale=_alternating.factor(options.scale, context),
+        scale=alternating.factor(options.scale, context),
         levels=levels,
-        buffers=_alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer)),
+        buffers=alternating.buffers(local, PREFIX, lambda out: alternating.output(out, options.buffer)),
     )
 
 

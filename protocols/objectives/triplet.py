@@ -12,9 +12,9 @@ from torch import Tensor
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols._losses import unit
-from protocols._options import check
-from protocols.objectives._labelled import LabelledBatches, Samples
+from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.losses import unit
+from protocols.parts.options import check
 
 Distance = Literal["cosine", "euclidean"]
 Mining = Literal["random", "all", "hard", "nearest"]

@@ -20,6 +20,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fedmq.errors import RunError
 from fedmq.recent import Recent
 from fedmq.text import printable
 from fedmq.wire.keys import fingerprint, words
@@ -51,6 +52,7 @@ class ConnectionAdmission:
         self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], keys: ListenerKeys | None
     ) -> None:
         self.refused: deque[str] = deque(maxlen=_REMEMBERED)
+        self._error: Exception | None = None
         self._keys, self._socket = keys, socket
         # Descriptors of open connections, each in one of the two; by key, the one heard last is the last.
         self._lock = threading.Lock()
@@ -117,7 +119,18 @@ class ConnectionAdmission:
         os.close(self._wakes)
         os.close(self._wake)
 
+    def check(self) -> None:
+        """Raise a RunError if the thread has ended by an error: without it nobody is admitted any more."""
+        if self._error is not None:
+            raise RunError(f"the admission of connections failed: {self._error!r}") from self._error
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._error = error
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         for each in (self._monitor, self._zap, self._wakes):
             poller.register(each, zmq.POLLIN)

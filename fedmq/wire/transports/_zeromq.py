@@ -76,6 +76,8 @@ class ZeroMQListener(Listener):
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """See the interface."""
+        if self._admission is not None:
+            self._admission.check()
         if self._admission is not None and self._admission.refused:
             raise RemoteWireError(Reason.UNKNOWN_SENDER, self._admission.refused.popleft())
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):

@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-_PRIME = 2**255 - 19
-_SIGN = 1 << 255
+#: The prime of Curve25519; and the bit of an encoded point that holds the sign of its x coordinate.
+PRIME, SIGN = 2**255 - 19, 1 << 255
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def curve_secret(key: Ed25519PrivateKey) -> bytes:
 
 
 def curve_public(key: Ed25519PublicKey) -> bytes:
-    """The CURVE public key, 32 bytes."""
+    """The key for X25519 and CURVE, 32 bytes: the point's Montgomery form (RFC 7748, section 4.1)."""
     return _montgomery(key.public_bytes_raw())
 
 
-@lru_cache(maxsize=1 << 14)  # called for each accepted key at every connection
+@lru_cache(maxsize=1 << 14)  # computed when a key is read, needed at every connection
 def _montgomery(public: bytes) -> bytes:
-    y = int.from_bytes(public, "little") % _SIGN
-    return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")
+    y = int.from_bytes(public, "little") % SIGN
+    return ((1 + y) * pow(1 - y, PRIME - 2, PRIME) % PRIME).to_bytes(32, "little")
 
 
 def public_of(secret: bytes) -> bytes:
@@ -90,8 +90,8 @@ def public_of(secret: bytes) -> bytes:
 
 def ed25519_of(public: bytes, sign: int) -> Ed25519PublicKey:
     """The Ed25519 key of a CURVE public key, which leaves open the sign of the point's x coordinate, 0 or 1."""
-    u = int.from_bytes(public, "little") % _SIGN
-    y = (u - 1) * pow(u + 1, -1, _PRIME) % _PRIME
+    u = int.from_bytes(public, "little") % SIGN
+    y = (u - 1) * pow(u + 1, -1, PRIME) % PRIME
     return Ed25519PublicKey.from_public_bytes((y | sign << 255).to_bytes(32, "little"))
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from protocols._class_prototypes import class_means
-from protocols._losses import unit
+from protocols.parts.class_prototypes import class_means
+from protocols.parts.losses import unit
 
 #: How memories are computed: cosine K-means from class means; class means only; K-means from random rows, as in
 #: FedCAFE's code; or K-means per modality and then over both results, as in its paper.

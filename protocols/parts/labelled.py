@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
-from protocols import _training
+from protocols.parts import training
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
 
 
 @dataclass(frozen=True)
-class EveryLabelledBatch(_training.Work):
+class EveryLabelledBatch(training.Work):
     """One step per batch with a loss of the batch's outputs and labels.
 
     Args:
@@ -64,21 +64,21 @@ class EveryLabelledBatch(_training.Work):
     local: Local
     batch_size: int
     loss: Callable[[Out | None, Out | None, Tensor], Tensor]
-    rows: _training.I64
+    rows: training.I64
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation; the last batch is kept."""
-        caption = _training.choose_captions(self.local, generator)
-        for places in _training.batches(len(self.rows), self.batch_size, generator):
+        caption = training.choose_captions(self.local, generator)
+        for places in training.batches(len(self.rows), self.batch_size, generator):
             rows = self.rows[places]
-            yield _training.Step(rows, caption, partial(self._of, _training.labels_of(self.local, rows)))
+            yield training.Step(rows, caption, partial(self._of, training.labels_of(self.local, rows)))
 
     def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
         return self.loss(image, text, labels)
 
 
 @dataclass(frozen=True)
-class LabelledBatches(_training.Work):
+class LabelledBatches(training.Work):
     """One step per batch with a loss of :class:`Samples`.
 
     Args:
@@ -91,13 +91,13 @@ class LabelledBatches(_training.Work):
     batch_size: int
     loss: Callable[[Samples, np.random.Generator], Tensor]
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation."""
-        caption = _training.choose_captions(self.local, generator)
-        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
-            labels = _training.labels_of(self.local, rows)
+        caption = training.choose_captions(self.local, generator)
+        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
+            labels = training.labels_of(self.local, rows)
 
             def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
                 return self.loss(samples_of(image, text, labels), generator)
 
-            yield _training.Step(rows, caption, batch_loss)
+            yield training.Step(rows, caption, batch_loss)

@@ -16,8 +16,8 @@ from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.federation.protocol import Local
 from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._losses import EPSILON, unit
+from protocols.parts import training
+from protocols.parts.losses import EPSILON, unit
 
 #: The towers of DGCPN, DJSRH and JDSH.
 UNSUPERVISED_TOWERS = TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
@@ -44,7 +44,7 @@ def affinity(features: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------- batch features
-def batch_features(local: Local, step_rows: _training.I64, caption: _training.I64 | None) -> tuple[Tensor, Tensor]:
+def batch_features(local: Local, step_rows: training.I64, caption: training.I64 | None) -> tuple[Tensor, Tensor]:
     """Image and text features [B, d_i] and [B, d_t] of a batch; a missing modality is replaced by the other one.
 
     For a single-modality silo, a weighted similarity of both modalities thus becomes that of its modality.

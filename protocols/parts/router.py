@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.wire.layout import Layout
-from protocols._losses import EPSILON, cosine, unit
+from protocols.parts.losses import EPSILON, cosine, unit
 
 WIDTH = 128
 HEADS = 4

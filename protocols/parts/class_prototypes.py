@@ -21,8 +21,8 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Reply, take
 from fedmq.models.hash_networks import plans_of
 from fedmq.wire.payloads import ClassPrototypes
-from protocols._aggregation import as_tensor, still_known
-from protocols._prototypes import TOLERANCE, lengths
+from protocols.parts.aggregation import as_tensor, still_known
+from protocols.parts.prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"
 COUNTS = "table_class_counts"

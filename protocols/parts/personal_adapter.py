@@ -13,8 +13,8 @@ from torch.nn import functional
 from fedmq.federation.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.models.optimiser import FusedOptimiser
 from fedmq.seeds import torch_generator
-from protocols import _training
-from protocols._losses import unit
+from protocols.parts import training
+from protocols.parts.losses import unit
 
 #: Name of the adapter among a silo's personal tensors: float32 [2, h, d], W1 and the transpose of W2.
 STATE = "personal_adapter"
@@ -116,13 +116,13 @@ def fine_tuned(
     seed = torch_generator(context.seed, "personal", local.silo.name)
     adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
     steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
-    generator = _training.generator_of(context, local, task, "personal")
+    generator = training.generator_of(context, local, task, "personal")
     epochs = (part for _ in range(tuning.epochs) for part in parts)
     for part, loss in epochs:
-        caption, least = _training.choose_captions(part, generator), 1 + part.silo.paired
-        for rows in _training.batches(len(part.dataset), context.training.batch_size, generator, least):
+        caption, least = training.choose_captions(part, generator), 1 + part.silo.paired
+        for rows in training.batches(len(part.dataset), context.training.batch_size, generator, least):
             with torch.no_grad():
-                pair = _training.embed(part, rows, caption)
+                pair = training.embed(part, rows, caption)
             leaf = adapter.clone().requires_grad_()
             value = loss(*(None if z is None else embed(z.cpu(), leaf, strength_) for z in pair))
             if not value.requires_grad:

@@ -26,7 +26,7 @@ from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Reply
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
-from protocols._aggregation import module_slices, ordered, owns
+from protocols.parts.aggregation import module_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

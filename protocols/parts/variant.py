@@ -23,8 +23,8 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.wire.payloads import Delta, Payload
-from protocols import _training
 from protocols.fedavg import FedAvg, FedAvgOptions
+from protocols.parts import training
 
 Opts = TypeVar("Opts")
 
@@ -32,9 +32,9 @@ Opts = TypeVar("Opts")
 class Variant(FederatedProtocol):
     """FedAvg with the changes given to :func:`variant`."""
 
-    extra_loss: ClassVar[Callable[[Any, Context, Local, Task], _training.Extra | None] | None] = None
+    extra_loss: ClassVar[Callable[[Any, Context, Local, Task], training.Extra | None] | None] = None
     kept: ClassVar[Callable[[Any, Local, bool], Mapping[str, Tensor]] | None] = None
-    training: ClassVar[Callable[[FedAvg, Any, Local, Task], Trained] | None] = None
+    local_training: ClassVar[Callable[[FedAvg, Any, Local, Task], Trained] | None] = None
 
     def __init__(self, options: Any, context: Context) -> None:
         self.refuse(options, context)
@@ -75,8 +75,8 @@ class Variant(FederatedProtocol):
     def train(self, local: Local, task: Task) -> Trained:
         """FedAvg's local epochs with the extra loss; adds the method's tensors to the silo's state."""
         changes = type(self)  # accessed on the instance, the functions would be bound methods
-        if changes.training is not None:
-            return changes.training(self.fedavg, self.options, local, task)
+        if changes.local_training is not None:
+            return changes.local_training(self.fedavg, self.options, local, task)
         extra = None if changes.extra_loss is None else changes.extra_loss(self.options, self.context, local, task)
         trained = self.fedavg.trained(local, task, extra=extra)
         if changes.kept is None:
@@ -97,7 +97,7 @@ def has_trained(method: FedAvg, local: Local, task: Task, trained: Trained) -> b
 def variant(
     options: type[Opts],
     *,
-    extra_loss: Callable[[Opts, Context, Local, Task], _training.Extra | None] | None = None,
+    extra_loss: Callable[[Opts, Context, Local, Task], training.Extra | None] | None = None,
     kept: Callable[[Opts, Local, bool], Mapping[str, Tensor]] | None = None,
     train: Callable[[FedAvg, Opts, Local, Task], Trained] | None = None,
     eligible: Callable[[SiloFacts], bool] | None = None,
@@ -123,7 +123,7 @@ def variant(
     given = {
         "extra_loss": extra_loss,
         "kept": kept,
-        "training": train,
+        "local_training": train,
         "eligible": eligible,
         "traits_of": traits,
         "encoders": encoders,

@@ -15,8 +15,8 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import Context, Local
 from fedmq.models.hash_networks import signs
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._training import I64
+from protocols.parts import training
+from protocols.parts.training import I64
 
 #: How the batches of a pass are drawn.
 Draws = Literal["permutation", "fresh"]
@@ -49,7 +49,7 @@ def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generat
     DCMH's released code, with B = min(batch size, n), so that small silos train too.
     """
     if draws == "permutation":
-        yield from _training.batches(size, batch_size, generator)
+        yield from training.batches(size, batch_size, generator)
         return
     width = min(batch_size, size)
     for _ in range(batches(size, batch_size, draws)):
@@ -67,7 +67,7 @@ def passes(
     draws: Draws,
     generator: np.random.Generator,
     loss: Callable[[Modality, I64, Out], Tensor],
-) -> Iterator[_training.Step]:
+) -> Iterator[training.Step]:
     """One local epoch: all batches of the image tower, then all of the text tower, for the silo's modalities.
 
     Args:
@@ -77,7 +77,7 @@ def passes(
         generator: draws samples and captions.
         loss: returns the loss from a modality, the batch's rows and the tower's outputs.
     """
-    caption = _training.choose_captions(local, generator)
+    caption = training.choose_captions(local, generator)
 
     def step_loss(image: Out | None, text: Out | None, modality: Modality, rows: I64) -> Tensor:
         out = image if modality == "image" else text
@@ -88,7 +88,7 @@ def passes(
     for modality in modalities_of(local):
         for rows in drawn(len(local.dataset), batch_size, draws, generator):
             bound = partial(step_loss, modality=modality, rows=rows)
-            yield _training.Step(rows, caption, bound, runs=(modality,), trains=(modality,))
+            yield training.Step(rows, caption, bound, runs=(modality,), trains=(modality,))
 
 
 def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[Modality, Tensor]:
@@ -110,7 +110,7 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
         if same and name in local.state:
             result[modality] = local.state[name].to(local.model.flat.device, copy=True)
             continue
-        image, text = _training.outputs_of_all(local, first, chosen, runs=(modality,))
+        image, text = training.outputs_of_all(local, first, chosen, runs=(modality,))
         computed = image if modality == "image" else text
         if computed is not None:
             result[modality] = computed.to(local.model.flat.device)

@@ -14,7 +14,7 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.models.two_tower import BRANCHES
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
-from protocols import _aggregation
+from protocols.parts import aggregation
 
 
 def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     kept = trainable(layers, silo)
     if kept == layers:
         return payload
-    change = _aggregation.extract(_aggregation.read_only(payload.buffer), layout.part(layers), kept)
+    change = aggregation.extract(aggregation.read_only(payload.buffer), layout.part(layers), kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 
@@ -65,7 +65,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
         return payload
     part = layout.part(names)
     change = torch.zeros(part.size)
-    _aggregation.insert(change, part, payload.names, _aggregation.read_only(payload.buffer))
+    aggregation.insert(change, part, payload.names, aggregation.read_only(payload.buffer))
     buffer = change.numpy()
     if layers is None:
         return Delta(payload.layout_digest, buffer, payload.n_samples)

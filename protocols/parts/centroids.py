@@ -20,10 +20,10 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
-from protocols import _class_prototypes, _training, _unpaired
-from protocols._aggregation import as_tensor
-from protocols._clusters import k_means, nearest
-from protocols._losses import unit
+from protocols.parts import class_prototypes, training, unpaired
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.clusters import k_means, nearest
+from protocols.parts.losses import unit
 
 CENTROIDS = "centroids"
 COUNTS = "centroid_counts"
@@ -144,9 +144,9 @@ def report(
         for place, modality in enumerate(MODALITIES):
             if not getattr(local.silo, modality):
                 continue
-            held = replace(local, dataset=_unpaired.items_with(local, modality), unpaired=())
+            held = replace(local, dataset=unpaired.items_with(local, modality), unpaired=())
             first = None if modality == "image" else np.zeros(len(held.dataset), np.int64)
-            z = _training.embed_all(held, first, context.training.batch_size)[place]
+            z = training.embed_all(held, first, context.training.batch_size)[place]
             if z is not None:
                 members, assigned = _members(held, context, modality, z, count, support)
                 both[place], kept = centroids_of(z, members, count), {**kept, **assigned}
@@ -183,7 +183,7 @@ def check(payloads: Sequence[Payload], count: int, dim: int) -> None:
             update's count was checked against the silo's dataset; query banks weight centroids by their counts.
     """
     centroids = take(payloads, ClassPrototypes)
-    _class_prototypes.check_rows(centroids, 2 * count, dim)
+    class_prototypes.check_rows(centroids, 2 * count, dim)
     samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
     for modality, counts in zip(MODALITIES, np.split(centroids.counts, 2), strict=True):
         if (most := sum(counts.tolist())) > samples:
@@ -267,4 +267,4 @@ def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[Cla
     rows, counts = (tensors[name][whose].transpose(0, 1).flatten(1, 2) for name in (CENTROIDS, COUNTS))
     if not bool((counts > 0).any(1).all()):
         return ()
-    return (_class_prototypes.payload(rows.flatten(0, 1), counts.flatten()),)
+    return (class_prototypes.payload(rows.flatten(0, 1), counts.flatten()),)

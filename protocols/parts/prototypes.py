@@ -16,8 +16,8 @@ from torch import Tensor
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Reply, SiloFacts, take
 from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
-from protocols._aggregation import as_tensor
-from protocols._losses import unit
+from protocols.parts.aggregation import as_tensor
+from protocols.parts.losses import unit
 
 PROTOTYPES = "prototypes"
 VALID = "prototypes_valid"

@@ -16,8 +16,8 @@ import torch
 from fedmq.config.sections import Modality
 from fedmq.data.silo_dataset import SiloDataset, joined
 from fedmq.federation.protocol import Context, Local, Task
-from protocols import _training
-from protocols._training import Step, Work
+from protocols.parts import training
+from protocols.parts.training import Step, Work
 
 
 def views(local: Local) -> list[Local]:
@@ -53,7 +53,7 @@ def beside(
     if not parts:
         return pairs
     own = {
-        purpose: _training.generator_of(context, local, task, f"unpaired {purpose}")
+        purpose: training.generator_of(context, local, task, f"unpaired {purpose}")
         for purpose in ("order", *(modality_of(view) for view, _ in parts))
     }
     return _Beside(pairs, len(local.dataset), parts, context.training.batch_size, own)
@@ -80,10 +80,10 @@ class _Beside(Work):
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """The steps of all parts; each part's steps are in its own order."""
         sources = [iter(()) if self.pairs is None else self.pairs.steps(epoch, generator)]
-        counts = [0 if self.pairs is None else _training.batches_of(self.pairs, self.size, self.batch_size)]
+        counts = [0 if self.pairs is None else training.batches_of(self.pairs, self.size, self.batch_size)]
         for view, work in self.parts:
             sources.append(_steps_of(view, work, epoch, self.own[modality_of(view)]))
-            counts.append(_training.batches_of(work, len(view.dataset), self.batch_size))
+            counts.append(training.batches_of(work, len(view.dataset), self.batch_size))
         for source in self.own["order"].permutation(np.repeat(np.arange(len(sources)), counts)):
             yield next(sources[source])
 

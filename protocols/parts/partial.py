@@ -25,7 +25,8 @@ from fedmq.federation.protocol import (
 )
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
-from protocols import _aggregation, _personal_model, _training, fedavg
+from protocols import fedavg
+from protocols.parts import aggregation, personal_model, training
 
 Opts = TypeVar("Opts", bound=fedavg.FedAvgOptions)
 
@@ -50,7 +51,7 @@ class PartialFedAvg:
         self.fedavg = fedavg.FedAvg(options, context)
         self.shared = tuple(names)
         self.personal = tuple(entry.name for entry in context.layout.entries if entry.name not in set(names))
-        slices = _aggregation.module_slices if modules else _aggregation.branch_slices
+        slices = aggregation.module_slices if modules else aggregation.branch_slices
         self.branches = slices(context.layout.part(self.shared))
 
     def uploads(self) -> frozenset[type[Payload]]:
@@ -60,17 +61,17 @@ class PartialFedAvg:
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The shared layers, and the global prototypes if anchoring is on."""
-        model = _aggregation.partial_model(self.context.layout, self.shared, state.theta)
+        model = aggregation.partial_model(self.context.layout, self.shared, state.theta)
         return (model, *self.fedavg.anchoring.download(state.tensors))
 
     def parameters(self, local: Local, payloads: Sequence[Payload]) -> Tensor:
         """The silo's whole model float32 [P]: downloaded shared layers and its personal layers."""
         layout, theta = self.context.layout, local.model.initial()
-        personal = local.state.get(_personal_model.OWN)
+        personal = local.state.get(personal_model.OWN)
         if personal is not None and self.personal:
-            theta = _aggregation.inserted(theta, layout, self.personal, personal)
-        received = _aggregation.as_tensor(take(payloads, Model).buffer)
-        return _aggregation.inserted(theta, layout, self.shared, received)
+            theta = aggregation.inserted(theta, layout, self.personal, personal)
+        received = aggregation.as_tensor(take(payloads, Model).buffer)
+        return aggregation.inserted(theta, layout, self.shared, received)
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on the base loss over all layers; uploads the shared layers' change, keeps the personal ones."""
@@ -78,13 +79,13 @@ class PartialFedAvg:
         model.load(self.parameters(local, task.payloads))
         base = model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _training.train_epochs(local, self.context, task, base, work)
-        change = _aggregation.extract(outcome.delta, layout, self.shared)
+        outcome = training.train_epochs(local, self.context, task, base, work)
+        change = aggregation.extract(outcome.delta, layout, self.shared)
         update = PartialDelta(layout.digest, self.shared, change.numpy(), len(local.dataset))
         up = (update, Loss(outcome.loss), *self.fedavg.anchoring.report(local, task, filled=False))
         state = {} if work is None else dict(work.kept())
         if self.personal:
-            state[_personal_model.OWN] = _aggregation.extract(model.flat.detach().cpu(), layout, self.personal)
+            state[personal_model.OWN] = aggregation.extract(model.flat.detach().cpu(), layout, self.personal)
         return Trained(up, state, outcome.loss)
 
     def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> MergeResult:
@@ -95,23 +96,23 @@ class PartialFedAvg:
             replies: replies in any order.
             weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
         """
-        layout, replies = self.context.layout, _aggregation.ordered(replies)
-        updates = [_aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
+        layout, replies = self.context.layout, aggregation.ordered(replies)
+        updates = [aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
         if weights is None:
             weights = self.fedavg.weights(updates)
         else:
-            weights = _aggregation.damped(
+            weights = aggregation.damped(
                 weights, torch.tensor([update.factor for update in updates], dtype=torch.float64)
             )
-        before = _aggregation.extract(state.theta, layout, self.shared)
-        after = _aggregation.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
-        theta = _aggregation.inserted(state.theta, layout, self.shared, after)
+        before = aggregation.extract(state.theta, layout, self.shared)
+        after = aggregation.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
+        theta = aggregation.inserted(state.theta, layout, self.shared, after)
         tensors = self.fedavg.anchoring.averaged(state.tensors, replies, weights)
         return MergeResult(State(theta, tensors, state.values))
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""
-        return _personal_model.encoders_of(local, self.parameters(local, payloads))
+        return personal_model.encoders_of(local, self.parameters(local, payloads))
 
 
 class LayersMethod(FederatedProtocol):

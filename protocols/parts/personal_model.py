@@ -17,7 +17,7 @@ from fedmq.federation.protocol import Encoders, Local, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model, Payload
-from protocols import _training
+from protocols.parts import training
 
 #: Name of a silo's personal parameters [P], or its personal layers, in the silo's state.
 OWN = "own_model"
@@ -54,7 +54,7 @@ def last_encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
     return encoders_of(local, take(payloads, Model).buffer if personal is None else personal)
 
 
-def unsharpened(local: Local, image: Out | None, text: Out | None) -> _training.Outs:
+def unsharpened(local: Local, image: Out | None, text: Out | None) -> training.Outs:
     """A step's outputs with codes of sharpness 1, for comparison with codes computed outside training.
 
     DJSRH and JDSH increase the sharpness of codes during training, while banks and prototypes hold codes of sharpness
@@ -92,7 +92,7 @@ class Reference:
     theta: Tensor
     epochs: int
 
-    def __call__(self, step: _training.Step) -> _training.Outs:
+    def __call__(self, step: training.Step) -> training.Outs:
         """Image and text outputs of a step's batch; None for a tower that the step does not run or the silo lacks."""
         dataset, model = self.local.dataset, self.local.model
         cached: list[Modality] = [name for name in step.runs if self._cached(name)]
@@ -100,8 +100,8 @@ class Reference:
         image: Out | None = None
         text: Out | None = None
         if computed:
-            with _training.parameters(self.local, self.theta), torch.no_grad():
-                image, text = _training.outputs(self.local, step.rows, step.caption, computed)
+            with training.parameters(self.local, self.theta), torch.no_grad():
+                image, text = training.outputs(self.local, step.rows, step.caption, computed)
         rows = torch.from_numpy(step.rows)
         if "image" in cached and dataset.image is not None:
             image = _picked(self._images, rows, model.visual)
@@ -128,8 +128,8 @@ class Reference:
     def _all_outputs(self, modality: Modality, items: Tensor | None) -> Out:
         if items is None:
             raise ValueError(f"the silo has no {modality} items")
-        with _training.parameters(self.local, self.theta):
-            parts = list(_training.in_blocks(self.local.model, modality, items))
+        with training.parameters(self.local, self.theta):
+            parts = list(training.in_blocks(self.local.model, modality, items))
         logits = [part.logits for part in parts if part.logits is not None]
         hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
         return Out(hidden, raw, code, torch.cat(logits) if logits else None)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protocols import _personal_adapter
-from protocols._options import check
+from protocols.parts import personal_adapter
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -146,5 +146,5 @@ class RcsrOptions:
             check("fair_eta times fair_tau", self.fair_eta * self.fair_tau, 0.0, 1.0)
         for order in (1, 2, 4, 5):
             check(f"beta{order}", getattr(self, f"beta{order}"), 0.0)
-        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", _personal_adapter.STRONGEST)):
+        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", personal_adapter.STRONGEST)):
             check(name, getattr(self, name), 0.0, most)

@@ -25,9 +25,9 @@ from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.wire.payloads import Delta
-from protocols import _aggregation
-from protocols._epochs import Snapshots
-from protocols._losses import local_prototype, proximal, proximal_gradient
+from protocols.parts import aggregation
+from protocols.parts.epochs import Snapshots
+from protocols.parts.losses import local_prototype, proximal, proximal_gradient
 
 I64 = npt.NDArray[np.int64]
 Outs = tuple[Out | None, Out | None]
@@ -286,10 +286,10 @@ def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
 
     Returns:
         The parameters, float32 [P] on the model's device. Read-only and of arbitrary alignment: use them for
-        subtraction only, see :func:`protocols._aggregation.as_tensor`.
+        subtraction only, see :func:`protocols.parts.aggregation.as_tensor`.
     """
     local.model.load(buffer)
-    return _aggregation.read_only(buffer).to(local.model.flat.device, torch.float32)
+    return aggregation.read_only(buffer).to(local.model.flat.device, torch.float32)
 
 
 def train_epochs(

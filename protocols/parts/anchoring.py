@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Reply, Task, take
 from fedmq.wire.payloads import ModalityPrototypes, Payload
-from protocols import _aggregation, _prototypes, _training
-from protocols._losses import anchor
-from protocols._options import check
+from protocols.parts import aggregation, prototypes, training
+from protocols.parts.losses import anchor
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Anchoring:
         self.uploads: frozenset[type[Payload]] = frozenset({ModalityPrototypes} if self._active else ())
 
     # ----------------------------------------------------------------------- silo side
-    def work(self, local: Local, task: Task) -> _training.Work | None:
+    def work(self, local: Local, task: Task) -> training.Work | None:
         """Local training of a single-modality silo; None if it idles or its missing modality has no prototype yet."""
         image, text = self._received(task)
         missing = text if local.silo.image else image
         if missing is None:
             return None
         loss = partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
-        return _training.EveryBatch(local, self.context.training.batch_size, loss)
+        return training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def report(self, local: Local, task: Task, *, filled: bool = True) -> tuple[Payload, ...]:
         """The silo's prototypes under the trained model.
@@ -92,20 +92,20 @@ class Anchoring:
         """
         if not self._active:
             return ()
-        prototypes = _training.silo_prototypes(local, self.context, task)
-        return (_prototypes.upload(prototypes, self._received(task) if filled else (None, None)),)
+        means = training.silo_prototypes(local, self.context, task)
+        return (prototypes.upload(means, self._received(task) if filled else (None, None)),)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
-        return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)
+        return prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self) -> Mapping[str, Tensor]:
         """The coordinator's tensors before the first round: no prototype yet."""
-        return _prototypes.initial(self.context.dim) if self._active else {}
+        return prototypes.initial(self.context.dim) if self._active else {}
 
     def download(self, tensors: Mapping[str, Tensor]) -> tuple[Payload, ...]:
         """The global prototypes, for every silo."""
-        return (_prototypes.download(tensors),) if self._active else ()
+        return (prototypes.download(tensors),) if self._active else ()
 
     def averaged(
         self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
@@ -119,7 +119,7 @@ class Anchoring:
         """
         if not self._active:
             return tensors
-        local, mask = _prototypes.read_uploads(replies, self.context.dim)
-        rate = _aggregation.decay_at_merge(self.options.ema, len(replies), self.context.cohort)
-        updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
+        local, mask = prototypes.read_uploads(replies, self.context.dim)
+        rate = aggregation.decay_at_merge(self.options.ema, len(replies), self.context.cohort)
+        updated = prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
         return {**tensors, **updated}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.wire.layout import Layout
-from protocols._router import views
+from protocols.parts.router import views
 
 #: Width of the embedding and of the hidden layers.
 WIDTH = 32

@@ -15,7 +15,7 @@ class Statistics:
     Args:
         prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
         mask: bool [M, 2], which prototypes are real.
-        geometry: float32 [M, 4], see :func:`protocols._router.geometry`.
+        geometry: float32 [M, 4], see :func:`protocols.parts.router.geometry`.
         losses: float64 [M].
     """
 

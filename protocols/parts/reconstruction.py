@@ -15,8 +15,8 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local
 from fedmq.models.hash_networks import Tower
 from fedmq.models.two_tower import Out
-from protocols import _training
-from protocols._similarity import batch_features, codes
+from protocols.parts import training
+from protocols.parts.similarity import batch_features, codes
 
 _EPOCHS = "base.epochs"
 
@@ -43,18 +43,18 @@ def sharpened(local: Local, factor: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Reconstruction(_training.Work):
+class Reconstruction(training.Work):
     """One step per batch towards the batch's similarity; the sharpness of codes grows with every epoch.
 
     Args:
         local: the silo.
-        training: batch size and epochs.
+        settings: batch size and epochs.
         target: computes the similarity [B, B] from image and text features [B, d_i] and [B, d_t].
         loss: returns the loss from image and text codes [B, r], None for a modality the silo lacks, and the similarity.
     """
 
     local: Local
-    training: Training
+    settings: Training
     target: Callable[[Tensor, Tensor], Tensor]
     loss: Callable[[Tensor | None, Tensor | None, Tensor], Tensor]
 
@@ -63,19 +63,19 @@ class Reconstruction(_training.Work):
         """Epochs the silo has trained in its earlier tasks."""
         return int(self.local.state[_EPOCHS]) if _EPOCHS in self.local.state else 0
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation."""
-        caption = _training.choose_captions(self.local, generator)
+        caption = training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         with sharpened(self.local, sharpness(self.before + epoch)):
-            for rows in _training.batches(len(self.local.dataset), self.training.batch_size, generator):
+            for rows in training.batches(len(self.local.dataset), self.settings.batch_size, generator):
                 similar = self.target(*(each.to(device) for each in batch_features(self.local, rows, caption)))
 
                 def batch_loss(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
                     return self.loss(*codes(image, text), similar)
 
-                yield _training.Step(rows, caption, batch_loss)
+                yield training.Step(rows, caption, batch_loss)
 
     def kept(self) -> Mapping[str, Tensor]:
         """The number of epochs the silo has trained, this task's included."""
-        return {_EPOCHS: torch.tensor(self.before + self.training.local_epochs)}
+        return {_EPOCHS: torch.tensor(self.before + self.settings.local_epochs)}

@@ -1,0 +1,1 @@
+"""What several methods or objectives are built from."""

@@ -16,10 +16,10 @@ from benchmarks.measure import Number, Result, spread
 from coordinator.reply_validation import check_reply
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.malloc import keep_buffers
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Delta
+from fedmq.wire.sealed_sessions import keep_buffers
 from protocols.parts.aggregation import accumulate, read_only
 
 _WARM = 8

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.measure import Number, Result
 from benchmarks.runs import rcsr_scenario
-from fedmq.launch.dry_run import TOLERANCE
+from fedmq.launch.estimates import TOLERANCE
 
 #: Scenario files and their settings.
 RUNS = (

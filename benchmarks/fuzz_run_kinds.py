@@ -36,7 +36,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.experiments import process_pool, tune_file, tuning
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.search_journal import SearchJournal
-from fedmq.launch import peer_records
+from fedmq.launch import remote_peer
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile, read_status
@@ -367,16 +367,16 @@ def _read_stamp(folder: Path) -> None:
 
 # --- clusters -------------------------------------------------------------------------------------------------------
 def _given(path: Path) -> bytes:
-    return read_regular(path, "a record", peer_records.MOST_BYTES)
+    return read_regular(path, "a record", remote_peer.MOST_BYTES)
 
 
 def _peer_task() -> Folder:
     arguments = SiloArguments(resolved_run(), "silo-01", "tcp://host:1", Path("/keys"), Path("/out"))
-    return {"task.json": peer_records.encode(peer_records.PeerTask.of(arguments, gpu=False))}
+    return {"task.json": remote_peer.encode(remote_peer.PeerTask.of(arguments, gpu=False))}
 
 
 def _read_task(folder: Path) -> object:
-    task = peer_records.decode(peer_records.PeerTask, _given(folder / "task.json"), "the task")
+    task = remote_peer.decode(remote_peer.PeerTask, _given(folder / "task.json"), "the task")
     return task.arguments(folder, folder)
 
 
@@ -388,10 +388,10 @@ def _ended() -> Folder:
 
 
 def _read_ended(folder: Path) -> None:
-    ended = peer_records.decode(peer_records.Ended, _given(folder / "ended.json"), "the result")
+    ended = remote_peer.decode(remote_peer.Ended, _given(folder / "ended.json"), "the result")
     out = folder / "run"
     out.mkdir(exist_ok=True)
-    peer_records.store_files(out, ["silo-01"], ended.files, "the result")
+    remote_peer.store_files(out, ["silo-01"], ended.files, "the result")
     for path in out.rglob("*"):
         assert path.is_dir() or path.parts[-2] in ("messages", "silo-01"), f"wrote {path}"
 
@@ -402,9 +402,9 @@ def _sent_files() -> Folder:
 
 
 def _read_sent_files(folder: Path) -> None:
-    sent = peer_records.decode(peer_records.PeerFiles, _given(folder / "files.json"), "the files")
+    sent = remote_peer.decode(remote_peer.PeerFiles, _given(folder / "files.json"), "the files")
     with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name, contextlib.suppress(FileExistsError):
-        peer_records.write_private(Path(name), sent.files)
+        remote_peer.write_private(Path(name), sent.files)
 
 
 def _resumed(beginning: Callable[[], Folder]) -> Kind:

@@ -15,7 +15,7 @@ import protocols
 from benchmarks.measure import Number, Result
 from fedmq.config.resolve import Source, resolve
 from fedmq.config.scenario import Scenario
-from fedmq.launch import supervisor
+from fedmq.launch import preparation, supervisor
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 
@@ -94,7 +94,7 @@ def run(*, smoke: bool = False) -> Result:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
         made = resolve(Source(root / "soak.yaml", scenario(root / "soak.npz", 60 if smoke else 1250)), protocols)
-        data = supervisor.prepare_population(made, None)
+        data = preparation.prepare_population(made, None)
         done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
     summary = done.outcome.summary
     assert summary is not None and summary.seconds.virtual is not None

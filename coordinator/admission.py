@@ -18,8 +18,7 @@ import numpy as np
 from coordinator.data_disputes import Disputes
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.agreement import FormatError, agreed_format, difference, run_data_of, unknown_name
-from fedmq.federation.run_data import RunData
+from fedmq.federation.agreement import FormatError, RunData, agreed_format, difference, run_data_of, unknown_name
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.text import first_few
 from fedmq.wire.fields import FieldError
@@ -65,6 +64,9 @@ class Admission(Protocol):
         Raises:
             RemoteWireError: ``data`` if its data do not fit the run's, ``unexpected`` for other payloads.
         """
+
+    def withdraw(self, name: str) -> None:
+        """A peer's key is no longer accepted."""
 
     def record(self) -> AgreementRecord:
         """What was stated, for the run folder."""
@@ -119,6 +121,9 @@ class SimulatedAdmission:
             )
         self.stated[name] = stated, None
         return Admitted()
+
+    def withdraw(self, name: str) -> None:
+        """Nothing depends on what one silo stated; see :class:`Admission`."""
 
     def record(self) -> AgreementRecord:
         """What was stated, for the run folder."""
@@ -230,6 +235,13 @@ class OwnDataAdmission:
             self.disputes.withdraw(each)
             del self.stated[each]
         return Waiting(refused)
+
+    def withdraw(self, name: str) -> None:
+        """Forget what a silo has stated, unless the silos have agreed on it; see :class:`Admission`."""
+        self.late.pop(name, None)
+        if self.agreed is None:
+            self.disputes.withdraw(name)
+            self.stated.pop(name, None)
 
     def _check_same(self, name: str, statement: DataStatement, held: DataFormat) -> None:
         """Refuse a peer that rejoins with other data."""

@@ -13,7 +13,7 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
-from fedmq.federation.staleness import damping, mixed, rarity
+from fedmq.federation.updates import damping, mixed, rarity
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message

@@ -13,10 +13,10 @@ from coordinator.participation import cohort_size, trace_of
 from coordinator.run_context import RunContext
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.federation import update_transforms
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation import updates
+from fedmq.federation.agreement import RunData
+from fedmq.federation.faults import FaultSchedule
 from fedmq.federation.protocol import FederatedProtocol
-from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
@@ -70,7 +70,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
     sent = sent_kinds(run_context)
-    if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
+    if scenario.privacy.clip_norm is not None and not any(set(updates.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):

@@ -15,9 +15,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests
 from fedmq.data.remarks import of_spellings
 from fedmq.errors import InputError
-from fedmq.federation.agreement import FormatError
+from fedmq.federation.agreement import FormatError, RunData
 from fedmq.federation.population import Population
-from fedmq.federation.run_data import RunData
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.status import ERROR_CHARACTERS, Status
 from fedmq.storage.cache import cache_folder

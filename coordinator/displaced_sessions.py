@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from coordinator.peer_sessions import Peer
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
-from fedmq.recent import Recent
 from fedmq.storage.logs import Logger
 from fedmq.wire.channel import BEAT_SECONDS
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Kind
 
 #: Maximum number of replaced sessions that are remembered; the oldest are forgotten.
@@ -32,7 +32,7 @@ class DisplacedSessions:
     def __init__(self, clock: Clock, patience: float, logger: Logger) -> None:
         self._clock, self._logger = clock, logger
         self._in_transit = BEAT_SECONDS * patience / 2
-        self._replaced = Recent[bytes, tuple[Peer, float]](_MOST)
+        self._replaced = BoundedDict[bytes, tuple[Peer, float]](_MOST)
 
     def add(self, earlier: Peer, address: bytes) -> None:
         """Remember a session unless the one that replaced it is on the same connection, at ``address``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fedmq.federation.fault_effects import FailureReason
+from fedmq.federation.faults import FailureReason
 
 
 class DiscardReason(StrEnum):

@@ -1,6 +1,6 @@
 """The coordinator's fault injector: it determines the outcome of every task and injects a scenario's faults.
 
-Outcomes are drawn by pure functions (:mod:`fedmq.federation.fault_schedule`). Each fault strikes a task once, however
+Outcomes are drawn by pure functions (:mod:`fedmq.federation.faults`). Each fault strikes a task once, however
 often the task is sent, so that every run ends. Only the supervisor can kill or freeze processes; where processes were
 launched manually, the outcome still holds and the log notes that the fault was not carried out.
 """
@@ -26,14 +26,13 @@ from fedmq.config.faults import (
     Freeze,
     Late,
     Leave,
+    Persistent,
     Poison,
     Reorder,
     Split,
-    Standing,
 )
 from fedmq.errors import RemoteWireError
-from fedmq.federation.fault_effects import FailureReason, TaskOutcome
-from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
+from fedmq.federation.faults import FailureReason, FaultSchedule, ScheduledFault, TaskOutcome
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished
 from fedmq.wire.channel import BEAT_SECONDS
@@ -43,7 +42,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 Frames = tuple[bytes, Sequence[Any]]
-_STANDING, _POISON = get_args(Standing), get_args(Poison)
+_PERSISTENT, _POISON = get_args(Persistent), get_args(Poison)
 
 
 class _Fired(Stored):
@@ -96,8 +95,8 @@ class FaultInjector:
         self._record = folder.faults
         cut_unfinished(self._record)
         self._fired = {line.fault for line in read_lines(self._record, _Fired, "a fault that fired")}
-        self._strikes: dict[str, list[FaultHit]] = {}
-        self._on_frames: dict[tuple[str, int], list[FaultHit]] = {}
+        self._strikes: dict[str, list[ScheduledFault]] = {}
+        self._on_frames: dict[tuple[str, int], list[ScheduledFault]] = {}
         self._causes: dict[tuple[str, int], int | None] = {}
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
@@ -123,8 +122,8 @@ class FaultInjector:
         self._strikes[silo] = strikes
         if fresh:
             for place, fault in strikes:
-                if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
-                    self._log_strike(FaultHit(place, fault), silo, sequence, cause)
+                if not isinstance(fault, _PERSISTENT) or self._mark_fired(f"{place} {silo}"):
+                    self._log_strike(ScheduledFault(place, fault), silo, sequence, cause)
         return outcome
 
     def attacked(self, silo: str) -> bool:
@@ -152,7 +151,7 @@ class FaultInjector:
         for place, fault in self._strikes.get(silo, ()):
             if isinstance(fault, Drop) and fault.again is None:
                 # A permanent loss is the outcome of the task: it holds for every resend, also after a restart.
-                self._on_frames[silo, sequence] = [FaultHit(place, fault)]
+                self._on_frames[silo, sequence] = [ScheduledFault(place, fault)]
                 self._causes[silo, sequence] = cause
             elif isinstance(fault, ON_MESSAGES | Crash | Freeze | Leave) and self._mark_fired(
                 f"{place} {silo} {sequence}"
@@ -164,7 +163,7 @@ class FaultInjector:
                         seconds = fault.beats * BEAT_SECONDS if self._clock.virtual else fault.seconds
                         self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
-                        self._on_frames.setdefault((silo, sequence), []).append(FaultHit(place, fault))
+                        self._on_frames.setdefault((silo, sequence), []).append(ScheduledFault(place, fault))
 
     def restart_stopped(self) -> None:
         """Restart all stopped silos, so that every silo can evaluate its personal model."""
@@ -179,7 +178,7 @@ class FaultInjector:
                 NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, caused_by=cause
             )
 
-    def _log_strike(self, strike: FaultHit, silo: str, sequence: int, cause: int | None) -> None:
+    def _log_strike(self, strike: ScheduledFault, silo: str, sequence: int, cause: int | None) -> None:
         """Log that a fault strikes."""
         place, fault = strike
         self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, caused_by=cause)
@@ -239,7 +238,7 @@ class FaultInjector:
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._mark_fired(f"{place} {COORDINATOR}"):
-                self._log_strike(FaultHit(place, fault), COORDINATOR, version, cause)
+                self._log_strike(ScheduledFault(place, fault), COORDINATOR, version, cause)
                 self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, cause)
 
     def to_disk(self, version: int, cause: int | None, path: Path) -> None:
@@ -251,7 +250,7 @@ class FaultInjector:
         for place, fault in self.script.refusals(version):
             for number in range(fault.times):
                 if self._mark_fired(f"{place} disk {number}"):
-                    self._log_strike(FaultHit(place, fault), COORDINATOR, version, cause)
+                    self._log_strike(ScheduledFault(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
 

@@ -7,8 +7,8 @@ from coordinator.admission import OwnDataAdmission
 from coordinator.build_run_context import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError
+from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, run_name
-from fedmq.federation.run_data import RunData
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.json_files import read_json

@@ -11,9 +11,9 @@ from coordinator.loop import Loop
 from coordinator.summary import summary_of
 from fedmq.clock import Clock
 from fedmq.errors import RunError
-from fedmq.federation import update_transforms
-from fedmq.federation.run_data import RunData
-from fedmq.runs.result_digests import result_digests
+from fedmq.federation import updates
+from fedmq.federation.agreement import RunData
+from fedmq.runs.results import result_digests
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.log_records import NoteKind
@@ -34,7 +34,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in sent_kinds(run_context))
+    shared = any(kinds & set(updates.TRANSFORMED) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "

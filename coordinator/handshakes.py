@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
-from fedmq.recent import Recent
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
+from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, Header, Kind, Reason
-from fedmq.wire.rate_limits import PeerRateLimits, RateLimit
 from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Listener
 
@@ -68,8 +67,8 @@ class Handshakes:
     ) -> None:
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock, self._names, self._options = log, clock, names, options
-        self._pending = Recent[bytes, PendingHandshake](MAX_PENDING)
-        self._answered = Recent[bytes, None](MAX_PENDING)
+        self._pending = BoundedDict[bytes, PendingHandshake](MAX_PENDING)
+        self._answered = BoundedDict[bytes, None](MAX_PENDING)
         # By peer, not by connection or session, as a peer could open new ones.
         self._hellos, self._copies = PeerRateLimits(HELLOS), PeerRateLimits(COPIES, 10.0)
         self._rejections = RateLimit(REJECTIONS, clock.stopwatch(), 10.0)
@@ -132,6 +131,11 @@ class Handshakes:
     def forget(self, address: bytes) -> None:
         """Drop the unfinished handshake on a connection, if there is one."""
         self._pending.pop(address, None)
+
+    def forget_peer(self, name: str) -> None:
+        """Drop the unfinished handshakes of a peer."""
+        for address in [address for address, pending in self._pending.items() if pending.responded.peer == name]:
+            del self._pending[address]
 
     def _check_limits(self, claim: Header, *, copy: bool) -> None:
         """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.

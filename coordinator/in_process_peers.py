@@ -53,6 +53,7 @@ class InProcessPeers:
         self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
         self.undelivered: dict[str, int] = {}
+        self.unaccepted: dict[str, int] = {}  # functions of this process have no keys
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""
@@ -114,10 +115,6 @@ class InProcessPeers:
         if isinstance(message, Message) and message.header.kind in (Kind.TASK, Kind.EVALUATE):
             self.queue.append(message)
         return 1
-
-    def removed_keys(self, now: float) -> list[str]:
-        """None: functions of this process have no keys."""
-        return []
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
         """Count and log a refusal; returns the number of its log record."""

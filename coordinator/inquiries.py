@@ -11,10 +11,10 @@ from coordinator.rounds import Phase
 from fedmq.clock import Clock
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.federation.agreement import FormatError
+from fedmq.packages import versions
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
-from fedmq.version import versions
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog

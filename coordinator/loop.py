@@ -47,7 +47,7 @@ from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_
 from coordinator.timeline import EntryKind, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
-from fedmq.federation.fault_effects import FailureReason
+from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS
@@ -105,6 +105,7 @@ class Loop:
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen, self.makes_room, self._limits, self._absences = set[str](), False, self.status.limits, Absences()
         self.phase_cause: int | None = None
+        self._expelled = set[str]()
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._inbox = Inbox(self.roster, self.log, self.clock, self.fault_injector)
         self._began = self._checked = self._inbox.caught_up
@@ -133,6 +134,7 @@ class Loop:
         Raises:
             RunError: no silo can train, or the evaluator stays away.
         """
+        self._expel_unaccepted()
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
         if continues:
@@ -360,8 +362,7 @@ class Loop:
         if now - self._checked < _POLL_SECONDS:
             return
         self._checked = now
-        for name in self.roster.removed_keys(now):
-            self.expel(name)
+        self._expel_unaccepted()
         for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
             self._on_ready(Ready(name, returned=False), None)
         # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
@@ -401,10 +402,18 @@ class Loop:
             self._limits.lost(name, self.clock.stopwatch())
             self._handle(Lost(name), record)
 
-    def expel(self, name: str) -> None:
-        """Cut off a peer whose key was removed; a silo's pending task fails."""
-        record = self.log.note(NoteKind.EXPELLED, peer=name)
-        if self.roster.online(name):
+    def _expel_unaccepted(self) -> None:
+        """Continue without the peers whose keys are not or no longer accepted."""
+        unaccepted = self.roster.unaccepted
+        self._expelled &= unaccepted.keys()
+        for name, record in list(unaccepted.items()):
+            if name not in self._expelled:
+                self._expelled.add(name)
+                self._expel(name, record)
+
+    def _expel(self, name: str, record: int) -> None:
+        """Continue without a peer that the roster has expelled; a silo's pending task fails."""
+        if name in self.rounds.online or name == EVALUATOR:
             self._on_peer_lost(name, record)
         if name in self._facts:
             self._handle(Expelled(name), record)

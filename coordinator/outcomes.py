@@ -13,7 +13,7 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from coordinator.timeline import EntryKind, Timeline, TimelineEntry
 from fedmq.clock import Clock
-from fedmq.federation.fault_effects import FailureReason, TaskOutcome
+from fedmq.federation.faults import FailureReason, TaskOutcome
 from fedmq.federation.protocol import SiloFacts
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog

@@ -11,8 +11,7 @@ from coordinator.events import Action, Send
 from coordinator.participation import Trace, sampling_of
 from coordinator.rounds import RoundsPlan
 from fedmq.config.scenario import Scenario
-from fedmq.federation.fault_effects import TaskOutcome
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule, TaskOutcome
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Traits
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.run_folder import RunFolder

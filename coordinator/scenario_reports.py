@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedmq.config.scenario_digests import keys_in, named
 from fedmq.errors import RemoteWireError
-from fedmq.recent import Recent
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Reason
@@ -27,7 +27,7 @@ class ScenarioReports:
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log
-        self._sessions = Recent[bytes, Session](_MAX_SESSIONS)
+        self._sessions = BoundedDict[bytes, Session](_MAX_SESSIONS)
         self._noted: set[tuple[str, str]] = set()
 
     def expect(self, address: bytes, session: Session) -> None:

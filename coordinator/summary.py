@@ -13,14 +13,15 @@ from coordinator.loop import Loop
 from fedmq.clock import Clock
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import kind_of
+from fedmq.evaluation.custom_metrics import described, measures_of
 from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.evaluation.user_metrics import described, measures_of
+from fedmq.federation.agreement import RunData
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
-from fedmq.federation.run_data import RunData
 from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.packages import versions
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluatedItems,
@@ -35,7 +36,6 @@ from fedmq.runs.run_records import (
     TaskCounts,
     Traffic,
 )
-from fedmq.version import versions
 from fedmq.wire.messages import EVALUATOR
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
@@ -192,8 +192,8 @@ def _optional_keys(
     if loop.evaluation.missing:
         optional["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
     measures = measures_of(loop.run_context.scenario.evaluation)
-    if own_metrics := described(measures, last.metrics or ({} if own is None else own.metrics)):
-        optional["own_metrics"] = own_metrics
+    if custom_metrics := described(measures, last.metrics or ({} if own is None else own.metrics)):
+        optional["custom_metrics"] = custom_metrics
     if traits.our_reading:
         optional["our_reading"] = True
     if traits.personal_only:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from coordinator.counters import Counters
 from coordinator.reply_validation import ImplausibleError
 from fedmq.errors import DivergedError, RemoteWireError, RunError
-from fedmq.federation.fault_effects import FailureReason
+from fedmq.federation.faults import FailureReason
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.text import printable

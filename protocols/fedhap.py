@@ -35,7 +35,7 @@ from fedmq.federation.protocol import (
     Traits,
     take,
 )
-from fedmq.federation.staleness import mixed
+from fedmq.federation.updates import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload

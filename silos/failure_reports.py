@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedmq.errors import FedmqError
-from fedmq.federation.error_reports import reportable
+from fedmq.federation.participant import reportable
 from fedmq.storage.error_files import ErrorFile
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.text import print_line, printable

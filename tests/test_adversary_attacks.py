@@ -23,7 +23,7 @@ from fedmq.wire import channel
 from fedmq.wire.keys import fingerprint
 from fedmq.wire.transports._connection_admission import PER_KEY, UNHEARD
 from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
-from fedmq.wire.transports.base import Connection, Listener, Trouble
+from fedmq.wire.transports.base import Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.curve_keys import (
     ConnectionKeys,
     ListenerKeys,
@@ -159,11 +159,11 @@ def opened(accepted: list[Ed25519PrivateKey], key: Ed25519PrivateKey) -> Listene
     return listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, keys, ("silo-00", "silo-01")))
 
 
-def troubled(connection: Connection) -> Trouble | None:
+def troubled(connection: Connection) -> ConnectionRefusal | None:
     until, found = time.monotonic() + 5, None
     while found is None and time.monotonic() < until:
         connection.receive(0.05)
-        found = connection.trouble()
+        found = connection.refusal()
     return found
 
 
@@ -172,7 +172,7 @@ def test_a_refused_peer_learns_the_reason_and_the_coordinator_logs_its_name_and_
     listener = opened([accepted], key)
     connection = connect(listener.uri, keys=ConnectionKeys(stranger, key.public_key(), "silo-01"))
     connection.send((b"header", b"body"))
-    assert troubled(connection) is Trouble.REFUSED
+    assert troubled(connection) is ConnectionRefusal.REFUSED
     refused: list[str] = []
     until = time.monotonic() + 5
     while len(refused) < 2 and time.monotonic() < until:
@@ -195,7 +195,7 @@ def test_a_listener_without_the_expected_key_is_recognised() -> None:
     listener = opened([peer], key)
     connection = connect(listener.uri, keys=ConnectionKeys(peer, other.public_key(), "silo-00"))
     connection.send((b"header", b"body"))
-    assert troubled(connection) is Trouble.FOREIGN
+    assert troubled(connection) is ConnectionRefusal.FOREIGN
     connection.close()
     listener.close()
 
@@ -206,7 +206,7 @@ def test_a_refused_peer_is_admitted_once_its_key_is_accepted() -> None:
     listener = listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, accepted, ("silo-00",)))
     connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
     connection.send((b"header", b"first"))
-    assert troubled(connection) is Trouble.REFUSED
+    assert troubled(connection) is ConnectionRefusal.REFUSED
     accepted["silo-00"] = peer.public_key()
     connection.send((b"header", b"second"))
     received, until = None, time.monotonic() + 5

@@ -21,7 +21,7 @@ from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.error_reports import reportable
+from fedmq.federation.participant import reportable
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS

@@ -19,7 +19,7 @@ from fedmq.config import registry, user_files
 from fedmq.config.resolve import Source, read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.federation.error_reports import reportable
+from fedmq.federation.participant import reportable
 from fedmq.storage.run_folder import RunFolder
 from tests import data_set_folders, in_process_run
 from tests.command_line import fedmq

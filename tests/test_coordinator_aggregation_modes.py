@@ -22,7 +22,7 @@ from fedmq.config.scenario import ProtocolChoice
 from fedmq.config.sections import Staleness
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, State
-from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
+from fedmq.federation.updates import damping, hinge, mixed, polynomial, rarity
 from fedmq.launch.supervisor import simulate_inline
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder

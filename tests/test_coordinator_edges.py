@@ -33,8 +33,7 @@ from fedmq.data import partition
 from fedmq.evaluation import recall
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import fold_recalls
-from fedmq.federation.fault_effects import TaskOutcome, outcome_after
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule, TaskOutcome, outcome_after
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import SiloFacts, State
 from fedmq.storage.run_folder import RunFolder

@@ -21,7 +21,7 @@ from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiat
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
-from fedmq.wire.payloads import OwnMetrics
+from fedmq.wire.payloads import SiloMetrics
 from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
@@ -126,7 +126,7 @@ def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Pa
         connection.close()
 
 
-@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.OWN_RESULT, Kind.TASK])
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.SILO_RESULT, Kind.TASK])
 def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_path: Path) -> None:
     """Such a reply used to reach the rounds, and ended the coordinator if its sender was no silo of the run."""
     for ends in opened_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)):
@@ -134,7 +134,7 @@ def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_pa
         session = ends.session("silo-00", connection)
         assert session is not None
         info = TaskInfo(round=1, rounds=2, settled=0, learning_rate=0.1) if kind is Kind.TASK else None
-        payloads = (OwnMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.OWN_RESULT else ()
+        payloads = (SiloMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.SILO_RESULT else ()
         message = Message(header(session, kind, reply_to=5), payloads, info)
         connection.send(seal_message(session, message).frames)
         arrived = ends.listener.receive(1.0)

@@ -18,8 +18,7 @@ from coordinator.rounds import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.errors import InputError, RunError
-from fedmq.federation.fault_effects import TaskOutcome, attacked, drifted_rows, with_noisy_labels
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule, TaskOutcome, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.protocol import SiloFacts
 from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes

@@ -12,7 +12,7 @@ from PIL import Image
 from fedmq.cli.scenarios import resolved_file
 from fedmq.config.site import read_site
 from fedmq.errors import DataItemError
-from fedmq.federation.site_data import SiteData
+from fedmq.federation.participant import SiteData
 from tests.command_line import fedmq
 
 OWN = "name: own\nrounds: 3\nprotocol: fedavg\nbackbone: {name: lite}\nsilos: {count: 3}\npartition: {kind: own}\n"

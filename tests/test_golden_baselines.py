@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from fedmq.federation.staleness import polynomial
+from fedmq.federation.updates import polynomial
 from fedmq.models.adapters import through_shared
 from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl, moon, plfedcmh
 from protocols.objectives import shdch

@@ -20,8 +20,8 @@ from coordinator.file_descriptors import OTHER_DESCRIPTORS
 from fedmq.config import loader
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.launch.hosting import Limits, plan_hosting
 from fedmq.launch.private_folder import FORKSERVER, private_folder
+from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri
 from fedmq.wire.transports.shared_connections import MAX_BRANCHES

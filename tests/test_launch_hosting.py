@@ -14,8 +14,8 @@ import pytest
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import loader
 from fedmq.errors import InputError
-from fedmq.launch.hosting import Limits, plan_hosting
 from fedmq.launch.private_folder import private_folder
+from fedmq.launch.processes import Limits, plan_hosting
 from tests.command_line import completed
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")

@@ -18,21 +18,22 @@ from fedmq.config import loader
 from fedmq.config.resolve import ResolvedRun, Source, resolve
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
-from fedmq.launch import peer_records, private_folder
-from fedmq.launch.peer_records import (
+from fedmq.launch import private_folder, remote_peer
+from fedmq.launch.remote_peer import (
     Ended,
     PeerArguments,
     PeerFile,
     PeerFiles,
     PeerTask,
+    RemoteProcess,
     decode,
     earlier_files,
     encode,
     key_files,
+    run_peer,
     take_keys,
     write_private,
 )
-from fedmq.launch.remote_peer import RemoteProcess, run_peer
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, load_identity
@@ -141,7 +142,7 @@ def test_a_result_that_is_not_allowed_is_a_failure_in_one_line_and_writes_nothin
 def test_a_result_that_is_too_large_is_not_read(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_records, "MOST_BYTES", 10)
+    monkeypatch.setattr(remote_peer, "MOST_BYTES", 10)
     result = encode(Ended(code=0))
     assert Collector("silo-00", ("silo-00",), RunFolder(tmp_path)).collect(lambda: result) == 1
     assert f"found '{len(result)} bytes', allowed: at most 10 bytes" in capfd.readouterr().err

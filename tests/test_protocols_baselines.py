@@ -16,7 +16,7 @@ from fedmq.config.scenario import Objective, ProtocolChoice, Training
 from fedmq.config.sections import Privacy
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Reply, Task
-from fedmq.federation.update_transforms import transform
+from fedmq.federation.updates import transform
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols.parts import aggregation
 from protocols.parts.personal_model import OWN

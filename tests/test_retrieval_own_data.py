@@ -19,7 +19,7 @@ from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.heldout import HeldOut
-from fedmq.federation.site_data import SiteData
+from fedmq.federation.participant import SiteData
 from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs.results import read_summary

@@ -40,7 +40,7 @@ SAMPLES: dict[str, Payload] = {
 }
 #: Message in which a silo sends each kind of payload; kinds that only the coordinator sends are left out.
 SENT_IN = {
-    kind: message for message in (Kind.ERROR, Kind.STATEMENT, Kind.OWN_RESULT, Kind.REPLY) for kind in CARRIES[message]
+    kind: message for message in (Kind.ERROR, Kind.STATEMENT, Kind.SILO_RESULT, Kind.REPLY) for kind in CARRIES[message]
 }
 FORBIDDABLE = sorted(SENT_IN.keys() - {Refusal.KIND})
 

@@ -16,7 +16,7 @@ import yaml
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
-from fedmq.version import versions
+from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
 from silos.preflight import Check, Limits, Verdict, preflight

@@ -22,7 +22,7 @@ from coordinator.counters import Counters
 from coordinator.fault_injection import FaultInjector
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import DiskError, InputError, RunError
-from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.faults import FaultSchedule
 from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock

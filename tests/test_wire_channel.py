@@ -17,6 +17,7 @@ from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
+from fedmq.wire.limits import RateLimit
 from fedmq.wire.log_records import (
     EventRecord,
     HandshakeRecord,
@@ -30,7 +31,6 @@ from fedmq.wire.log_records import (
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen

@@ -10,7 +10,7 @@ from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
 from coordinator.rounds import Rounds, RoundsPlan
 from fedmq.config.sections import Staleness
 from fedmq.federation.protocol import Local, Reply, SiloFacts, State, Task
-from fedmq.federation.staleness import damping, mixed
+from fedmq.federation.updates import damping, mixed
 from tests.small_federation import SmallFederation
 
 #: Virtual seconds of each silo's task; the third is a straggler.

@@ -9,15 +9,14 @@ from pathlib import Path
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.metric_values import Figures
-from fedmq.runs.run_records import MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
+from fedmq.runs.run_records import Figures, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.payload_digest import digest
-from fedmq.wire.payloads import OwnMetrics
+from fedmq.wire.payloads import SiloMetrics
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]
@@ -45,7 +44,7 @@ class LoggedData:
                 self.stated.setdefault(header.sender, set()).update(record.digests)
             case Kind.AGREEMENT, "sent":
                 self.agreed.update(record.digests)
-            case Kind.OWN_RESULT, "received":
+            case Kind.SILO_RESULT, "received":
                 self.own.setdefault((header.sender, header.base_version), set()).update(record.digests)
             case _:
                 pass
@@ -126,7 +125,7 @@ def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData)
 
 def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
     try:
-        return digest(OwnMetrics(items, values)) in answers
+        return digest(SiloMetrics(items, values)) in answers
     except FieldError:
         return False
 

@@ -15,7 +15,7 @@ from fedmq.audit.log_checks import Audit
 from fedmq.config.loader import load
 from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
-from fedmq.federation.update_transforms import TRANSFORMED
+from fedmq.federation.updates import TRANSFORMED
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR

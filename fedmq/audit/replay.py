@@ -16,10 +16,9 @@ from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.runs.extension import earlier_ends
-from fedmq.runs.model_files import BESIDE, beside, parameters
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
+from fedmq.runs.resume import earlier_ends
 from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
@@ -33,7 +32,7 @@ _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 #: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
-_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.OWN_RESULT)
+_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 

@@ -99,7 +99,7 @@ def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
         InputError: there is a site file in a simulated partition or none elsewhere, or the data cannot be read.
     """
     from fedmq.config.site import read_site  # noqa: PLC0415
-    from fedmq.federation.site_data import SiteData  # noqa: PLC0415
+    from fedmq.federation.participant import SiteData  # noqa: PLC0415
     from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
 
     scenario = resolved.scenario

@@ -36,8 +36,8 @@ from fedmq.cli.help_text import group_commands, join_lines
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
+from fedmq.packages import __version__
 from fedmq.text import print_line, print_traceback
-from fedmq.version import __version__
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -160,9 +160,9 @@ def _open_model(
 
 def _fits(scenario: Scenario, folder: Path) -> None:
     """Refuse a scenario that cannot run on the prepared data in a folder."""
-    from fedmq.launch import processes  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
 
-    processes.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
+    preparation.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
 
 
 operate.add_status(app)
@@ -175,9 +175,9 @@ data_commands.add_data(data_app, bar, BAD_INPUT, _fits)
 
 def _refuse(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
     """Refuse a scenario that cannot run, without extracting features."""
-    from fedmq.launch import processes  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
 
-    processes.check_without_features(again(scenario), progress)
+    preparation.check_without_features(again(scenario), progress)
 
 
 init.add_init(app, _refuse)
@@ -191,9 +191,9 @@ schema.add_schema(app)
 
 
 def _prepare(quiet: bool) -> Callable[[Scenario], Path]:
-    from fedmq.launch import supervisor  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
 
-    return lambda scenario: supervisor.prepare_population(again(scenario), None if quiet else bar())
+    return lambda scenario: preparation.prepare_population(again(scenario), None if quiet else bar())
 
 
 def _check_partition(scenario: Scenario, folder: Path) -> None:

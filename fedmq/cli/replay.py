@@ -112,13 +112,13 @@ def _repeat(
     """
     from fedmq.audit import replay  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.launch import preparation, supervisor  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
 
     if sites is not None:
         run = replace(run, scenario=run.scenario.model_copy(update={"launcher": "local"}))
     inline = run.scenario.launcher == "inline"
-    prepare = processes.population_here if inline else supervisor.prepare_population
+    prepare = preparation.population_here if inline else preparation.prepare_population
     data = None if sites is not None else prepare(run, None if quiet else bar())
     launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, sites=sites)
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:

@@ -112,12 +112,12 @@ def check_here(run: ResolvedRun, *, device: bool) -> None:
 
 def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
     """Print what a run would do and take; as JSON only the estimates."""
-    from fedmq.launch import dry_run  # noqa: PLC0415
+    from fedmq.launch import estimates  # noqa: PLC0415
 
     check_here(run, device=True)
     progress = None if quiet else bar()
     if as_json:
-        print_json(dry_run.estimates(run, progress))
+        print_json(estimates.estimates(run, progress))
         return
-    for line in dry_run.explain(run, progress):
+    for line in estimates.explain(run, progress):
         print_line(printable(line))

@@ -53,7 +53,7 @@ class Wire(Part):
 
 
 class Staleness(Part):
-    """Damping h(s) of a reply with a staleness of s versions; see :mod:`fedmq.federation.staleness`."""
+    """Damping h(s) of a reply with a staleness of s versions; see :mod:`fedmq.federation.updates`."""
 
     kind: Literal["constant", "polynomial", "hinge"] = Field(
         "polynomial",

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedmq.config.scenario import Backbone
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.cache import file_digest, key_of
 from fedmq.storage.mat_files import check_mat
 

@@ -17,10 +17,9 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.heldout import HeldOut, load_inference
-from fedmq.federation.error_reports import FATAL_ERRORS, end_reported, reportable
+from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.federation.site_data import SiteData, begin, confirm, raise_refused
 from fedmq.storage.error_files import ErrorFile
 from fedmq.storage.logs import Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder

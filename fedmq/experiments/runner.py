@@ -390,6 +390,6 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}
     if done and not values:
         raise results.unknown_metric(metric, next(iter(done.values())))
-    own_metrics = next((run.own_metrics for run in done.values()), ())
-    sign = 1 if higher_is_better(metric, own_metrics) else -1
+    custom_metrics = next((run.custom_metrics for run in done.values()), ())
+    sign = 1 if higher_is_better(metric, custom_metrics) else -1
     return max(values, key=lambda candidate: sign * values[candidate], default=None)

@@ -28,11 +28,10 @@ from fedmq.experiments.recorded_trials import Attributes, TrialState, checked_st
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tune_file import TunedMethod, TunePlan, as_settings
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs import results
-from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
-from fedmq.storage.regular_files import read_regular
+from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2

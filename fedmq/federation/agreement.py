@@ -1,32 +1,160 @@
-"""The agreement on data among silos that share only messages: what each silo states, and what all agree on.
+"""What all processes of a run know about its data, and the agreement of silos that share only messages.
 
-A silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and model
-inputs. Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are
-the list that all silos have, or else the sorted union, to which each silo maps its columns. The same holds for the
-vocabulary of bags of words. Columns without names (``label-000``, ...) must have the same numbers.
+In a simulated partition these facts follow from the data set, which every process has. With ``partition.kind own`` a
+silo states its modalities, its numbers of items, a salted digest of its data, and the format of its labels and inputs.
+Formats agree if they have the same input shapes and encoders. Label names may differ: the agreed labels are the list
+that all silos have, or else the sorted union, to which each silo maps its columns. The same holds for the vocabulary of
+bags of words. Columns without names (``label-000``, ...) must have the same numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Modality
 from fedmq.data.item_digests import ItemDigests, salted_digest
 from fedmq.data.item_modalities import Present, modalities_held
+from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec, stated_digest
 from fedmq.errors import FedmqError
-from fedmq.federation.protocol import SiloFacts
-from fedmq.federation.run_data import Counts, RunData
+from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.models.build import build_towers
+from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.models.two_tower import TwoTower
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, SiloModalities
+
+#: Numbers of items int64 [5, 3]: of each split (``SPLITS``) with both modalities, an image only, and captions only.
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TrainingItems:
+    """Numbers of a silo's training items.
+
+    Args:
+        dataset: items with all of the silo's modalities; in a silo with both, its pairs.
+        image_only: further items of a silo with both modalities, with an image only.
+        text_only: likewise, with captions only.
+        all: all of them, and those without any of the silo's modalities.
+    """
+
+    dataset: int
+    image_only: int
+    text_only: int
+    all: int
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Facts about the data of a run.
+
+    Args:
+        silos: facts of each silo, in a fixed order.
+        inputs: shapes and dtypes of the model inputs.
+        label_names: names of the labels, in order; empty if there are none.
+        cache: cache folder, which holds shared weights.
+        vocabulary: words of the bags of words, in order; empty in a simulated partition, and for other texts.
+        labelled: whether a training item has a label.
+        digest: digest (hex) of the data, which a resumed run must find again.
+        content: digest (hex) of what does not depend on the machine, which is released with the model.
+        counts: numbers of items, by silo; of a silo with own data only its own.
+        evaluated: numbers of evaluated items and of their captions; None if only the evaluator has them.
+        heldout_without_pair: items of the evaluated split that lack a modality and are not evaluated.
+        encoders: digests of the frozen encoders of the data, by modality; none for features from a file.
+        public: loads the public items, which belong to no silo; returns None if there are none.
+    """
+
+    silos: tuple[SiloFacts, ...]
+    inputs: InputSpec
+    label_names: tuple[str, ...]
+    cache: Path
+    vocabulary: tuple[str, ...] = ()
+    labelled: bool = True
+    digest: str = ""
+    content: str = ""
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+    evaluated: tuple[int, int] | None = None
+    heldout_without_pair: int = 0
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
+
+    @cached_property
+    def _by_name(self) -> dict[str, SiloFacts]:
+        return {silo.name: silo for silo in self.silos}
+
+    def facts(self, name: str) -> SiloFacts:
+        """Facts of one silo."""
+        return self._by_name[name]
+
+    def training_items(self, silo: SiloFacts) -> TrainingItems:
+        """A silo's training items by what the silo can use of them.
+
+        Args:
+            silo: with the modalities that it has at the time.
+        """
+        paired, image_only, text_only = self.counts[silo.name][SPLITS.index("train")].tolist()
+        if silo.paired:
+            return TrainingItems(paired, image_only, text_only, paired + image_only + text_only)
+        alone = image_only if silo.image else text_only
+        return TrainingItems(paired + alone, 0, 0, paired + image_only + text_only)
+
+    def trained(self, silo: SiloFacts, unpaired: Literal["ignored", "anchored"]) -> int:
+        """Number of a silo's items that a method trains on, by the ``unpaired`` of its traits."""
+        found = self.training_items(silo)
+        return found.dataset + (found.image_only + found.text_only) * (unpaired == "anchored")
+
+    def pairs(self, split: str) -> tuple[int, ...]:
+        """Number of items of a split that have both modalities, of each silo."""
+        return tuple(int(self.counts[silo.name][SPLITS.index(split), 0]) for silo in self.silos)
+
+    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
+        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
+        return build_towers(
+            scenario.backbone,
+            scenario.objective,
+            self.inputs,
+            self.label_names,
+            scenario.seed,
+            device,
+            modalities,
+            cache=self.cache,
+        )
+
+    def context(self, scenario: Scenario, model: TwoTower) -> Context:
+        """The context for both halves of a method."""
+        return Context(
+            scenario.seed,
+            scenario.schedule_rounds,
+            self.silos,
+            model.layout,
+            model.dim,
+            scenario.training,
+            scenario.objective,
+            tuple(self.label_names[column] for column in self.label_columns(scenario)),
+            max_age=scenario.aggregation.max_age,
+            public=self.public,
+            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
+        )
+
+    def label_columns(self, scenario: Scenario) -> list[int]:
+        """Columns of the labels that the scenario's objective trains on."""
+        kind = OBJECTIVES.find(scenario.objective.base)
+        return trained_columns(self.label_names, both_levels=kind.both_levels)
+
 
 _UNNAMED = re.compile(r"label-\d{3,}")
 _NONE = "none"
@@ -144,10 +272,10 @@ def difference(name: str, stated: DataFormat, other: str, reference: DataFormat)
     for modality, fields in _SAME.items():
         if _NONE in (getattr(stated, f"{modality}_dtype"), getattr(reference, f"{modality}_dtype")):
             continue
-        for field, what in fields:
-            if field == "text_shape" and stated.vocabulary and reference.vocabulary:
+        for part, what in fields:
+            if part == "text_shape" and stated.vocabulary and reference.vocabulary:
                 continue
-            here, there = _shown(getattr(stated, field)), _shown(getattr(reference, field))
+            here, there = _shown(getattr(stated, part)), _shown(getattr(reference, part))
             if here != there:
                 return f"{name} has {what} {here}, {other} has {there}"
     return _labels_differ(name, stated.label_names, other, reference.label_names)
@@ -208,7 +336,7 @@ def agreed_format(stated: Mapping[str, DataFormat]) -> DataFormat:
             raise FormatError(wrong)
         for modality, fields in _SAME.items():
             if getattr(merged, f"{modality}_dtype") == _NONE:
-                merged = replace(merged, **{field: getattr(each, field) for field, _ in fields})
+                merged = replace(merged, **{part: getattr(each, part) for part, _ in fields})
     for modality in _SAME:
         if getattr(merged, f"{modality}_dtype") == _NONE:
             what = "images" if modality == "image" else "captions"

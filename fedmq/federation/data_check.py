@@ -30,12 +30,11 @@ from fedmq.data.splits import SPLITS, split_of
 from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
 from fedmq.federation.early_check import Fits, refuse_before_extraction
+from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
-from fedmq.federation.site_data import SiteData
-from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
-from fedmq.text import printable
+from fedmq.text import Progress, printable, tell
 
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all

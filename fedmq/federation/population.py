@@ -32,10 +32,9 @@ from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
-from fedmq.federation.agreement import as_agreed, counts_of, encoders_of, mask_of, usable
+from fedmq.federation.agreement import Counts, RunData, as_agreed, counts_of, encoders_of, mask_of, usable
 from fedmq.federation.early_check import Fits, check_clusters, refuse_before_extraction
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.federation.run_data import Counts, RunData
 from fedmq.models.two_tower import TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder

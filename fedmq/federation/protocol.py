@@ -375,7 +375,7 @@ class FederatedProtocol(ABC):
         return ()
 
     def mix_state(self, before: State, after: State, rate: float) -> State:
-        """Adapt the state after a merge whose step was scaled by ``fedmq.federation.staleness.mixed``.
+        """Adapt the state after a merge whose step was scaled by ``fedmq.federation.updates.mixed``.
 
         Override it if other parts of the state have to move by the same fraction as the model.
 

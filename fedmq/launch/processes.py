@@ -1,4 +1,7 @@
-"""Main functions of the processes that ``fedmq scenario`` forks; none of them outlives the command."""
+"""The processes that ``fedmq scenario`` forks: which silos share one, their main functions, and their group.
+
+They are started, restarted when they die, and ended together; none of them outlives the command.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,137 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from coordinator.fault_injection import ProcessCommand
-from coordinator.program import CoordinatorArguments, check, run_coordinator
+from coordinator.file_descriptors import OTHER_DESCRIPTORS
+from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data import extract
-from fedmq.errors import FedmqError, InputError
+from fedmq.config.site import Site
+from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.federation.early_check import Fits, refuse_before_extraction
-from fedmq.federation.population import build_population
-from fedmq.storage.cache import cache_folder
+from fedmq.launch.forkserver import CONTEXT
+from fedmq.launch.remote_peer import Cluster, RemoteProcess
+from fedmq.storage.logs import LogOptions
+from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.transports.shared_connections import MAX_BRANCHES, SHARED
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
+
+#: Memory that a silo's process takes, and the other processes of a run [bytes]. Measured: 35 to 55 MB on features.
+_SILO_MEMORY, _OTHER_MEMORY = 60 << 20, 1 << 30
+#: File descriptors that the command keeps per process it started.
+_DESCRIPTORS = 2
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine grants the processes of a run.
+
+    Args:
+        memory: available memory [bytes].
+        descriptors: maximum number of open files of a process.
+    """
+
+    memory: float
+    descriptors: float
+
+
+def limits_here() -> Limits:
+    """The limits of this machine and of the control group that this process is in."""
+    memory = float(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        used = int((_CGROUP / "memory.current").read_text())
+        memory = min(memory, float(int((_CGROUP / "memory.max").read_text()) - used))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Limits(memory, float("inf") if most == resource.RLIM_INFINITY else float(most))
+
+
+def allow_descriptors() -> None:
+    """Raise this process's limit of open files to the most that it may have; its children inherit it."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """Assignment of silos to processes.
+
+    Args:
+        hosts: the silos of each host; empty if each silo is a separate process.
+        reason: why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
+    """
+
+    hosts: tuple[tuple[str, ...], ...] = ()
+    reason: str = ""
+
+    @property
+    def most(self) -> int:
+        """Number of silos of the largest host; 1 without hosts."""
+        return max((len(names) for names in self.hosts), default=1)
+
+
+def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
+    """Decide which silos of a run share a process on this machine.
+
+    Args:
+        scenario: the run's scenario.
+        limits: the limits of this machine.
+
+    Raises:
+        InputError: so few files may be open that the run cannot start.
+    """
+    names = scenario.silo_names
+    # A host keeps two files of each silo open: its message log, and the log for operators if there is one.
+    room = int(min((limits.descriptors - OTHER_DESCRIPTORS) / 2, MAX_BRANCHES))
+    if room < 1:
+        allowed = f"at least {OTHER_DESCRIPTORS + 16} open files per process: raise the limit with `ulimit -n`"
+        raise InputError("open files", int(limits.descriptors), allowed)
+    if scenario.silos.hosts is not None:
+        return Hosting(_dealt(names, min(scenario.silos.hosts, len(names)), room))
+    count = len(names)
+    memory, descriptors = count * _SILO_MEMORY + _OTHER_MEMORY, _DESCRIPTORS * count + OTHER_DESCRIPTORS
+    if descriptors > limits.descriptors:
+        need = f"{descriptors} open files, and {limits.descriptors:.0f} are allowed"
+    elif memory > limits.memory:
+        need = f"{memory / 2**30:.1f} GiB of memory, and {limits.memory / 2**30:.1f} GiB are available"
+    else:
+        return Hosting()
+    hosts = _dealt(names, min(count, 2 * scenario.slots), room)
+    return Hosting(hosts, f"{count} silos share {len(hosts)} host processes: a process for each needs about {need}")
+
+
+def _dealt(names: tuple[str, ...], count: int, room: int) -> tuple[tuple[str, ...], ...]:
+    """Distribute the silos over hosts in turn: at least ``count`` hosts, of at most ``room`` silos each."""
+    hosts = max(count, -(-len(names) // room))
+    return tuple(names[index::hosts] for index in range(hosts))
+
 
 _PR_SET_PDEATHSIG = 1
 #: Exit code of a process whose parent is gone.
 _ORPHANED = 1
 
 
-def _set_up_child(*, terminable: bool = True) -> None:
+def set_up_child(*, terminable: bool = True) -> None:
     """Ignore Ctrl-C, which the parent handles, and make sure that this process does not outlive the parent.
 
     The kernel's parent is the forkserver, which lives as long as any process holds the write end of its pipe, which
@@ -67,7 +171,7 @@ def _exit_with(sentinel: int) -> None:
     os._exit(_ORPHANED)
 
 
-def _report(line: Connection, item: object) -> None:
+def report(line: Connection, item: object) -> None:
     """Send an item to the parent; exit if the parent is gone."""
     try:
         line.send(item)
@@ -90,33 +194,33 @@ def _print_error(error: FedmqError) -> int:
 
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
     """Run the coordinator; sends its status, its orders and finally its result to the parent."""
-    _set_up_child(terminable=False)
+    set_up_child(terminable=False)
     try:
         outcome = run_coordinator(
             arguments,
-            listening=partial(_report, line),
-            status=partial(_report, line),
+            listening=partial(report, line),
+            status=partial(report, line),
             stop_wanted=lambda: line.poll(0),
             order=lambda order: _pass_on(order, line),
         )
     except InputError as error:
-        _report(line, (error.place, str(error.found), error.allowed))
+        report(line, (error.place, str(error.found), error.allowed))
     except FedmqError as error:
-        _report(line, (str(error),))
+        report(line, (str(error),))
     else:
-        _report(line, outcome)
+        report(line, outcome)
 
 
 def _pass_on(order: ProcessCommand, line: Connection) -> None:
     """Send the order of a scripted fault to the parent; the coordinator kills itself if the order says so."""
-    _report(line, order)
+    report(line, order)
     if order.what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def silo_process(arguments: SiloArguments) -> None:
     """Run a silo."""
-    _set_up_child()
+    set_up_child()
     try:
         run_silo(arguments, joined=ignore_sigterm)
     except FedmqError as error:
@@ -125,7 +229,7 @@ def silo_process(arguments: SiloArguments) -> None:
 
 def host_process(arguments: HostArguments) -> None:
     """Run a host of several silos."""
-    _set_up_child()
+    set_up_child()
     try:
         run_host(arguments, joined=ignore_sigterm)
     except FedmqError as error:
@@ -134,70 +238,244 @@ def host_process(arguments: HostArguments) -> None:
 
 def evaluator_process(arguments: EvaluatorArguments) -> None:
     """Run the evaluator."""
-    _set_up_child()
+    set_up_child()
     try:
         run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
         sys.exit(_print_error(error))
 
 
-def population_process(run: ResolvedRun, line: Connection) -> None:
-    """Prepare the data; sends progress and finally the folder or the error to the parent."""
-    _set_up_child()
-    try:
-        folder = population_here(run, lambda what, done, total: _report(line, (what, done, total)))
-    except InputError as error:
-        _report(line, ("input", error.place, str(error.found), error.allowed))
-    except FedmqError as error:
-        _report(line, (str(error),))
-    else:
-        _report(line, folder)
+#: Maximum number of restarts of a process; if it dies once more, the run fails.
+_MAX_RESTARTS = 3
+#: Time for the processes to end by themselves before they are killed [s].
+_STOP_PATIENCE = 20.0
+#: Time before an evaluator without a result receives SIGTERM [s].
+_EVALUATOR_GRACE = 1.0
+#: Names of the host processes, with a number.
+_HOST = "host-"
+#: Time after which a message says that the processes are still stopping [s].
+_SLOW_STOP_SECONDS = 2.0
 
 
-def _fits(run: ResolvedRun) -> Fits:
-    """Raises InputError if the run's programs would refuse a scenario with the prepared data in a folder."""
-
-    def fits(scenario: Scenario, folder: Path) -> None:
-        here = scenario.model_copy(update={"device": "cpu"})
-        check(here, build_population(here, folder=folder, pooled=run.pooled))
-
-    return fits
+def _host_name(index: int) -> str:
+    return f"{_HOST}{index}"
 
 
-def check_without_features(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> None:
-    """Refuse a run whose data do not suffice, without extracting features.
+@dataclass
+class ProcessGroup:
+    """The processes of one run.
 
     Args:
         run: the run.
-        progress: called with (what, done, total) during long steps.
+        folder: the run folder.
+        keys: private folder with the keys created for this run.
+        resume: resume from the last checkpoint.
+        data: folder of the prepared data; None lets every process find it.
+        hosting: which silos share a process.
+        logs: settings of the log for operators; None for no log.
+        cluster: starts the silos and the evaluator on other machines; None starts them here.
+        sites: the sites by name, if they have data of their own.
 
-    Raises:
-        InputError: like :func:`population_here`, as far as this can be determined without features.
+    Attributes:
+        stopped: hosted silos that a fault of the scenario keeps away.
     """
-    scenario, fits = run.scenario, _fits(run)
-    if scenario.backbone.name == "features":
-        fits(scenario, build_population(scenario, progress).prepared.folder)
-        return
-    made = extract.plan(scenario.dealt, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
-    refuse_before_extraction(made, scenario, fits)
 
+    run: ResolvedRun
+    folder: RunFolder
+    keys: Path
+    resume: bool
+    data: Path | None
+    hosting: Hosting
+    logs: LogOptions | None = None
+    cluster: Cluster | None = None
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
+    processes: dict[str, ForkServerProcess | RemoteProcess] = field(default_factory=dict)
+    deaths: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, float] = field(default_factory=dict)
+    peak_pss: int = 0
+    uri: str = ""
+    patience: float = _STOP_PATIENCE
+    stopping: float | None = None
 
-def population_here(
-    run: ResolvedRun, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
-) -> Path:
-    """Prepare the run's data in this process, otherwise like ``fedmq.launch.supervisor.prepare_population``.
+    def start_coordinator(self) -> Connection:
+        """Start the coordinator; returns the connection on which it reports."""
+        ours, theirs = CONTEXT.Pipe()
+        address = f"ipc://{self.keys.parent / 'wire'}" if self.cluster is None else self.cluster.bind
+        bind = f"{SHARED if self.hosting.hosts else ''}{address}"
+        root, most = self.folder.root, self.hosting.most
+        arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, True, self.logs)
+        self._start(COORDINATOR, coordinator_process, arguments, theirs)
+        theirs.close()
+        return ours
 
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-        folder: folder of the prepared data, if known.
+    @property
+    def coordinator(self) -> ForkServerProcess:
+        """The coordinator, which runs on this machine."""
+        process = self.processes[COORDINATOR]
+        assert isinstance(process, ForkServerProcess)  # noqa: S101 - started by start_coordinator
+        return process
 
-    Returns:
-        The folder of the prepared data.
+    def start_peers(self, uri: str) -> None:
+        """Start the evaluator and every silo or host that is not running yet."""
+        self.uri = uri
+        silos = [_host_name(index) for index in range(len(self.hosting.hosts))] or self.run.scenario.silo_names
+        for name in (*([EVALUATOR] if self.run.scenario.evaluator else []), *silos):
+            if name not in self.processes:
+                self.start_peer(name)
 
-    Raises:
-        InputError: the run's programs would refuse the data, or the scenario with these data.
-    """
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=_fits(run))
-    check(run.scenario, population)
-    return population.prepared.folder
+    def start_peer(self, name: str) -> None:
+        """Start or restart a silo, a host or the evaluator."""
+        root = self.folder.root
+        if name == EVALUATOR:
+            site = self.sites.get(name)
+            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, None, self.data, site, self.logs)
+            self._start(name, evaluator_process, evaluator)
+        elif self.hosting.hosts:
+            index = int(name.removeprefix(_HOST))
+            names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
+            if names:
+                first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
+                first = replace(first, simulated=self.cluster is None)
+                self._start(name, host_process, HostArguments(names, first, self.hosting.most, index))
+        else:
+            site = self.sites.get(name)
+            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
+            silo = replace(silo, simulated=self.cluster is None)
+            self._start(name, silo_process, silo)
+
+    def _process_of(self, name: str) -> str:
+        """The process of a silo: its host, or itself."""
+        hosts = enumerate(self.hosting.hosts)
+        return next((_host_name(index) for index, names in hosts if name in names), name)
+
+    def execute(self, order: ProcessCommand) -> Connection | None:
+        """Execute an order of a scripted fault; such deaths do not count towards the limit of restarts.
+
+        Returns:
+            The connection to the coordinator if it was restarted.
+        """
+        name = self._process_of(order.name)
+        process = self.processes.get(name)
+        match order.what:
+            case "die":
+                return self.restart_coordinator()
+            case "freeze" if isinstance(process, ForkServerProcess) and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                self.frozen[name] = time.monotonic() + order.seconds
+            case "kill" if process is not None:
+                self._restart(name)
+            case "stop" | "start" if name != order.name:
+                # The host continues without the silo, or with it again.
+                (self.stopped.add if order.what == "stop" else self.stopped.discard)(order.name)
+                self._restart(name)
+            case "stop" if process is not None:
+                self._kill(name)
+            case "start" if process is None:
+                self.start_peer(name)
+            case _:
+                pass
+        return None
+
+    def _restart(self, name: str) -> None:
+        self._kill(name)
+        self.start_peer(name)
+
+    def _kill(self, name: str) -> None:
+        process = self.processes.pop(name, None)
+        if process is not None:
+            self.frozen.pop(name, None)  # SIGKILL also ends a paused process
+            process.kill()
+            process.join()
+
+    def thaw(self, *names: str) -> None:
+        """Continue paused processes: those named, and those whose pause is over."""
+        now = time.monotonic()
+        for name, until in list(self.frozen.items()):
+            if name in names or now >= until:
+                del self.frozen[name]
+                process = self.processes.get(name)
+                if isinstance(process, ForkServerProcess) and process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
+
+    def restart_coordinator(self) -> Connection:
+        """Restart the coordinator from its checkpoint; silos that had left rejoin, as it waits for all silos."""
+        self.processes[COORDINATOR].join()
+        self.resume = True
+        return self.start_coordinator()
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        if self.cluster is not None and name != COORDINATOR:
+            self.processes[name] = self.cluster.start(name, *arguments)
+            return
+        process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def revive(self) -> None:
+        """Restart processes that died, but not those that exited successfully.
+
+        Raises:
+            RunError: a process keeps dying, or refused its input and printed the reason on standard error.
+        """
+        for name, process in list(self.processes.items()):
+            if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
+                continue
+            if process.exitcode == 2:
+                raise RunError(f"{name} refused its input, see the line above")
+            self.deaths[name] = self.deaths.get(name, 0) + 1
+            if self.deaths[name] > _MAX_RESTARTS:
+                raise RunError(f"{name} died {self.deaths[name]} times, last with exit code {process.exitcode}")
+            self.start_peer(name)
+
+    def measure_memory(self) -> None:
+        """Update the peak memory of all processes together [bytes, PSS]."""
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            total = 0
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            self.peak_pss = max(self.peak_pss, total)
+
+    def report_slow_stop(self) -> None:
+        """Print once that the run is still stopping, if that takes a long time."""
+        if self.stopping is not None and time.monotonic() - self.stopping > _SLOW_STOP_SECONDS:
+            self.stopping = None
+            print_line("stopping: waiting for the processes to end", error=True)
+
+    def _wait(self, running: Sequence[ForkServerProcess | RemoteProcess]) -> None:
+        """Wait a moment for one of the processes to end."""
+        if self.cluster is None:
+            wait([process.sentinel for process in running if isinstance(process, ForkServerProcess)], 0.5)
+        else:
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """End all processes that this supervisor started and that are still running."""
+        self.thaw(*self.frozen)
+        peers = [process for name, process in self.processes.items() if name != COORDINATOR]
+        try:
+            for process in peers:
+                # Processes that have joined ignore SIGTERM, as the coordinator stops them; it cannot stop the others.
+                if process.name != EVALUATOR:
+                    process.terminate()
+            began = time.monotonic()
+            while (spent := time.monotonic() - began) < self.patience:
+                running = [process for process in peers if process.is_alive()]
+                if not running:
+                    break
+                for process in running:
+                    # An evaluator that has joined but has no result yet needs a moment to end by itself.
+                    if process.name == EVALUATOR and spent > _EVALUATOR_GRACE:
+                        process.terminate()
+                self._wait(running)
+                self.report_slow_stop()
+            if COORDINATOR in self.processes:
+                self.processes[COORDINATOR].join(0.1)
+        finally:
+            alive = [process for process in self.processes.values() if process.is_alive()]
+            for process in alive:
+                process.kill()
+            for process in alive:
+                process.join()

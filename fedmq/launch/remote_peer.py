@@ -2,8 +2,9 @@
 
 Messages do not pass through a cluster's engine: they are sealed and go to the coordinator's socket, as from any other
 machine. The coordinator runs on the machine on which the command was started and which has the run folder. The engine
-only passes each process its task and its keys, and returns the files that the process wrote, as the records of
-:mod:`fedmq.launch.peer_records`.
+only passes each process its task and its keys, and returns the files that the process wrote, as typed records in JSON.
+Neither side trusts the other's bytes: :func:`decode` checks types, sizes and names, and :func:`store_files` the path of
+each file. No value of fedmq is read from an engine's pickle files.
 
 The command creates private keys for this run only, and sends them. A process that created its own key would have to
 return the public half before the coordinator lets it join, but a Ray task returns nothing before its end. Also, a silo
@@ -14,24 +15,289 @@ way, a key is as well protected as the engine's jobs: on Slurm by files that onl
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedmq.config.faults import Freeze
+from fedmq.config.resolve import ResolvedRun, Source
+from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Name
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.launch.peer_records import Ended, PeerArguments, PeerTask, decode, store_files, written_files
-from fedmq.storage.run_folder import RunFolder
+from fedmq.storage.json_files import refusal
+from fedmq.storage.logs import LogOptions
+from fedmq.storage.regular_files import read_regular
+from fedmq.storage.run_folder import RunFolder, write_bytes, writing
 from fedmq.text import print_line, printable
-from fedmq.wire.keys import Identity, identity_of
-from fedmq.wire.messages import EVALUATOR
+from fedmq.wire.keys import Identity, identity_of, private_names
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments, run_host
 from silos.program import SiloArguments, run_silo
+
+#: Arguments of a silo, a host or the evaluator.
+PeerArguments = SiloArguments | HostArguments | EvaluatorArguments
+
+#: Maximum size of a record [bytes]. Its largest part is a silo's message log.
+MOST_BYTES = 1 << 30
+#: Maximum number of files of a process: for a host of 1,024 silos, the log of each silo and a few tensors.
+_MOST_FILES = 1 << 14
+#: Maximum length of a process's error message [characters].
+_LONGEST_ERROR = 4000
+_PRIVATE_KEY = re.compile(r"keys/([^/]+)\.key")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"
+    )
+
+
+class PeerFile(_Record):
+    """A file of a process, by its path in the run folder or in the process's own folder."""
+
+    # No part begins with a dot, so the path is relative and cannot lead out of a folder.
+    path: Annotated[str, Field(pattern=rf"^{_PART}(/{_PART}){{0,7}}$")]
+    content: bytes
+
+
+class PeerFiles(_Record):
+    """Files that are sent to a process."""
+
+    files: Annotated[tuple[PeerFile, ...], Field(max_length=_MOST_FILES)] = ()
+
+
+class Ended(_Record):
+    """What a process returns at its end."""
+
+    code: Annotated[int, Field(ge=0, le=255, description="exit code")]
+    error: Annotated[str, Field(max_length=_LONGEST_ERROR, description="its error; empty without one")] = ""
+    files: Annotated[
+        tuple[PeerFile, ...],
+        Field(max_length=_MOST_FILES, description="what it wrote, unless it wrote into the run folder itself"),
+    ] = ()
+
+    @classmethod
+    def saying(cls, code: int, error: str, files: tuple[PeerFile, ...] = ()) -> Ended:
+        """The end of a process with an error of any length."""
+        return cls(code=code, error=error[:_LONGEST_ERROR], files=files)
+
+
+class PeerTask(_Record):
+    """The arguments with which a process runs, except for its keys."""
+
+    program: Literal["silo", "host", "evaluator"]
+    names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024, description="silos, or the evaluator")]
+    file: Path
+    scenario: Scenario
+    run: _Text
+    pooled: bool
+    personal_only: bool
+    connect: _Text
+    out: Path
+    device: _Text
+    data: Path | None
+    logs: LogOptions | None
+    most: Annotated[int, Field(ge=1)] = 1
+    index: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _same_run(self) -> PeerTask:
+        if name_of(self.scenario.model_dump(mode="json")) != self.run:
+            raise ValueError("the scenario is not that of the run")
+        return self
+
+    @classmethod
+    def of(cls, arguments: PeerArguments, *, gpu: bool) -> PeerTask:
+        """The task of a process.
+
+        Args:
+            arguments: arguments as for a process of the coordinator's machine.
+            gpu: whether the engine gives it a GPU. The process can then use only the GPU that the engine assigned to
+                it.
+        """
+        first = _first(arguments)
+        # Sites with their own data launch their silos themselves.
+        assert first.site is None  # noqa: S101
+        run, logs = first.run, first.logs
+        if logs is not None and logs.file is not None:
+            logs = replace(logs, file=logs.file.absolute())
+        host = {"most": arguments.most, "index": arguments.index} if isinstance(arguments, HostArguments) else {}
+        return cls(
+            program="host" if host else "evaluator" if isinstance(first, EvaluatorArguments) else "silo",
+            names=names_of(arguments),
+            file=run.source.file.absolute(),
+            scenario=run.scenario,
+            run=run.id,
+            pooled=run.pooled,
+            personal_only=run.personal_only,
+            connect=first.connect,
+            out=first.out.absolute(),
+            device="cuda:0" if gpu else "cpu",
+            data=None if first.data is None else first.data.absolute(),
+            logs=logs,
+            **host,
+        )
+
+    def arguments(self, keys: Path, out: Path) -> PeerArguments:
+        """The arguments on the machine that the process was placed on.
+
+        Args:
+            keys: folder of the keys.
+            out: the run folder there, or a folder in its place.
+        """
+        source = Source(self.file, self.scenario)
+        run = ResolvedRun(source, self.scenario, self.run, self.pooled, self.personal_only)
+        data = self.data if self.data is not None and self.data.is_dir() else None
+        if self.program == "evaluator":
+            return EvaluatorArguments(run, self.connect, keys, out, self.device, data, logs=self.logs)
+        silo = SiloArguments(run, self.names[0], self.connect, keys, out, self.device, data, logs=self.logs)
+        return silo if self.program == "silo" else HostArguments(self.names, silo, self.most, self.index)
+
+
+_SomeRecord = TypeVar("_SomeRecord", PeerFiles, PeerTask, Ended)
+
+
+def encode(record: PeerFiles | PeerTask | Ended) -> bytes:
+    """A record as JSON."""
+    return record.model_dump_json().encode()
+
+
+def decode(schema: type[_SomeRecord], text: bytes, place: str) -> _SomeRecord:
+    """Check a record.
+
+    Args:
+        schema: its type.
+        text: JSON of another machine.
+        place: its name or origin, for the error message.
+
+    Raises:
+        InputError: it is too large or not JSON, or a field is not allowed.
+    """
+    allowed = f"a record of fedmq ({schema.__name__}), from the same version on all machines"
+    if len(text) > MOST_BYTES:
+        raise InputError(place, f"{len(text):,} bytes", f"at most {MOST_BYTES:,} bytes")
+    try:
+        return schema.model_validate_json(text)
+    except ValidationError as error:
+        raise refusal(place, error, allowed) from None
+
+
+def _first(arguments: PeerArguments) -> SiloArguments | EvaluatorArguments:
+    return arguments.silo if isinstance(arguments, HostArguments) else arguments
+
+
+def names_of(arguments: PeerArguments) -> tuple[str, ...]:
+    """The silos of a process, or the evaluator."""
+    match arguments:
+        case HostArguments():
+            return arguments.names
+        case SiloArguments():
+            return (arguments.name,)
+        case EvaluatorArguments():
+            return (EVALUATOR,)
+
+
+def key_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:
+    """The key files of a process, below ``keys/``: its own, those of the silos it hosts, and accepted public keys."""
+    names, keys = names_of(arguments), _first(arguments).keys
+    paths = (*(f"accepted/{name}.pub" for name in (COORDINATOR, *names)), *(f"{name}.key" for name in names))
+    return tuple(PeerFile(path=f"keys/{path}", content=(keys / path).read_bytes()) for path in paths)
+
+
+def split_keys(files: Iterable[PeerFile]) -> tuple[dict[str, bytes], tuple[PeerFile, ...]]:
+    """The private keys among the files of a process, by name, and the other files."""
+    private: dict[str, bytes] = {}
+    others = []
+    for file in files:
+        match = _PRIVATE_KEY.fullmatch(file.path)
+        if match is None:
+            others.append(file)
+        else:
+            private[match[1]] = file.content
+    return private, tuple(others)
+
+
+def take_keys(folder: Path) -> dict[str, bytes]:
+    """Read the private keys of a process, by name, and remove their files: a process that is killed leaves no key.
+
+    Raises:
+        InputError: a file cannot be read or removed, or is not a regular file.
+    """
+    taken = {}
+    for name in private_names(folder):
+        path = folder / f"{name}.key"
+        taken[name] = read_regular(path, "a readable key file", MOST_BYTES, links=False)
+        with writing(path):
+            path.unlink()
+    return taken
+
+
+def earlier_files(arguments: PeerArguments) -> tuple[PeerFile, ...]:
+    """What a process wrote before the run was resumed, below ``run/``, for a machine without the run folder."""
+    files = written_files(_first(arguments).out, names_of(arguments))
+    return tuple(PeerFile(path=f"run/{file.path}", content=file.content) for file in files)
+
+
+def write_private(folder: Path, files: Iterable[PeerFile]) -> None:
+    """Write files that only this user can read, into folders that only this user can open."""
+    for file in files:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(file.content)
+
+
+def _own(names: Sequence[str]) -> re.Pattern[str]:
+    """Paths in a run folder that these silos, or the evaluator, write: logs, tracebacks and personal states."""
+    name = "|".join(map(re.escape, names))
+    return re.compile(rf"messages/({name})\.jsonl|errors/({name})\.log|checkpoints/silos/({name})/{_PART}")
+
+
+def written_files(out: Path, names: Sequence[str]) -> tuple[PeerFile, ...]:
+    """What these silos, or the evaluator, wrote into a run folder."""
+    folder = RunFolder(out)
+    paths = [path for name in names for path in (folder.messages(name), folder.errors(name))]
+    paths += [path for name in names for path in sorted(folder.silo_state(name).glob("*"))]
+    found = [(str(path.relative_to(out)), path) for path in paths if path.is_file()]
+    allowed = _own(names)
+    return tuple(PeerFile(path=path, content=at.read_bytes()) for path, at in found if allowed.fullmatch(path))
+
+
+def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], place: str) -> None:
+    """Store what silos, or the evaluator, wrote elsewhere in the run folder; nothing if one of the files is refused.
+
+    Args:
+        out: the run folder.
+        names: names of the silos, or the evaluator's.
+        files: what their machine returned.
+        place: its name or origin, for the error message.
+
+    Raises:
+        InputError: a path is not one that they may write, or leads out of the run folder through a link.
+        DiskError: the disk is full or broken.
+    """
+    allowed, root = _own(names), out.resolve()
+    for file in files:
+        if allowed.fullmatch(file.path) is None:
+            raise InputError(f"{place}: files", file.path, f"the log or the personal state of {', '.join(names[:3])}")
+        if not (out / file.path).parent.resolve().is_relative_to(root):
+            raise InputError(f"{place}: files", file.path, "a path without links out of the run folder")
+    for file in files:
+        write_bytes(out / file.path, file.content)
+
 
 #: Exit code of a process whose machine died, or that was killed.
 DIED = 137
@@ -98,7 +364,7 @@ class RemoteProcess(ABC):
         """Check the result of a process that has ended, store its files and print its error.
 
         Args:
-            result: fetches an encoded :class:`fedmq.launch.peer_records.Ended`; raises InputError if it is unreadable.
+            result: fetches an encoded :class:`fedmq.launch.remote_peer.Ended`; raises InputError if it is unreadable.
 
         Returns:
             The exit code; that of a failure if the result is not allowed.
@@ -121,13 +387,16 @@ class RemoteProcess(ABC):
         return ended.code
 
 
-class Cluster(Protocol):
-    """Machines on which an existing engine places processes."""
+class Cluster(ABC):
+    """Machines on which an existing engine places processes.
 
-    @property
-    def bind(self) -> str:
-        """The address at which the coordinator listens, so that these machines reach it."""
+    Attributes:
+        bind: the address at which the coordinator listens, so that these machines reach it.
+    """
 
+    bind: str
+
+    @abstractmethod
     def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
         """Start a silo, a host or the evaluator where it finds a place."""
 
@@ -140,7 +409,7 @@ def run_peer(
     It writes into the run folder if this machine has it, otherwise into its own folder.
 
     Args:
-        task: a :class:`fedmq.launch.peer_records.PeerTask`.
+        task: a :class:`fedmq.launch.remote_peer.PeerTask`.
         place: the process's own folder, with the public keys that it needs in ``keys/``.
         private: its private keys by name, as PEM. They are only in memory, so a process that is killed leaves none.
         joined: called when it has joined the run and the coordinator can end it.

@@ -29,12 +29,10 @@ from fedmq.config.site import Site
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import Population, device_of
-from fedmq.launch import processes as children
-from fedmq.launch.forkserver import CONTEXT, warm_up
-from fedmq.launch.hosting import Limits, allow_descriptors, limits_here, plan_hosting
+from fedmq.launch.forkserver import warm_up
 from fedmq.launch.interrupts import say_stopping
 from fedmq.launch.private_folder import private_folder
-from fedmq.launch.process_group import ProcessGroup
+from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting
 from fedmq.launch.remote_peer import Cluster, refuse_freeze
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
@@ -46,47 +44,6 @@ from silos.program import Silo, SiloArguments
 
 #: Interval between measurements of memory, which take about a second for thirty silos [s].
 _MEMORY_SECONDS = 30.0
-
-
-def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> Path:
-    """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
-
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-
-    Returns:
-        The folder of the prepared data.
-
-    Raises:
-        InputError: the data cannot be read, or not partitioned as configured.
-        RunError: the process died.
-    """
-    warm_up(run.scenario.backbone.name)
-    line, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=children.population_process, args=(run, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        while True:
-            match line.recv():
-                case (str(what), int(done), int(total)):
-                    if progress is not None:
-                        progress(what, done, total)
-                case ("input", str(place), str(found), str(allowed)):
-                    raise InputError(place, found, allowed)
-                case (str(text),):
-                    raise RunError(text)
-                case Path() as folder:
-                    return folder
-    except EOFError:
-        process.join(1.0)
-        raise RunError(f"preparing the data ended with exit code {process.exitcode}, see above") from None
-    finally:
-        if process.is_alive():
-            process.join(1.0)
-            process.kill()
-        process.join()
 
 
 @contextlib.contextmanager

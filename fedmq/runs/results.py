@@ -1,7 +1,9 @@
-"""Results of finished runs: metrics by name, time to a target value, and statistics over seeds."""
+"""Results of finished runs: metrics by name, time to a target value, statistics over seeds, and digests of files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
-from fedmq.runs.gallery_size import Gallery, gallery_of
+from fedmq.runs.result_limits import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,
     EvaluationLine,
@@ -25,6 +27,7 @@ from fedmq.runs.run_records import (
     SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
+from fedmq.storage.regular_files import open_regular
 from fedmq.storage.run_folder import RunFolder, append_line
 
 CONFIDENCE = 0.95
@@ -157,7 +160,7 @@ class FinishedRun:
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: evaluations in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
-        own_metrics: entries of the user-defined metrics that it measured.
+        custom_metrics: entries of the user-defined metrics that it measured.
         gallery: the gallery of its queries; None if unknown.
     """
 
@@ -165,7 +168,7 @@ class FinishedRun:
     summary: RunSummary | None
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
-    own_metrics: tuple[Metric, ...] = ()
+    custom_metrics: tuple[Metric, ...] = ()
     gallery: Gallery | None = None
 
     def shows(self, metric: str) -> bool:
@@ -204,11 +207,11 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
-        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.own_metrics, self.gallery)
+        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.custom_metrics, self.gallery)
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
-        sign = 1 if higher_is_better(target.metric, self.own_metrics) else -1
+        sign = 1 if higher_is_better(target.metric, self.custom_metrics) else -1
         reached = (now for _, now, value in self.course(target.metric) if sign * (value - target.value) >= 0)
         return next(reached, None)
 
@@ -260,8 +263,8 @@ def read(folder: RunFolder) -> FinishedRun:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
     measured = tuple(personal[version] for version in sorted(personal))
-    own = tuple(summary.own_metrics.values())
-    return FinishedRun(folder, summary, ordered, measured, own, gallery_of(summary))
+    custom = tuple(summary.custom_metrics.values())
+    return FinishedRun(folder, summary, ordered, measured, custom, gallery_of(summary))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
@@ -322,13 +325,13 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     return Statistic(len(sample), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
-def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = ()) -> set[int]:
+def best(statistics: Sequence[Statistic], column: str, custom: Sequence[Metric] = ()) -> set[int]:
     """The rows that are best in a column; rows with fewer seeds than others are not considered.
 
     Args:
         statistics: statistics of the rows.
         column: a metric, or a path in the summary.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
 
     Returns:
         Indices of the rows; empty if fewer than two can be compared.
@@ -337,5 +340,48 @@ def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = (
     means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
     if len(means) < 2:
         return set()
-    top = max(means.values()) if higher_is_better(column, own) else min(means.values())
+    top = max(means.values()) if higher_is_better(column, custom) else min(means.values())
     return {index for index, mean in means.items() if mean == top}
+
+
+#: Files of a run folder that nothing changes after the run has ended, unless it is resumed or extended.
+FILES = (
+    "scenario.yaml",
+    "agreement.json",
+    "metrics.jsonl",
+    "model/config.json",
+    "model/model.safetensors",
+    "model/README.md",
+)
+SUMMARY = "summary.json"
+_BLOCK = 1 << 20  # bytes per read
+#: Keys of a summary that the command completes after the coordinator has ended: real times, and memory.
+_COMPLETED_LATER = {"seconds", "processes"}
+
+
+def result_digest(folder: RunFolder, name: str) -> str:
+    """SHA-256 (hex) of a file, of the summary without real times and memory.
+
+    Args:
+        folder: the run folder.
+        name: one of ``FILES``, or ``SUMMARY``.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if name != SUMMARY:
+        with open_regular(folder.root / name, "a file of a finished run") as file:
+            hashed = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                hashed.update(block)
+            return hashed.hexdigest()
+    summary = read_summary(folder)
+    plain = summary.plain()
+    kept = {key: value for key, value in plain.items() if key not in _COMPLETED_LATER}
+    kept["virtual"] = summary.seconds.virtual
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def result_digests(folder: RunFolder) -> dict[str, str]:
+    """The digests of all files of a finished run that are there, by name."""
+    return {name: result_digest(folder, name) for name in (*FILES, SUMMARY) if (folder.root / name).is_file()}

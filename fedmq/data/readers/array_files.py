@@ -22,7 +22,7 @@ from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import is_leftover
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.mat_files import check_mat
 from fedmq.storage.regular_files import check_regular
 

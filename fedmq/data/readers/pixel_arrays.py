@@ -12,7 +12,7 @@ import numpy as np
 from fedmq.data.readers.array_files import Stored, guarded, is_hdf5
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.file_digests import file_digests
 
 _OPENING = threading.Lock()

@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
+from typing_extensions import override
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.recent import Recent
 from fedmq.wire.codec import BytesLike
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import ConnectionAdmission
-from fedmq.wire.transports.base import FRAMES, Connection, Listener, Trouble, check_number, check_sendable
+from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number, check_sendable
 from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -72,10 +73,10 @@ class ZeroMQListener(Listener):
     ) -> None:
         self.uri = uri
         self._socket, self._context, self._admission = socket, context, admission
-        self._descriptors = Recent[bytes, int](_MAX_DESCRIPTORS)
+        self._descriptors = BoundedDict[bytes, int](_MAX_DESCRIPTORS)
 
+    @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        """See the interface."""
         if self._admission is not None:
             self._admission.check()
         if self._admission is not None and self._admission.refused:
@@ -99,17 +100,17 @@ class ZeroMQListener(Listener):
         admission.heard(descriptor, key)
         self._descriptors[peer] = descriptor
 
+    @override
     def cut(self, peer: bytes) -> None:
-        """See the interface."""
         if self._admission is not None and peer in self._descriptors:
             self._admission.shut(self._descriptors.pop(peer))
 
+    @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        """See the interface."""
         return put(self._socket, [peer, *check_sendable(frames)])
 
+    @override
     def close(self) -> None:
-        """See the interface."""
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -146,7 +147,7 @@ class ZeroMQConnection(Connection):
         self._keys, self._redial = keys, False
         self._either, self._failed, self._attempts = either, 0, _ATTEMPTS[0]
         self._under_way, self._unsent = False, list[BytesLike]()
-        self._trouble: Trouble | None = None
+        self._refusal: ConnectionRefusal | None = None
         self._claim: zmq.Socket[bytes] | None = None
         self._context = context
         self._monitor: zmq.Socket[bytes] | None = None
@@ -173,8 +174,8 @@ class ZeroMQConnection(Connection):
             self.close()
             raise InputError(self.uri, str(error), "an address that can be connected to") from error
 
+    @override
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        """See the interface."""
         if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
             os.read(self._wakes, 4096)
         received = _received(self._socket, FRAMES)
@@ -184,14 +185,14 @@ class ZeroMQConnection(Connection):
         check_number(number)
         return [frame.buffer for frame in frames]
 
+    @override
     def wake(self) -> None:
-        """See the interface."""
         with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread too
             if self._open:
                 os.write(self._wake, b"x")
 
+    @override
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        """See the interface."""
         sendable = check_sendable(frames)
         if self._redial:
             self.reconnect()
@@ -201,33 +202,33 @@ class ZeroMQConnection(Connection):
             return False
         return put(self._socket, sendable)
 
+    @override
     def established(self) -> int:
-        """See the interface. ZeroMQ reconnects automatically."""
-        self._read_monitor()
+        self._read_monitor()  # ZeroMQ reconnects automatically
         return self._established
 
     def reconnect(self) -> None:
-        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself.
+        """Connect again after a refusal or an error of ZeroMQ's protocol, after which it does not do so by itself.
 
         It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
-        self._redial, self._failed, self._under_way, self._trouble = False, 0, False, None
+        self._redial, self._failed, self._under_way, self._refusal = False, 0, False, None
         if self._monitor is not None:
             self._end_monitor()
             self._socket.close(0)
             self._begin()
 
+    @override
     def use_keys(self, keys: ConnectionKeys) -> bool:
-        """See the interface."""
         if self._keys is None or keys == self._keys:
             return False
         self._keys = keys
         return True
 
-    def trouble(self) -> Trouble | None:
-        """See the interface."""
+    @override
+    def refusal(self) -> ConnectionRefusal | None:
         self._read_monitor()
-        found, self._trouble = self._trouble, None
+        found, self._refusal = self._refusal, None
         return found
 
     def _read_monitor(self) -> None:
@@ -235,7 +236,7 @@ class ZeroMQConnection(Connection):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
-                self._trouble = None
+                self._refusal = None
                 self._failed, self._attempts, self._unsent = 0, _ATTEMPTS[0], []
             elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
                 self._under_way = event == zmq.EVENT_CONNECTED
@@ -243,10 +244,10 @@ class ZeroMQConnection(Connection):
             elif self._keys is None:
                 continue
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._trouble, self._redial = Trouble.REFUSED, True
+                self._refusal, self._redial = ConnectionRefusal.REFUSED, True
                 self._say_name(self._keys)
             else:
-                self._trouble = Trouble.FOREIGN
+                self._refusal = ConnectionRefusal.FOREIGN
         if self._failed >= self._attempts and not self._under_way:
             self._try_other_family()
 
@@ -274,8 +275,8 @@ class ZeroMQConnection(Connection):
             self._monitor.close(0)
             self._monitor = None
 
+    @override
     def close(self) -> None:
-        """See the interface."""
         self._end_monitor()
         if self._claim is not None:
             self._claim.close(0)

@@ -1,11 +1,21 @@
-"""Imports of optional packages."""
+"""The version of fedmq, of what else the last bits of a model depend on, and imports of optional packages."""
 
 from __future__ import annotations
 
 import importlib
+import platform
 from typing import Any
 
 from fedmq.errors import InputError
+
+__version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Versions of fedmq, torch and Python, by name."""
+    import torch  # noqa: PLC0415 - `fedmq --version` does without
+
+    return {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def package(name: str, extra: str, what: str) -> Any:

@@ -14,7 +14,7 @@ from scipy import stats
 from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Task
-from fedmq.federation.update_transforms import transform
+from fedmq.federation.updates import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
 from silos.program import Silo
 from tests import in_process_run

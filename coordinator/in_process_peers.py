@@ -140,10 +140,9 @@ class InProcessPeers:
         self._joined.discard(name)
         return joined
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers that the run is over."""
-        for name in names:
-            self.send(name, self.header(name, Kind.STOP))
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers that the run is over; returns those that have not joined."""
+        return [name for name in names if not self.send(name, self.header(name, Kind.STOP))]
 
     def note_unlogged(self) -> None:
         """Nothing to note: every refusal is logged."""

@@ -153,8 +153,6 @@ class Loop:
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
             await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
-        if self.rounds.phase is not Phase.DONE and self.stop_silos and not self.makes_room:
-            self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase

@@ -144,8 +144,8 @@ class Peers(Protocol):
             The number of its log record; None if it is counted, but not logged.
         """
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers, and those that have not joined, that the run is over."""
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""

@@ -13,6 +13,7 @@ import torch
 
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
+from coordinator.absences import dismiss_all
 from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.build_run_context import run_context_of
@@ -44,6 +45,7 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -168,7 +170,7 @@ def run_coordinator(
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
             if arguments.stop_silos:
-                roster.dismiss((*scenario.silo_names, EVALUATOR))
+                dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
             return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
@@ -181,6 +183,10 @@ def run_coordinator(
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
     log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
+
+
+def _peer_names(scenario: Scenario) -> tuple[str, ...]:
+    return (*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else ()))
 
 
 def _population(arguments: CoordinatorArguments) -> Population | None:
@@ -377,11 +383,13 @@ class _Process:
                         summary = finish(loop, data, self.clock, theta, self.admission)
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
-                    self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
+                    self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
                 run_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+                if self.arguments.stop_silos:
+                    self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)
             # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
             # continue.
@@ -389,6 +397,11 @@ class _Process:
             folder = run_context.folder
             data = included(roster, admission, self.arguments.scenario, folder, self.log)
             saved = checkpoints.load(folder.checkpoints)
+
+    def _dismiss(self, loop: Loop, seconds: float) -> None:
+        """Tell all peers that the run is over, also those that connect within ``seconds`` [s]."""
+        names, wait = _peer_names(self.arguments.scenario), seconds if self.roster.wired else 0.0
+        dismiss_all(self.roster, names, wait, self.clock, self.log.logger, loop.rounds.gone)
 
     def _loop_of(
         self,

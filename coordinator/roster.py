@@ -345,12 +345,13 @@ class Roster:
         """Refuse a silo whose data would not fit the run, though they fit the agreement."""
         self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers, and those that have not joined, that the run is over."""
-        for name in names:
-            self.send(name, self.header(name, Kind.STOP))
-        for peer in list(self._joining.values()):
-            self._send(peer, Message(self.header(peer.name, Kind.STOP)))
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
+        told = {name for name in names if self.send(name, self.header(name, Kind.STOP))}
+        for peer in [peer for name, peer in self._joining.items() if name in names]:
+            if self._send(peer, Message(self.header(peer.name, Kind.STOP))):
+                told.add(peer.name)
+        return [name for name in names if name not in told]
 
     def offer(self) -> None:
         """Send what the silos agreed on to all peers that have stated their data but not joined."""

@@ -32,6 +32,7 @@ from tests.test_coordinator_admission import stated
 from tests.test_coordinator_rate_limits import RUN, flat, header, opened_ends
 from tests.test_coordinator_rounds import SILOS, gathered, plan
 from tests.threaded_run import resolved, run_of
+from tests.waiting import memory_uri
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_a_run_starts_only_with_all_keys_and_resumes_only_with_those_of_a_silo_a
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
 
     def started(*, resume: bool) -> None:
-        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://revoked", keys, tmp_path / "run", resume))
+        run_coordinator(CoordinatorArguments(run_of(scenario), memory_uri(), keys, tmp_path / "run", resume))
 
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match=r"no key of silo-03.*--resume"):
@@ -116,7 +117,7 @@ def test_a_run_does_not_resume_without_an_eligible_silo(tiny: Path, tmp_path: Pa
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match="no key of any silo that paired_only can select', allowed: that of silo-03"):
-        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://nobody", keys, tmp_path / "run", resume=True))
+        run_coordinator(CoordinatorArguments(run_of(scenario), memory_uri(), keys, tmp_path / "run", resume=True))
 
 
 def test_a_resumed_run_does_not_wait_for_silos_given_up_before() -> None:

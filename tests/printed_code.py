@@ -30,12 +30,12 @@ def blocks(page: Path, heading: str) -> list[Block]:
     ]
 
 
-def recipe(heading: str) -> list[Block]:
-    """The blocks of code under a heading of the pages about extending fedmq."""
+def file_under(page: Path, heading: str) -> str:
+    """The file that a document prints under a heading: the first block that begins with a docstring."""
+    return next(block.code for block in blocks(page, heading) if block.code.startswith('"""'))
+
+
+def recipe(heading: str) -> Path:
+    """The page about extending fedmq that has a heading."""
     (page,) = [page for page in EXTENDING if f"\n## {heading}\n" in page.read_text(encoding="utf-8")]
-    return blocks(page, heading)
-
-
-def file_under(heading: str) -> str:
-    """The file that a recipe prints: its first block that begins with a docstring."""
-    return next(block.code for block in recipe(heading) if block.code.startswith('"""'))
+    return page

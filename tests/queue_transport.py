@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedmq.wire.transports.registry import register
-from tests.printed_code import file_under
+from tests.printed_code import file_under, recipe
 
-exec(compile(file_under("A transport"), "docs/howto/extend", "exec"), globals())
+exec(compile(file_under(recipe("A transport"), "A transport"), "docs/howto/extend", "exec"), globals())
 register("queue", globals()["TRANSPORT"])

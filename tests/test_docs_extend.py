@@ -23,7 +23,7 @@ from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from tests import data_set_folders, in_process_run, queue_transport, threaded_run
-from tests.printed_code import CONTRIBUTING, EXTENDING, ROOT, file_under, recipe
+from tests.printed_code import CONTRIBUTING, EXTENDING, ROOT, blocks, file_under, recipe
 from tests.threaded_run import resolved
 
 EXTENSIONS = (
@@ -49,7 +49,7 @@ def test_each_extension_has_a_section_of_code() -> None:
         for heading in re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     ]
     assert sorted(headings) == sorted(EXTENSIONS)
-    assert all(recipe(heading) for heading in EXTENSIONS)
+    assert all(blocks(recipe(heading), heading) for heading in EXTENSIONS)
 
 
 def test_contributing_is_short() -> None:
@@ -81,7 +81,7 @@ def printed(tmp_path: Path) -> Callable[[str], Path]:
 
     def write(heading: str) -> Path:
         path = tmp_path / "mine.py"
-        path.write_text(file_under(heading))
+        path.write_text(file_under(recipe(heading), heading))
         return path
 
     return write
@@ -105,7 +105,7 @@ def test_the_method_trains_its_own_model(
 
 def with_option(file: Path) -> Path:
     """The file of the variant with the class that is printed under "An option" in place of its own."""
-    ((intro, code),) = recipe("An option")
+    ((intro, code),) = blocks(recipe("An option"), "An option")
     name = re.search(r"In the file above, in place of `class (\w+)`:$", intro)
     assert name is not None, intro
     text = file.read_text()
@@ -198,7 +198,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "fedmq", root / "fedmq")
     for heading in ("A payload", "A command", "A fault"):
-        for intro, code in recipe(heading):
+        for intro, code in blocks(recipe(heading), heading):
             if new := NEW_FILE.search(intro):
                 assert not (root / new[1]).exists()
                 (root / new[1]).write_text(code)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.fuzz_damage import Folder, Kind
 from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
-from coordinator.fault_injection import FaultInjector
+from coordinator.faults import FaultInjector
 from coordinator.participation import read_trace
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.config.loader import load

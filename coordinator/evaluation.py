@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from coordinator.evaluator_limit import EvaluatorLimit
-from coordinator.model_selection import BestModel, patience_over
+from coordinator.liveness import AnswerLimit
 from coordinator.own_heldout import OwnHeldOutRequests
 from coordinator.peers import Peers
+from coordinator.release import BestModel, patience_over
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
@@ -30,31 +30,8 @@ from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
-#: Minimum of the default time without an answer from any silo after which connected silos are given up [s].
-_LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
-
-
-class _Quiet:
-    """Measures the time without an answer from any silo, after which connected silos that do not answer are given up.
-
-    Args:
-        limit: that time [s]; None for ten times the longest wait between two answers, at least ten minutes.
-        unanswered: number of open requests.
-        now: stopwatch time [s].
-    """
-
-    def __init__(self, limit: float | None, unanswered: int, now: float) -> None:
-        self._limit, self._unanswered, self._since, self._longest = limit, unanswered, now, 0.0
-
-    def too_long(self, unanswered: int, now: float) -> bool:
-        """Whether there was no answer for too long."""
-        waited = now - self._since
-        if unanswered != self._unanswered:
-            self._unanswered, self._since, self._longest = unanswered, now, max(self._longest, waited)
-            return False
-        return waited > (max(_LEAST_QUIET, 10 * self._longest) if self._limit is None else self._limit)
 
 
 def _wrong_evaluation(
@@ -147,7 +124,7 @@ class EvaluationRequests:
         self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
-        self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
+        self.limit = AnswerLimit(run_context.scenario.aggregation.task_limit)
         self.given_up: set[int] = set()
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
@@ -349,14 +326,18 @@ class EvaluationRequests:
         """
         clock = self._clock
         away = clock.stopwatch()
-        quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
+        silos, unanswered = AnswerLimit(self._run_context.scenario.aggregation.task_limit), len(self.asked)
+        silos.requested(away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
         waits = final or self.decides
         while (self.pending and waits) or self.crowded or self._requests or self._early or (final and self.asked):
             if stop_wanted():
                 return False
             look()
-            if quiet.too_long(len(self.asked), clock.stopwatch()):
+            if len(self.asked) != unanswered:
+                unanswered = len(self.asked)
+                silos.answered(clock.stopwatch(), more=True)
+            if silos.exceed(clock.stopwatch()):
                 for name in filter(self._roster.online, self.asked):
                     self.give_up(name, "it did not answer within the limit")
             if not self._roster.online(EVALUATOR):

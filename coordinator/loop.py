@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.absences import Absences, await_silos
 from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
-from coordinator.checkpointing import Checkpointing
+from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import (
@@ -34,17 +33,14 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.fault_injection import FaultInjector
-from coordinator.inbox import Inbox
-from coordinator.outcomes import Outcomes, drawn_outcome
+from coordinator.faults import FaultInjector, Inbox
+from coordinator.liveness import Absences, ReconnectThrottle, await_silos
 from coordinator.peers import Peers, Ready, Unusable
-from coordinator.reconnects import ReconnectThrottle
-from coordinator.reply_validation import validate_reply
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_diverged, text_of
-from coordinator.timeline import EntryKind, Timeline, event_of, note_event
+from coordinator.status import StatusReport
+from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
+from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validate_reply
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means

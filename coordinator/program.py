@@ -11,26 +11,22 @@ from pathlib import Path
 
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator import release
-from coordinator.absences import dismiss_all
+from coordinator import checkpoints, release
 from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.build_run_context import run_context_of
 from coordinator.counters import Counters
-from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.evaluation import EvaluationRequests
-from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.file_descriptors import allow_descriptors
-from coordinator.finish import finish
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
-from coordinator.inquiries import Inquiries
+from coordinator.gathering import admission_of, gathered, included
+from coordinator.handshakes import Inquiries
+from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
-from coordinator.peers import Peers
-from coordinator.roster import Roster
+from coordinator.peers import InProcessPeers, PeerFunction, Peers
 from coordinator.rounds import Phase, Rounds
-from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
+from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.sessions import Roster
+from coordinator.status import StatusReport
+from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario

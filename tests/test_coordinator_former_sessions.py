@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity

@@ -99,8 +99,6 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
         return f"{summary.method} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:
         return f"{summary.method} trained for {rounds}"
-    if summary.unchanged:
-        return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
     gallery = gallery_of(summary)
     items = "" if gallery is None else f", on {gallery.items}"
     if after == before:

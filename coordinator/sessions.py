@@ -8,13 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
-from coordinator.displaced_sessions import DisplacedSessions
-from coordinator.handshakes import Handshakes
-from coordinator.inquiries import Inquiries
-from coordinator.peer_sessions import Peer
+from coordinator.handshakes import Handshakes, Inquiries, ScenarioReports
+from coordinator.logins import DisplacedSessions, Peer, SecondProcesses
 from coordinator.peers import HeaderMaker, Ready, Unusable
-from coordinator.scenario_reports import ScenarioReports
-from coordinator.second_processes import SecondProcesses
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator.checkpoint_files import Checkpoint
-from coordinator.checkpoint_records import CheckpointRecord, RoundsRecord
+from coordinator import checkpoints
+from coordinator.checkpoints import Checkpoint, CheckpointRecord
 from coordinator.counters import Counters
+from coordinator.events import RoundsRecord
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.federation.protocol import State

@@ -7,7 +7,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run static test check bench hostile chaos clusters docs clean
+.PHONY: run static test check bench hostile chaos simulate clusters docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -26,6 +26,11 @@ test: static
 
 check: static
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
+
+# Whole federations under random faults in one process; a seed that fails is replayed by python -m tests.simulation SEED.
+SEEDS ?= 3000
+simulate: .venv/installed
+	FEDMQ_SEEDS=$(SEEDS) $(BIN)/pytest -n $(WORKERS) --dist worksteal tests/test_simulation.py
 
 chaos: .venv/installed
 	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py

@@ -329,6 +329,7 @@ class Checkpointing:
             RunError: the checkpoint could not be written in several attempts.
         """
         self.committed, self._committed_before = after.committed, self.committed
+        self._roster.note_unlogged()  # the counters include them, and this process may be killed before it notes them
         self.update_counters()
         self._log.sign(SignedAt.MERGE, version=after.version)
         issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}

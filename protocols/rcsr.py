@@ -13,6 +13,7 @@ reading, and options select the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,7 +52,6 @@ from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols.parts.options import refuse_other_bases
 from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.statistics_table import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -97,6 +97,46 @@ def local_loss(
         ]
         terms.append(prototype_regulariser(pairs, options.lambda_a))
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of M silos, in silo order.
+
+    Args:
+        prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
+        mask: bool [M, 2], which prototypes are real.
+        geometry: float32 [M, 4], see :func:`protocols.parts.router.geometry`.
+        losses: float64 [M].
+    """
+
+    prototypes: Tensor
+    mask: Tensor
+    geometry: Tensor
+    losses: Tensor
+
+
+def updated_table(
+    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
+) -> dict[str, Tensor]:
+    """The table of last-known statistics after a merge; replies older than a silo's entry are ignored.
+
+    Args:
+        tensors: with the table's ``table_*`` tensors.
+        rows: int64 [M] silo of each report.
+        statistics: the reports.
+        versions: [M] base version of each report.
+    """
+    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
+    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
+        if version < int(table["table_versions"][row]):
+            continue
+        table["table_versions"][row] = version
+        table["table_prototypes"][row] = statistics.prototypes[at]
+        table["table_mask"][row] = statistics.mask[at]
+        table["table_geometry"][row] = statistics.geometry[at]
+        table["table_losses"][row] = statistics.losses[at]
+    return table
 
 
 class Rcsr(FederatedProtocol):

@@ -49,7 +49,7 @@ from protocols.parts.router import views
 
 _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
-#: bool [K, branches]: branches that each silo's last model was trained in.
+#: bool [K, branches]: branches of each silo's model as of its last reply; faults may change them.
 _OWNERS = "table_model_owners"
 #: Width of a hypernetwork's embedding and hidden layers, and the number of hidden layers.
 WIDTH = 32
@@ -334,21 +334,14 @@ class PlFedCmh(FederatedProtocol):
 
     def _known(self, state: State, name: str) -> Tensor:
         """Silos whose branch can be mixed, bool [K]: they have the branch and have trained."""
-        return self._owners(state)[:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
-
-    def _owners(self, state: State) -> Tensor:
-        """Branches of each silo's model as of its last reply, bool [K, branches]; faults may change them."""
-        if _OWNERS in state.tensors:
-            return state.tensors[_OWNERS]
-        # Old checkpoints lack this table: take the branches at the start of the run.
-        return torch.tensor([[aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
+        return state.tensors[_OWNERS][:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
         replies = aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
-        owners = self._owners(state).clone()
+        owners = state.tensors[_OWNERS].clone()
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state

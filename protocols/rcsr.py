@@ -307,9 +307,7 @@ class Rcsr(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
-        # Old checkpoints lack the mask: take the silos' configured modalities, which only faults change.
-        mask = torch.tensor([prototypes.has(silo) for silo in self.context.silos])
-        options, tensors = self.options, {_MASK: mask, **state.tensors}
+        options, tensors = self.options, state.tensors
         replies = aggregation.ordered(replies)
         updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)

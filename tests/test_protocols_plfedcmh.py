@@ -127,15 +127,11 @@ def test_only_silos_with_a_branch_are_mixed_into_it() -> None:
         assert float(image.abs().max()) < 1e3
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before owners were kept"])
-def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_the_branches_it_last_trained(older: bool) -> None:
+def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_the_branches_it_last_trained() -> None:
     run = trained_world(1)
     first, second = run.context.silos[:2]
     lost, gained = dataclasses.replace(first, text=False), dataclasses.replace(second, text=True)
     run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
-    if older:
-        without = {name: each for name, each in run.state.tensors.items() if name != "table_model_owners"}
-        run.state = State(run.state.theta, without, run.state.values)
 
     def of_text() -> list[int]:
         """Silos whose text branch enters a mixture."""

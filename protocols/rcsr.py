@@ -13,7 +13,6 @@ reading, and options select the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -52,6 +52,7 @@ from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols.parts.options import refuse_other_bases
 from protocols.parts.rcsr_options import RcsrOptions
+from protocols.parts.router import Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -99,50 +100,32 @@ def local_loss(
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of M silos, in silo order.
-
-    Args:
-        prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
-        mask: bool [M, 2], which prototypes are real.
-        geometry: float32 [M, 4], see :func:`protocols.parts.router.geometry`.
-        losses: float64 [M].
-    """
-
-    prototypes: Tensor
-    mask: Tensor
-    geometry: Tensor
-    losses: Tensor
-
-
-def updated_table(
-    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
-) -> dict[str, Tensor]:
-    """The table of last-known statistics after a merge; replies older than a silo's entry are ignored.
-
-    Args:
-        tensors: with the table's ``table_*`` tensors.
-        rows: int64 [M] silo of each report.
-        statistics: the reports.
-        versions: [M] base version of each report.
-    """
-    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
-    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
-        if version < int(table["table_versions"][row]):
-            continue
-        table["table_versions"][row] = version
-        table["table_prototypes"][row] = statistics.prototypes[at]
-        table["table_mask"][row] = statistics.mask[at]
-        table["table_geometry"][row] = statistics.geometry[at]
-        table["table_losses"][row] = statistics.losses[at]
-    return table
-
-
 class Rcsr(FederatedProtocol):
     """RCSR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = RcsrOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {
+        "router_loss": ReportedValue("Loss of the router", "loss", "Objective of the router that weights the replies."),
+        "fair_value": ReportedValue(
+            "Loss with the fairness weights",
+            "loss",
+            "Weighted mean of the silos' losses; silos with a high loss have a large weight. "
+            "If it falls, the worst-served silos improve.",
+        ),
+        "weight_entropy": ReportedValue(
+            "Entropy of the aggregation weights",
+            "entropy",
+            "Sum of -w ln w over the weights w. High: all replies count equally. Low: a few replies dominate "
+            "the merge.",
+        ),
+        "weight_largest": aggregation.LARGEST_WEIGHT,
+        "weight_single": ReportedValue(
+            "Weight of silos with one modality",
+            "weight",
+            "Sum of the aggregation weights of the replies from silos that lack a modality.",
+        ),
+        "centroids": centroids.KNOWN,
+    }
 
     def __init__(self, options: RcsrOptions, context: Context) -> None:
         refuse_other_bases("rcsr", context)
@@ -312,7 +295,7 @@ class Rcsr(FederatedProtocol):
         updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
+        table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         uniform = options.router == "uniform"
         weights = aggregation.sample_weights([1 if uniform else update.samples for update in updates])

@@ -15,7 +15,8 @@ from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation.protocol import State
 from fedmq.runs.status import ERROR_CHARACTERS
-from fedmq.wire.log_records import NoteKind, SignedAt
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 
 #: Attempts to write a checkpoint, because a disk may be full only briefly; after the last, the run ends and can be
@@ -94,7 +95,7 @@ class Checkpointing:
                 return
             except RunError as error:
                 text = str(error)[:ERROR_CHARACTERS]
-                self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
+                self._log.note(LogEvent.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
                 if not attempts_left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)

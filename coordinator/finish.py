@@ -16,7 +16,7 @@ from fedmq.federation.agreement import RunData
 from fedmq.runs.results import result_digests
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 
 
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
@@ -43,7 +43,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": data.content}
-    loop.log.note(NoteKind.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
+    loop.log.note(LogEvent.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
     stated = None if admission is None else admission.record()
     if stated is not None:
         write_json(folder.agreement, stated.plain())
@@ -55,5 +55,5 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
-    loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
+    loop.log.note(LogEvent.RESULT_DIGESTS, caused_by=loop.phase_cause, **result_digests(folder))
     return summary

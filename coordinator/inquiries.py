@@ -16,7 +16,7 @@ from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR
 from fedmq.wire.payloads import MAX_STATUS, RunStatus
@@ -67,7 +67,7 @@ class Inquiries:
         """
         if name not in self._asked:
             self._asked.add(name)
-            self._log.note(NoteKind.INQUIRED, peer=name)
+            self._log.note(LogEvent.STATUS_REQUESTED, peer=name)
         facts = self._facts(name)
         status = (self.latest() or self._before(peers)).model_copy(update={"coordinator": facts})
         text = status.model_dump_json()

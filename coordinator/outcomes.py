@@ -15,7 +15,7 @@ from coordinator.timeline import EntryKind, Timeline, TimelineEntry
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome
 from fedmq.federation.protocol import SiloFacts
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message
 
@@ -138,7 +138,7 @@ class Outcomes:
             # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
             reason = DiscardReason.DUPLICATE
             self._counters.discarded[reason] += 1
-            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
+            self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
             return
         self._stored[silo, sequence], self._causes[silo, sequence] = outcome, cause
         if not self._clock.virtual:
@@ -156,7 +156,7 @@ class Outcomes:
         self._counters.failed += 1
         self._counters.failures[failed.reason] += 1
         self._log.note(
-            NoteKind.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
+            LogEvent.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
         )
 
     def discard(self, discarded: Discard) -> None:
@@ -167,7 +167,7 @@ class Outcomes:
         else:
             self.remove(silo, sequence)
         self._counters.discarded[reason] += 1
-        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
+        self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
 
     def forget(self, silo: str, sequence: int) -> None:
         """Drop a stored outcome; the silo may have another pending task."""

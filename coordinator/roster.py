@@ -23,7 +23,7 @@ from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import PeerRateLimits
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
@@ -223,7 +223,7 @@ class Roster:
             self._expelled.append(self._by_name[name].address)
             self.send(name, Message(self.header(name, Kind.ERROR), (error,)))
         if self._accepted.problem not in ("", problem):
-            self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)
+            self._log.note(LogEvent.KEYS_UNREADABLE, detail=self._accepted.problem)
         return removed
 
     def note_unlogged(self) -> None:
@@ -407,7 +407,7 @@ class Roster:
         return sealed.size
 
     def _not_delivered(self, peer: Peer) -> None:
-        record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+        record = self._log.note(LogEvent.NOT_DELIVERED, peer=peer.name)
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
             self._former.end(peer.session.session)

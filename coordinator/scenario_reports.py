@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedmq.config.scenario_digests import keys_in, named
 from fedmq.errors import RemoteWireError
 from fedmq.wire.limits import BoundedDict
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Reason
 from fedmq.wire.payloads import Error
@@ -54,5 +54,5 @@ class ScenarioReports:
         found = session.peer, named(keys)
         if found not in self._noted:
             self._noted.add(found)
-            self._log.note(NoteKind.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
+            self._log.note(LogEvent.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
         return found

@@ -14,16 +14,16 @@ from enum import IntEnum
 from coordinator.events import Arrived, Deadline, Event, Failed, Switched
 from coordinator.participation import Trace
 from fedmq.federation.protocol import SiloFacts
-from fedmq.wire.log_records import EventKind
+from fedmq.wire.log_events import TimelineEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Loss
 
-_KINDS: Mapping[type[Event], EventKind] = {
-    Arrived: EventKind.ARRIVED,
-    Failed: EventKind.FAILED,
-    Switched: EventKind.SWITCHED,
-    Deadline: EventKind.DEADLINE,
+_KINDS: Mapping[type[Event], TimelineEvent] = {
+    Arrived: TimelineEvent.ARRIVED,
+    Failed: TimelineEvent.FAILED,
+    Switched: TimelineEvent.SWITCHED,
+    Deadline: TimelineEvent.DEADLINE,
 }
 
 

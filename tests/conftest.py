@@ -81,3 +81,13 @@ def tiny(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the scenario ``tiny``, with its message logs; tests that change it copy it first."""
+    from tests import threaded_run
+
+    out = tmp_path_factory.mktemp("finished") / "run"
+    threaded_run.run(threaded_run.resolved(tiny), out)
+    return out

@@ -28,14 +28,13 @@ from fedmq.runs import tables
 from fedmq.storage.regular_files import MAX_LINE
 from fedmq.storage.run_folder import cut_unfinished, load_aligned, open_run
 
-OLD = Path(__file__).parent / "fixtures" / "old_run"
 FILES = ["scenario.yaml", "summary.json", "metrics.jsonl", "messages/silo-00.jsonl", "model/config.json",
          "model/model.safetensors"]  # fmt: skip
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OLD, tmp_path / "run"))
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def refused(run: Path) -> str:

@@ -32,12 +32,10 @@ from fedmq.cli.audit_output import print_audit
 from fedmq.errors import InputError, RunError
 from tests.adversary_forged_logs import forge
 
-OLD = Path(__file__).parent / "fixtures" / "old_run"
-
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OLD, tmp_path / "run"))
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def command(run: Path, *options: str) -> tuple[int, str]:

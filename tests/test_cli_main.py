@@ -26,7 +26,7 @@ from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
 
@@ -179,7 +179,7 @@ def test_resuming_another_scenario_is_refused(
 
 
 def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = ("coordinator", tiny, "--keys", tmp_path)
     other = tmp_path / "other"
@@ -196,7 +196,7 @@ def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
-    (other / "summary.json").write_text((Path(__file__).parent / "fixtures/old_run/summary.json").read_text())
+    (other / "summary.json").write_text((finished / "summary.json").read_text())
     assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
     assert "a finished run" in capfd.readouterr().err
 
@@ -261,7 +261,7 @@ def test_data_check_shows_which_silo_would_hold_which_data(
 def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
     assert fedmq(monkeypatch, "audit", tmp_path) == 0
     path.write_text(path.read_text().replace("started", "stopped"))
     assert fedmq(monkeypatch, "audit", tmp_path) == 3

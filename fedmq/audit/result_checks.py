@@ -9,7 +9,8 @@ from fedmq.audit.traffic_checks import BEGINNINGS
 from fedmq.errors import InputError
 from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteRecord
 from fedmq.wire.messages import COORDINATOR, Kind
 
 
@@ -30,9 +31,9 @@ class ResultChecks:
         if process != COORDINATOR:
             return
         match record:
-            case NoteRecord(text=NoteKind.RESULTS):
+            case NoteRecord(event=LogEvent.RESULT_DIGESTS):
                 self.noted = place, record.facts
-            case NoteRecord() if record.text in BEGINNINGS:  # files may change until the run has ended again
+            case NoteRecord() if record.event in BEGINNINGS:  # files may change until the run has ended again
                 self.noted = None
             case MessageRecord() if self.noted is not None and record.header.kind is not Kind.STOP:
                 self.after.append(place)

@@ -7,15 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedmq.runs.run_records import MergeLine, MetricsLine, RunSummary
-from fedmq.wire.log_records import (
-    LogRecord,
-    MessageRecord,
-    NoteKind,
-    NoteRecord,
-    RefusedRecord,
-    SignatureRecord,
-    SignedAt,
-)
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, RefusedRecord, SignatureRecord, SignedAt
 from fedmq.wire.messages import EVALUATOR, Kind
 from fedmq.wire.payloads import (
     ClassPrototypes,
@@ -44,7 +37,7 @@ _CONTRIBUTIONS = frozenset(
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
 #: Notes after which a run continues.
-BEGINNINGS = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
+BEGINNINGS = (LogEvent.STARTED, LogEvent.RESUMED, LogEvent.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8
 
@@ -80,25 +73,25 @@ class TrafficChecks:
 
     def take(self, record: LogRecord) -> None:
         """Add the next record of the coordinator's log."""
-        if isinstance(record, NoteRecord) and record.text in (*BEGINNINGS, NoteKind.RESULTS):
-            self._ended = record.text is NoteKind.RESULTS
+        if isinstance(record, NoteRecord) and record.event in (*BEGINNINGS, LogEvent.RESULT_DIGESTS):
+            self._ended = record.event is LogEvent.RESULT_DIGESTS
         if not self._ended:
             self._take(record)
 
     def _take(self, record: LogRecord) -> None:
         tally = self._tally
         match record:
-            case NoteRecord(text=NoteKind.STARTED):
+            case NoteRecord(event=LogEvent.STARTED):
                 self._tally, self._saved = _Tally(), {}
-            case NoteRecord(text=NoteKind.RESUMED):
+            case NoteRecord(event=LogEvent.RESUMED):
                 saved = self._saved.get(record.version or 0)
                 self._tally = None if saved is None else saved.copy()
             case SignatureRecord(at=SignedAt.MERGE) if record.version is not None and tally is not None:
                 self._saved[record.version] = tally.copy()
-            case NoteRecord(text=NoteKind.NOT_DELIVERED) if tally is not None:
+            case NoteRecord(event=LogEvent.NOT_DELIVERED) if tally is not None:
                 tally.down -= self._last_task
                 self._last_task = Counter()
-            case NoteRecord(text=NoteKind.REFUSALS_COUNTED) if tally is not None:
+            case NoteRecord(event=LogEvent.REFUSALS_COUNTED) if tally is not None:
                 count = record.facts.get("count")
                 tally.refused += count if isinstance(count, int) else 0
             case RefusedRecord() if tally is not None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,7 @@ from fedmq.seeds import derive
 
 HANG_S = 2.0
 MEMORY_MB = 200
+_STEP_S = 0.1
 _FILES = 100_000
 
 
@@ -131,7 +133,7 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0, *, given_up_s: float 
         seed: of the damage.
         first: number of the first file.
         given_up_s: time after which a reader is interrupted [s].
-        dead_s: time after which its process is ended [s].
+        dead_s: time of sleep after which its process is ended [s].
     """
     tally, done, context = Tally(), first, multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
@@ -144,9 +146,9 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0, *, given_up_s: float 
             number: int | None = None
             try:
                 # A new process first loads libraries, and reads the valid file.
-                while (number := _received(ours, dead_s * (10 if number is None else 1))) is not None:
+                while (number := _received(ours, process.pid, dead_s * (10 if number is None else 1))) is not None:
                     done = number + 1
-                    outcome, seconds, memory = _received(ours, dead_s)
+                    outcome, seconds, memory = _received(ours, process.pid, dead_s)
                     _count(tally, number, outcome, seconds, memory)
                     if memory > MEMORY_MB:
                         break  # the peak never falls
@@ -166,10 +168,13 @@ def fuzz(kind: str, files: int, seed: int, first: int = 0, *, given_up_s: float 
     return tally
 
 
-def _received(line: Connection, dead_s: float) -> Any:
-    """The next message of a process; one that waits for ever, as for a pipe, uses no processor time."""
-    if not line.poll(dead_s):
-        raise TimeoutError
+def _received(line: Connection, pid: int | None, dead_s: float) -> Any:
+    """The next message of a process; one that waits for ever, as for a pipe, sleeps, whatever else the machine does."""
+    process, asleep = psutil.Process(pid), 0.0
+    while not line.poll(_STEP_S):
+        asleep = asleep + _STEP_S if process.status() == psutil.STATUS_SLEEPING else 0.0
+        if asleep >= dead_s:
+            raise TimeoutError
     return line.recv()
 
 

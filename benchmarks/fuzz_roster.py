@@ -167,7 +167,7 @@ class RosterReaders:
             header = self.roster.header(name, Kind.EVALUATE)
             self._granted[name] += self.roster.send(name, Message(header)) > 0
         if generator.random() < 0.01:
-            self.roster.removed_keys(self.clock.at)
+            self.roster.watch_keys()
             self.roster.note_unlogged()
         if generator.random() < 0.01 and not self._steady:
             at = int(generator.integers(len(self._lines)))

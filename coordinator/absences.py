@@ -1,12 +1,16 @@
-"""For how long peers have been absent."""
+"""For how long peers have been absent, and the waits for absent peers at the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from coordinator.peers import Peers
 from coordinator.rounds import PendingTask
 from fedmq.clock import Clock
+from fedmq.errors import RemoteWireError
 from fedmq.storage.logs import Logger
+
+_POLL_SECONDS = 0.2
 
 
 class Absences:
@@ -78,3 +82,32 @@ def await_silos(
             log.info("all rounds are done; waiting for silos that are away", silos=", ".join(away))
             named = away
         poll()
+
+
+def dismiss_all(
+    peers: Peers, names: Sequence[str], seconds: float, clock: Clock, log: Logger, gone: Collection[str] = ()
+) -> None:
+    """Tell all peers that the run is over, also those that connect a little later: nobody answers them afterwards.
+
+    Args:
+        peers: the run's peers.
+        names: those to be told.
+        seconds: maximum time to wait for those that are not connected [s].
+        clock: the run's clock.
+        log: the log for operators.
+        gone: those that are told if they are connected, but not waited for.
+    """
+    away, until = [name for name in peers.dismiss(names) if name not in gone], clock.stopwatch() + seconds
+    if away and seconds:
+        log.info(
+            f"waiting at most {seconds:g} s for processes that are not connected, to end them", names=", ".join(away)
+        )
+    while away and clock.stopwatch() < until:
+        try:
+            received = peers.receive(_POLL_SECONDS)
+        except RemoteWireError as error:
+            peers.refuse("unknown", error, 0)
+            continue
+        if received is not None:
+            peers.take(*received)
+            away = peers.dismiss(away)

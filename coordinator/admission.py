@@ -65,6 +65,9 @@ class Admission(Protocol):
             RemoteWireError: ``data`` if its data do not fit the run's, ``unexpected`` for other payloads.
         """
 
+    def withdraw(self, name: str) -> None:
+        """A peer's key is no longer accepted."""
+
     def record(self) -> AgreementRecord:
         """What was stated, for the run folder."""
 
@@ -118,6 +121,9 @@ class SimulatedAdmission:
             )
         self.stated[name] = stated, None
         return Admitted()
+
+    def withdraw(self, name: str) -> None:
+        """Nothing depends on what one silo stated; see :class:`Admission`."""
 
     def record(self) -> AgreementRecord:
         """What was stated, for the run folder."""
@@ -229,6 +235,13 @@ class OwnDataAdmission:
             self.disputes.withdraw(each)
             del self.stated[each]
         return Waiting(refused)
+
+    def withdraw(self, name: str) -> None:
+        """Forget what a silo has stated, unless the silos have agreed on it; see :class:`Admission`."""
+        self.late.pop(name, None)
+        if self.agreed is None:
+            self.disputes.withdraw(name)
+            self.stated.pop(name, None)
 
     def _check_same(self, name: str, statement: DataStatement, held: DataFormat) -> None:
         """Refuse a peer that rejoins with other data."""

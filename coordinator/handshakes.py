@@ -132,6 +132,11 @@ class Handshakes:
         """Drop the unfinished handshake on a connection, if there is one."""
         self._pending.pop(address, None)
 
+    def forget_peer(self, name: str) -> None:
+        """Drop the unfinished handshakes of a peer."""
+        for address in [address for address, pending in self._pending.items() if pending.responded.peer == name]:
+            del self._pending[address]
+
     def _check_limits(self, claim: Header, *, copy: bool) -> None:
         """Refuse a hello of a peer that has sent too many, before computing a signature or a key agreement.
 

@@ -53,6 +53,7 @@ class InProcessPeers:
         self.refusal, self.refused_at = "", 0.0
         self.failures: dict[str, str] = {}
         self.undelivered: dict[str, int] = {}
+        self.unaccepted: dict[str, int] = {}  # functions of this process have no keys
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""
@@ -115,10 +116,6 @@ class InProcessPeers:
             self.queue.append(message)
         return 1
 
-    def removed_keys(self, now: float) -> list[str]:
-        """None: functions of this process have no keys."""
-        return []
-
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
         """Count and log a refusal; returns the number of its log record."""
         self.refused[error.reason] += 1
@@ -143,10 +140,9 @@ class InProcessPeers:
         self._joined.discard(name)
         return joined
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers that the run is over."""
-        for name in names:
-            self.send(name, self.header(name, Kind.STOP))
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers that the run is over; returns those that have not joined."""
+        return [name for name in names if not self.send(name, self.header(name, Kind.STOP))]
 
     def note_unlogged(self) -> None:
         """Nothing to note: every refusal is logged."""

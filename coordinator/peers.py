@@ -82,6 +82,7 @@ class Peers(Protocol):
         failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
         undelivered: peers lost as a message could not be delivered, with the number of the log record of that.
         header: makes the headers of messages to a peer.
+        unaccepted: peers whose key is not or no longer accepted, with the number of the log record that says so.
     """
 
     sent: int
@@ -92,6 +93,7 @@ class Peers(Protocol):
     failures: dict[str, str]
     undelivered: dict[str, int]
     header: HeaderMaker
+    unaccepted: dict[str, int]
 
     @property
     def uri(self) -> str:
@@ -135,9 +137,6 @@ class Peers(Protocol):
     def drop(self, name: str) -> bool:
         """Remove a peer until it is ready again; returns whether it was online."""
 
-    def removed_keys(self, now: float) -> list[str]:
-        """Peers whose keys have been removed since the last call, at the stopwatch's time ``now`` [s]."""
-
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal of a message of ``size`` bytes.
 
@@ -145,8 +144,8 @@ class Peers(Protocol):
             The number of its log record; None if it is counted, but not logged.
         """
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers, and those that have not joined, that the run is over."""
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""

@@ -13,6 +13,7 @@ import torch
 
 from coordinator import checkpoint_files as checkpoints
 from coordinator import release
+from coordinator.absences import dismiss_all
 from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.body_limits import largest_body, own_largest_body
 from coordinator.build_run_context import run_context_of
@@ -44,6 +45,7 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
@@ -142,11 +144,11 @@ def run_coordinator(
     torch.set_num_threads(1)  # merges are sums over one buffer; more threads would compete with the silos for cores
     keep_buffers()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
-    identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
+    identity, accepted = _keys(arguments) if peers is None else (None, None)
     population = _population(arguments)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     data = None if population is None else population.counted(scenario)
-    setting = None if data is None else _resumable(arguments, data, saved, revoked)
+    setting = None if data is None else _resumable(arguments, data, saved, accepted)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     began = clock.stopwatch()
     with contextlib.ExitStack() as closing:
@@ -168,19 +170,23 @@ def run_coordinator(
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
             if arguments.stop_silos:
-                roster.dismiss((*scenario.silo_names, EVALUATOR))
+                dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
             return _ended(log, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
         if arguments.metrics_port is not None:
             closing.callback(prometheus.serve(arguments.metrics_port, process.latest))
-        return process.run(data, setting, saved, revoked)
+        return process.run(data, setting, saved)
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
     log.note(LogEvent.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
+
+
+def _peer_names(scenario: Scenario) -> tuple[str, ...]:
+    return (*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else ()))
 
 
 def _population(arguments: CoordinatorArguments) -> Population | None:
@@ -228,10 +234,12 @@ def _roster(
     return roster
 
 
-def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
+def _require_selectable(
+    arguments: CoordinatorArguments, run_context: RunContext, accepted: AcceptedKeys | None
+) -> None:
     """Refuse a run if the keys of all silos that the method can select have been revoked."""
     eligible = run_context.plan.eligible
-    if revoked.issuperset(eligible):
+    if accepted is not None and accepted.keys().isdisjoint(eligible):
         found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
@@ -250,7 +258,7 @@ def _resumable(
     arguments: CoordinatorArguments,
     data: RunData,
     saved: checkpoints.Checkpoint | None,
-    revoked: frozenset[str],
+    accepted: AcceptedKeys | None,
 ) -> tuple[RunContext, torch.Tensor]:
     """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
@@ -260,7 +268,7 @@ def _resumable(
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
-    _require_selectable(arguments, run_context, revoked)
+    _require_selectable(arguments, run_context, accepted)
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data not in ("", run_context.data):
@@ -286,8 +294,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:
-    """The coordinator's key, the accepted public keys, and the silos without one, which may be accepted later.
+def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys]:
+    """The coordinator's key and the accepted public keys; those of some silos may be accepted later.
 
     Raises:
         InputError: a key is missing; of a run that can do without some silos, the evaluator's or those of all silos.
@@ -298,7 +306,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
     missing = [name for name in (*silos, *evaluator) if name not in accepted]
     some = arguments.resume or arguments.scenario.participation.minimum is not None
     if some and EVALUATOR not in missing and len(missing) < len(silos):
-        return identity, accepted, frozenset(missing)
+        return identity, accepted
     if missing:
         every = "the evaluator and every silo" if evaluator else "every silo"
         allowed = (
@@ -306,7 +314,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
             "participation.minimum can do without a silo's"
         )
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
-    return identity, accepted, frozenset()
+    return identity, accepted
 
 
 @dataclass
@@ -349,7 +357,6 @@ class _Process:
         data: RunData,
         setting: tuple[RunContext, torch.Tensor] | None,
         saved: checkpoints.Checkpoint | None,
-        revoked: frozenset[str],
     ) -> CoordinatorResult:
         """Run all rounds, and write the summary and the model.
 
@@ -357,7 +364,6 @@ class _Process:
             data: the run's data.
             setting: the result of :func:`_resumable`, if known.
             saved: the checkpoint that the run resumes from.
-            revoked: silos without an accepted key.
         """
         counters = Counters.from_record(saved.counters) if saved else Counters()
         waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
@@ -365,8 +371,8 @@ class _Process:
         if "startup" not in counters.seconds:
             counters.add_seconds("gathering", waited)
         while True:
-            run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
-            loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
+            run_context, theta = setting or _resumable(self.arguments, data, saved, self.accepted)
+            loop, earlier = self._loop_of(run_context, theta, saved, counters), self._loop
             loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
             with _noted_in_status(loop):
                 phase = loop.run(continues=earlier is not None)
@@ -377,11 +383,13 @@ class _Process:
                         summary = finish(loop, data, self.clock, theta, self.admission)
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
-                    self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
+                    self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
                 run_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+                if self.arguments.stop_silos:
+                    self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)
             # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
             # continue.
@@ -389,14 +397,17 @@ class _Process:
             folder = run_context.folder
             data = included(roster, admission, self.arguments.scenario, folder, self.log)
             saved = checkpoints.load(folder.checkpoints)
-            revoked = frozenset(name for name in revoked if name not in (self.accepted or ()))
+
+    def _dismiss(self, loop: Loop, seconds: float) -> None:
+        """Tell all peers that the run is over, also those that connect within ``seconds`` [s]."""
+        names, wait = _peer_names(self.arguments.scenario), seconds if self.roster.wired else 0.0
+        dismiss_all(self.roster, names, wait, self.clock, self.log.logger, loop.rounds.gone)
 
     def _loop_of(
         self,
         run_context: RunContext,
         theta: torch.Tensor,
         saved: checkpoints.Checkpoint | None,
-        revoked: frozenset[str],
         counters: Counters,
     ) -> Loop:
         plan, log, clock, roster = run_context.plan, self.log, self.clock, self.roster
@@ -411,7 +422,7 @@ class _Process:
         evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
         if evaluation.ends_after(rounds.version):  # early stopping ended it after its last round
             rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
-        loop = Loop(
+        return Loop(
             run_context,
             rounds,
             states,
@@ -427,9 +438,6 @@ class _Process:
             stop_silos=self.arguments.stop_silos,
             late_silos=self._late_silos,
         )
-        for silo in sorted(revoked):
-            loop.expel(silo)
-        return loop
 
     def _late_silos(self) -> bool:
         return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)

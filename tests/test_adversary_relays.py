@@ -22,6 +22,7 @@ from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
+from tests.waiting import memory_uri
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 
@@ -204,7 +205,7 @@ def test_a_hello_of_version_1_gets_no_refusal(coordinator: Coordinator, monkeypa
 # --------------------------------------------------------------------------------------------- what a silo reports
 def reported(folder: Path, keys: Path, answer: Callable[[list[memoryview]], object]) -> str:
     """The first line of a silo's channel, whose hellos get ``answer``."""
-    uri, told = f"memory://{folder.name.replace('_', '-')}", list[str]()
+    uri, told = memory_uri(), list[str]()
     listener, log = listen(uri), MessageLog(folder / "silo.jsonl", SILO, WallClock())
     link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, log, WallClock(), lambda: 0.0, told.append)
     link.start()
@@ -243,7 +244,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
 def test_a_welcome_to_an_earlier_hello_does_not_count_as_a_refusal(tmp_path: Path) -> None:
     init_keys(tmp_path / "keys", (COORDINATOR, SILO))
     coordinator, accepted = load_identity(tmp_path / "keys", COORDINATOR), load_accepted(tmp_path / "keys")
-    uri, hellos = f"memory://{tmp_path.name.replace('_', '-')}", list[list[memoryview]]()
+    uri, hellos = memory_uri(), list[list[memoryview]]()
     listener, log = listen(uri), MessageLog(tmp_path / "silo.jsonl", SILO, WallClock())
     link = Channel(uri, load_identity(tmp_path / "keys", SILO), accepted, RUN, log, WallClock(), lambda: 0.0)
     link.start()

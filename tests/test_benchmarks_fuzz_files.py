@@ -84,7 +84,7 @@ def test_crashes_hangs_memory_and_dead_processes_are_failures(monkeypatch: pytes
     monkeypatch.setattr(fuzz_files, "KINDS", {"fake": Kind(lambda: {"f": b"9"}, _fails)})
     monkeypatch.setattr(fuzz_files, "valid", lambda _kind: {"f": b"9"})
     monkeypatch.setattr(fuzz_files, "content_of", lambda _kind, _seed, number: {"f": str(number).encode()})
-    tally = fuzz("fake", 7, seed=0, given_up_s=0.5, dead_s=5.0)
+    tally = fuzz("fake", 7, seed=0, given_up_s=0.5, dead_s=1.0)
     assert [number for number, _ in tally.failures] == [0, 1, 2, 3, 4, 5]
     for (_, problem), expected in zip(
         tally.failures, ("ValueError", "MB", "died with 7", "hang", "lines", "nothing for"), strict=True

@@ -21,12 +21,15 @@ from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.protocol import State
 from fedmq.models.two_tower import BRANCHES
+from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Metrics, Payload
+from silos.program import SiloArguments, run_silo
 from tests import in_process_run
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +309,16 @@ def test_invalid_evaluations_end_a_run_that_has_no_other_evaluation_to_wait_for(
         run(resolved(tiny, *LONG), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))
+
+
+def test_with_stop_silos_a_silo_that_connects_after_the_stop_is_ended_too(tiny: Path, tmp_path: Path) -> None:
+    scenario, status, ended = resolved(tiny), tmp_path / "status.json", list[str]()
+
+    def late(uri: str, keys: Path) -> None:
+        wait_for(lambda: status.exists() and read_status(status).phase == "stopped")
+        run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, tmp_path))
+        ended.append("silo-00")
+
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[late], stop_wanted=status.exists)
+    assert outcome.phase is Phase.STOPPED and ended == ["silo-00"]
+    assert not audit_run(tmp_path).findings

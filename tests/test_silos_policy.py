@@ -31,7 +31,7 @@ from fedmq.wire.transports.registry import listen
 from silos.program import Silo, SiloArguments, run_silo
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of
-from tests.waiting import wait_for
+from tests.waiting import memory_uri, wait_for
 from tools.make_golden_frames import golden_messages
 
 SILO, RUN = "silo-00", "policy-0123456789ab"
@@ -49,7 +49,7 @@ FORBIDDABLE = sorted(SENT_IN.keys() - {Refusal.KIND})
 @contextmanager
 def coordinator_of(tmp_path: Path, forbidden: PolicyGuard) -> Iterator[tuple[Channel, list[Message]]]:
     """The channel of a silo with a policy, and what its coordinator receives."""
-    keys, uri, over = tmp_path / "keys", f"memory://{tmp_path.name.replace('_', '-')}", threading.Event()
+    keys, uri, over = tmp_path / "keys", memory_uri(), threading.Event()
     init_keys(keys, (COORDINATOR, SILO))
     clock, arrived, accepted = WallClock(), list[Message](), load_accepted(keys)
     listener = listen(uri)

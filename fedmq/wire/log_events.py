@@ -42,7 +42,7 @@ class LogEvent(_Event):
     PEER_LOST = "peer_lost", "the coordinator lost `peer`: no heartbeat, or a broken connection", "warning"
     EXPELLED = (
         "expelled",
-        "the key of `peer` was removed, and its session ended; in the log of that process without `peer`",
+        "the key of `peer` (or this process's own) was removed; its session ended",
         "warning",
     )
     TASK_OVERDUE = "task_overdue", "`peer` did not answer task `sequence` within the limit of real time"
@@ -92,7 +92,7 @@ class LogEvent(_Event):
     HEARTBEAT_MISSED = "heartbeat_missed", "the coordinator was silent for too long; a new handshake begins", "warning"
     PROCESS_SUSPENDED = (
         "process_suspended",
-        "this process did not run for so long that the coordinator has lost it; a new handshake begins",
+        "this process did not run for too long; a new handshake begins",
         "warning",
     )
     RECONNECTED = "reconnected", "the connection broke and was made again; a new handshake begins", "info"

@@ -52,7 +52,7 @@ def test_every_line_of_an_audit_fits_eighty_columns_and_no_figure_reads_like_non
     assert max(map(len, shown.splitlines())) <= 80
     assert "loss: numbers only" in " ".join(shown.split())
     assert "loss 0" not in shown
-    assert "as they are not signed" in " ".join(shown.split())
+    assert "Each log is signed by its process" in " ".join(shown.split())
 
 
 def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:

@@ -1,10 +1,10 @@
 """Audit randomly damaged run folders: none may crash the audit or take more than two seconds of processor time.
 
-    python -m benchmarks.fuzz_audit --run RUN --folders 10000
+    python -m benchmarks.fuzz_audit --run runs/smoke --folders 10000
 
-Each folder is a copy of a run, in which about ten files are mutated: bytes flipped, lines
-removed, repeated or swapped, JSON values replaced, files cut or exchanged. Prints the outcomes and the slowest folder,
-and the seed of every folder that failed. 10,000 folders are about 100,000 mutated files.
+Each folder is a copy of a run, in which about ten files are mutated: bytes flipped, lines removed, repeated or swapped,
+JSON values replaced, files cut or exchanged. Prints the outcomes and the slowest folder, and the seed of every folder
+that failed. 10,000 folders are about 100,000 mutated files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.fuzz_damage import replaced
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.verdict import Evidence, verdict
+from fedmq.audit.report import Evidence, verdict
 from fedmq.errors import InputError
 from fedmq.wire.log_records import GENESIS, canonical, chain
 

@@ -33,8 +33,7 @@ from fedmq.runs import live_server
 from fedmq.runs.trackers import End, TrackedRun, Tracker, Value
 from fedmq.runs.tracking import tracking
 from fedmq.seeds import numpy_generator, torch_generator
-from fedmq.storage.cache import cache_folder
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import cache_folder, file_digests
 from fedmq.storage.run_folder import RunFolder, load_aligned, write_tensors
 from protocols.parts import epochs
 from silos import personal_state
@@ -269,7 +268,7 @@ def _followed() -> Folder:
 
 def _read_followed(folder: Path) -> None:
     """``fedmq board`` and the live page of a run."""
-    run = live_server.GrowingRun(RunFolder(folder / "run"))
+    run = live_server.GrowingRun(RunFolder(folder / "run"), {})
     run.update()
     json.loads(live_server._update(run))
     for row in live_server.rows_of(folder):

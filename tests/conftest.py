@@ -85,9 +85,11 @@ def tiny(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the scenario ``tiny``, with its message logs; tests that change it copy it first."""
+    """The folder of a finished run of the tiny scenario with the signed logs of all processes; copy it to change it."""
     from tests import threaded_run
 
-    out = tmp_path_factory.mktemp("finished") / "run"
-    threaded_run.run(threaded_run.resolved(tiny), out)
-    return out
+    folder, scenario = tmp_path_factory.mktemp("finished") / "tiny", threaded_run.resolved(tiny)
+    folder.mkdir()
+    (folder / "scenario.yaml").write_text(scenario.dump())
+    assert threaded_run.run(scenario, folder).summary is not None
+    return folder

@@ -162,8 +162,8 @@ class Failing:
         raise AssertionError
 
 
-def test_a_failing_tracker_is_given_up_in_one_line_and_earlier_lines_are_passed_on(
-    tiny: Path, finished: Path, tmp_path: Path
+def test_a_failing_tracker_is_given_up_in_one_line_and_the_others_receive_the_run(
+    finished: Path, tiny: Path, tmp_path: Path
 ) -> None:
     folder = RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
     run, notices = run_of(resolved(tiny, "track=[mlflow, csv]")), list[str]()
@@ -218,7 +218,7 @@ def test_lines_of_a_run_have_the_real_time_and_a_replay_ignores_it(tiny: Path, t
     ],
 )
 def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
-    tiny: Path, finished: Path, tmp_path: Path, sent: dict[str, object], found: str
+    finished: Path, tiny: Path, tmp_path: Path, sent: dict[str, object], found: str
 ) -> None:
     folder, notices = RunFolder(Path(shutil.copytree(finished, tmp_path / "run"))), list[str]()
     (folder.root / "trackers").mkdir()

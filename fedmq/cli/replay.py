@@ -58,8 +58,6 @@ def add_replay(app: typer.Typer) -> None:
         from fedmq.runs import results  # noqa: PLC0415
 
         resolved_run = resolved(source, adopt=False)
-        scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
-        resolved_run = replace(resolved_run, scenario=scenario)
         replay.require_repeatable(resolved_run.scenario, folder)
         sites = _sites(resolved_run, folder, site or [], quiet=quiet)
         before = replay.read_record(folder)
@@ -93,7 +91,7 @@ def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: boo
         if files:
             raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
         return None
-    from fedmq.audit.sites import sites_of  # noqa: PLC0415
+    from fedmq.audit.replay import sites_of  # noqa: PLC0415
 
     return sites_of(run, folder, files, None if quiet else bar())
 

@@ -17,7 +17,7 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.malloc import keep_buffers
 from fedmq.wire.fields import all_finite
-from fedmq.wire.messages import Kind, Message
+from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
 from protocols.parts.aggregation import accumulate, read_only
 
@@ -50,7 +50,9 @@ def _over(uri: str, folder: Path) -> list[float]:
         gather(listener, roster, 1)
         for number in range(1, _WARM + _REPEATS + 1):
             time.sleep(0.005)  # let logs and buffers of the last update finish
-            roster.send(_SILO, roster.header(_SILO, Kind.TASK, sequence=number))
+            info = TaskInfo(round=number - 1, rounds=_WARM + _REPEATS, settled=0, learning_rate=0.1)
+            header = roster.header(_SILO, Kind.TASK, sequence=number, base_version=0)
+            roster.send(_SILO, Message(header, task=info))
             message = None
             while not isinstance(message, Message):
                 got = listener.receive(1.0)

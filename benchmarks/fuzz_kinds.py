@@ -43,8 +43,7 @@ from fedmq.models.build import build_towers
 from fedmq.retrieval.gallery import Gallery, GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
-from fedmq.runs.model_signature import sign_model, verify_model
-from fedmq.runs.release_config import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release import ReleaseConfig, ReleasedInputs, sign_model, verify_model
 from fedmq.seeds import numpy_generator
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request

@@ -25,8 +25,9 @@ from fedmq.federation.faults import FaultSchedule
 from fedmq.retrieval import report_data
 from fedmq.retrieval.model_export import export_hub
 from fedmq.retrieval.released_model import open_model, open_release
-from fedmq.runs import find_runs, html_report, html_side_by_side, results
-from fedmq.runs.report_logs import read_logs
+from fedmq.runs import results, tables
+from fedmq.runs.report import run_report, side_by_side
+from fedmq.runs.report.logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.keys import passphrase_in
 from fedmq.wire.message_log import MessageLog
@@ -49,8 +50,8 @@ def _finished() -> Folder:
 def _read_results(folder: Path) -> None:
     """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
     run = open_run(folder)
-    html_report.write(run, read_logs(run, damaged=False))
-    html_side_by_side.write([run, run], folder / "both.html")
+    run_report.write(run, read_logs(run, damaged=False))
+    side_by_side.write([run, run], folder / "both.html")
     found = results.read(run)
     for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):
         with contextlib.suppress(InputError):
@@ -132,7 +133,7 @@ def _read_passphrase(folder: Path) -> None:
 
 RESULT_KINDS: Mapping[str, Kind] = {
     "results": Kind(_finished, _read_results),
-    "runs of a comparison": Kind(_runs_csv, lambda folder: find_runs.named([folder])),
+    "runs of a comparison": Kind(_runs_csv, lambda folder: tables.named([folder])),
     "trace": Kind(_trace, _read_trace),
     "faults of a resumed run": Kind(_faults, _read_faults),
     "prepared data": Kind(_prepared, _read_prepared),

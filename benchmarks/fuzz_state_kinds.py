@@ -30,7 +30,7 @@ from fedmq.models.build import build_towers
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs import live_server
-from fedmq.runs.trackers import End, TrackedRun, Value
+from fedmq.runs.trackers import End, TrackedRun, Tracker, Value
 from fedmq.runs.tracking import tracking
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.storage.cache import cache_folder
@@ -215,7 +215,7 @@ def _read_digested(folder: Path) -> None:
 
 
 # --- trackers -------------------------------------------------------------------------------------------------------
-class _Recorder:
+class _Recorder(Tracker):
     """A tracker that keeps what it receives."""
 
     where = "here"

@@ -13,7 +13,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
-from fedmq.runs.result_digests import result_digests
+from fedmq.runs.results import result_digests
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.log_records import NoteKind

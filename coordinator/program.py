@@ -38,7 +38,8 @@ from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.malloc import keep_buffers
-from fedmq.runs import html_report, prometheus
+from fedmq.runs import prometheus
+from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
@@ -378,7 +379,7 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
-                html_report.write(run_context.folder)
+                run_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):

@@ -21,7 +21,7 @@ from fedmq.data import catalogue
 from fedmq.federation.agreement import RunData
 from fedmq.federation.protocol import State
 from fedmq.runs.model_card import model_card
-from fedmq.runs.release_config import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release import ReleaseConfig, ReleasedInputs
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
 from fedmq.wire.payload_digest import digest

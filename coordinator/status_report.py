@@ -17,7 +17,7 @@ from fedmq.clock import Clock
 from fedmq.errors import DivergedError, FedmqError
 from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.population import run_name
-from fedmq.runs.gallery_size import gallery_with, meaningful, own_gallery
+from fedmq.runs.result_limits import gallery_with, meaningful, own_gallery
 from fedmq.runs.run_records import MergeLine, OwnHeldOutLine
 from fedmq.runs.status import ERROR_CHARACTERS, FAILED, STATUS_SECONDS, SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.storage.logs import Logger

@@ -20,7 +20,7 @@ from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluatedItems,

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.data.silo_dataset import CaptionRows
 from fedmq.federation.protocol import (
@@ -247,8 +248,8 @@ class FedBridge(FederatedProtocol):
         """FedBridge-p gives paired silos personal adapters."""
         return Traits(personalised=options.personal, unpaired="anchored")
 
+    @override
     def traits(self) -> Traits:
-        """As the options say."""
         return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:

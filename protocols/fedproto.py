@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
@@ -188,8 +189,8 @@ class FedProto(FederatedProtocol):
         """The coordinator's model keeps its initial values; personal models are evaluated."""
         return Traits(personal_only=True, personalised=True)
 
+    @override
     def traits(self) -> Traits:
-        """The same for all options."""
         return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:

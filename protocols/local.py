@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -94,8 +95,8 @@ class Alone(FederatedProtocol):
         """The coordinator's model keeps its initial values; personal models are evaluated."""
         return Traits(personal_only=True, personalised=True)
 
+    @override
     def traits(self) -> Traits:
-        """The same for all options."""
         return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:

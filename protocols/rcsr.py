@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -170,8 +171,8 @@ class Rcsr(FederatedProtocol):
             personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
 
+    @override
     def traits(self) -> Traits:
-        """As the options say."""
         return self.traits_of(self.options)
 
     def _strength(self, payloads: Sequence[Payload]) -> float:

@@ -24,7 +24,7 @@ from fedmq.cli import main as cli
 from fedmq.config.run_id import digest_of, name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.runs.result_digests import result_digests
+from fedmq.runs.results import result_digests
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.key_requests import new_request
 from fedmq.wire.keys import accept_key, load_accepted, load_identity

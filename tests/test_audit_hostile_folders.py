@@ -24,7 +24,7 @@ from fedmq.data.raw_set import read_text
 from fedmq.data.readers.npz_bounds import check_npz
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.runs import find_runs
+from fedmq.runs import tables
 from fedmq.storage.regular_files import MAX_LINE
 from fedmq.storage.run_folder import cut_unfinished, load_aligned, open_run
 
@@ -57,7 +57,7 @@ def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
 @pytest.mark.parametrize("target", [None, "/dev/zero"])
 @pytest.mark.parametrize(
     "read",
-    [lambda path: read_trace(path, ["silo-00"]), cut_unfinished, lambda path: find_runs.named([path.parent])],
+    [lambda path: read_trace(path, ["silo-00"]), cut_unfinished, lambda path: tables.named([path.parent])],
     ids=["trace", "lines", "comparison"],
 )
 def test_other_files_of_text_are_regular_ones(

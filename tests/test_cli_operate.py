@@ -14,7 +14,7 @@ import pytest
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
 from fedmq.runs import prometheus
-from fedmq.runs.prune import plan_pruning, prune
+from fedmq.runs.resume import plan_pruning, prune
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from tests.command_line import fedmq

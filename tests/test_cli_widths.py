@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import protocols  # noqa: F401 - a model card names the network of a base loss
 from fedmq.cli import console, terminal
 from fedmq.cli.main import app
-from fedmq.runs.gallery_size import gallery_of
 from fedmq.runs.model_card import model_card
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.result_limits import gallery_of
 from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder

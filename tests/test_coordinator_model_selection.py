@@ -12,9 +12,9 @@ from coordinator.rounds import Phase
 from fedmq.api.model import load
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
-from fedmq.runs.result_warnings import chosen_by_validation
+from fedmq.runs.result_limits import chosen_by_validation
 from fedmq.runs.results import read_metrics
-from fedmq.runs.resume_check import check
+from fedmq.runs.resume import check
 from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.run_folder import RunFolder
 from tests.in_process_run import run

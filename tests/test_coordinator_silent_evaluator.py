@@ -19,7 +19,7 @@ from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import outcome, terminal
 from fedmq.evaluation.program import Evaluator
-from fedmq.runs.resume_check import lacks_evaluation
+from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder

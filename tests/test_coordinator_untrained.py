@@ -13,7 +13,7 @@ from rich.console import Console
 from fedmq.cli.terminal import print_summary
 from fedmq.errors import RunError
 from fedmq.experiments import tables
-from fedmq.runs import html_report
+from fedmq.runs.report import run_report
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
@@ -96,7 +96,7 @@ def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
     last = screen_of(written, tmp_path).splitlines()[-1]
     assert last.startswith("silo-01: none of its replies was merged: 2 refused, 0 errors")
     assert "unexpected: a reply with" in last
-    html_report.write(RunFolder(tmp_path))
+    run_report.write(RunFolder(tmp_path))
     assert (
         '<p class="remark">silo-01: none of its replies was merged: 2 refused' in (tmp_path / "report.html").read_text()
     )

@@ -23,7 +23,7 @@ from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
 from fedmq.experiments.grid import ComparisonPlan, Entry
 from fedmq.runs import results
-from fedmq.runs.gallery_size import Gallery
+from fedmq.runs.result_limits import Gallery
 from fedmq.runs.results import Target
 from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder

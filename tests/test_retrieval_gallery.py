@@ -29,7 +29,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval import gallery, gallery_data, search
 from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.payload_digest import digest

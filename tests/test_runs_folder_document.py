@@ -14,7 +14,7 @@ import pytest
 
 from fedmq.config.scenario import Scenario
 from fedmq.runs import run_records
-from fedmq.runs.result_digests import result_digests
+from fedmq.runs.results import result_digests
 from fedmq.storage.run_folder import RunFolder
 from tests.in_process_run import run as run_inline
 from tests.own_data_sites import COMMON, arrays

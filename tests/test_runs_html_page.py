@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 import pytest
 from plotly.offline import get_plotlyjs
 
-from fedmq.runs import html_page
-from fedmq.runs.html_page import Figure
+from fedmq.runs.report import html as pages
+from fedmq.runs.report.html import Figure
 from fedmq.runs.tables import as_csv, csv_text
 from fedmq.text import printable
 
@@ -50,7 +50,7 @@ def test_a_figure_is_valid_for_plotly_with_numbers_of_any_type() -> None:
 
 def test_a_page_holds_plotly_once_and_escapes_all_text() -> None:
     figures = [Figure(f"figure {number}", "", "") for number in range(3)]
-    page = html_page.document("<i>title", ["<b>note"], figures)
+    page = pages.document("<i>title", ["<b>note"], figures)
     assert len(drawn(page)) == 3
     assert page.count("plotly.js v") == 1
     assert "<i>title" not in page.replace("&lt;i&gt;title", "")
@@ -74,7 +74,7 @@ def test_a_page_holds_plotly_once_and_escapes_all_text() -> None:
 def test_text_of_any_origin_is_only_text_on_a_page_and_in_its_figures(text: str) -> None:
     figure = Figure(text, text, text, note=text)
     figure.draw("scatter", x=[1], y=[text], name=text, text=[text], hovertemplate="%{text}<br>here<extra></extra>")
-    page = html_page.document(text, [text], [figure])
+    page = pages.document(text, [text], [figure])
     assert all(each.isprintable() or each in "\n\t" for each in page.replace(get_plotlyjs(), ""))
     (trace,) = drawn(page)[0].data
     assert trace.hovertemplate == "%{text}<br>here<extra></extra>"
@@ -87,7 +87,7 @@ def test_text_of_any_origin_is_only_text_on_a_page_and_in_its_figures(text: str)
 
 def test_joined_emoji_and_scripts_with_joiners_stay_as_they_are() -> None:
     text = "\U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
-    assert text in html_page.document("page", [text], [])
+    assert text in pages.document("page", [text], [])
 
 
 @pytest.mark.parametrize("text", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "a\nb"])
@@ -100,4 +100,4 @@ def test_no_text_of_a_table_is_a_formula_and_it_is_read_back(text: str) -> None:
 
 
 def test_colours_repeat_after_the_palette() -> None:
-    assert html_page.colour(0, 0.5) == html_page.colour(len(html_page.COLOURS), 0.5) == "rgba(0,114,178,0.5)"
+    assert pages.colour(0, 0.5) == pages.colour(len(pages.COLOURS), 0.5) == "rgba(0,114,178,0.5)"

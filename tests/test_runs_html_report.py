@@ -21,8 +21,8 @@ from fedmq.cli.report import complete_report
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
-from fedmq.runs import html_report, html_side_by_side, report_figures, report_logs
-from fedmq.runs.html_timeline import add_records, timeline
+from fedmq.runs.report import figures, logs, run_report, side_by_side
+from fedmq.runs.report.logs import add_records, timeline
 from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import MergeLine, OwnHeldOut
 from fedmq.storage.run_folder import RunFolder
@@ -121,7 +121,7 @@ def test_a_picture_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp
     data["examples"][0]["query"]["image"] = image
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=r"report_data\.json"):
-        html_report.write(folder)
+        run_report.write(folder)
 
 
 def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path
     folder = _copy(photo_run, tmp_path)
     path = folder.root / "report_data.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_digest": "0" * 64}))
-    html_report.write(folder)
+    run_report.write(folder)
     assert "What is retrieved" not in folder.report.read_text()
 
 
@@ -148,14 +148,14 @@ def test_a_damaged_line_of_a_log_is_refused_or_left_out_and_an_incomplete_last_o
     folder = _copy(photo_run, tmp_path)
     log = folder.messages("coordinator")
     first, second, *others = log.read_bytes().splitlines(keepends=True)
-    known = report_logs.read_logs(folder)
+    known = logs.read_logs(folder)
     log.write_bytes(b"".join([first, b"{}\n", second, b"[]\n", *others]))
     with pytest.raises(InputError, match=r"coordinator\.jsonl: line 2: found 'not a record'.*fedmq audit"):
         complete_report(folder, None, damaged=False)
     assert complete_report(folder, None) is None
-    assert report_logs.read_logs(folder) == known
+    assert logs.read_logs(folder) == known
     log.write_bytes(b"".join([first, second, *others, first[:40]]))
-    assert report_logs.read_logs(folder, damaged=False) == known
+    assert logs.read_logs(folder, damaged=False) == known
 
 
 def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Pat
 
 
 def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFolder) -> None:
-    html_report.write(photo_run)
+    run_report.write(photo_run)
     section = photo_run.report.read_text().partition('<h2 id="privacy">')[2].partition("<h2")[0]
     found = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
     audit = audit_run(photo_run.root)
@@ -192,7 +192,7 @@ def test_a_headline_claims_a_change_only_beyond_what_chance_explains() -> None:
                    "per_silo_mean": {}, "fairness": {}}  # fmt: skip
         heldout = OwnHeldOut.model_validate(figures)
         found = summary(metrics={"mean_r1": after}, own_heldout=heldout)
-        return html_report.headline(found, {"mean_r1": before})
+        return run_report.headline(found, {"mean_r1": before})
 
     assert "fedavg: R@1 0.708 before and after 2 rounds, on 18 held-out pairs" in of(0.708, 0.708)
     # One of 36 queries; the variance of a proportion of 0.722 among them is 0.722 * 0.278 / 36.
@@ -207,7 +207,7 @@ def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -
         MergeLine(kind="merge", version=version, now=0.0, loss=sum(losses.values()) / 2, losses=losses)
         for version, losses in enumerate(found, 1)
     ]
-    mean, each = report_figures.losses(lines)
+    mean, each = figures.losses(lines)
     assert mean.traces[0]["y"] == [2.0, 0.75]
     assert [trace["x"] for trace in each.traces] == [[1, 2], [2]]
     assert "nothing to train on" in mean.note
@@ -215,7 +215,7 @@ def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -
 
 def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
     summary = read_summary(photo_run)
-    up, down = report_figures.traffic(report_logs.read_logs(photo_run).course, summary)
+    up, down = figures.traffic(logs.read_logs(photo_run).course, summary)
     traces = [(str(trace["name"]), str(trace["marker"])) for trace in up.traces + down.traces]
     kinds, pairs = {name for name, _ in traces}, set(traces)
     assert {"delta", "loss", "modality prototypes", "model"} <= kinds
@@ -232,7 +232,7 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     for example in data["examples"]:
         example["rank"] = 1
     path.write_text(json.dumps(data))
-    html_report.write(folder)
+    run_report.write(folder)
     page = folder.report.read_text()
     assert "6 test images, 6 captions</h1>" in page
     assert '<p class="remark">R@10 is not shown: with 6 items to retrieve from, any model reaches 1</p>' in page
@@ -251,7 +251,7 @@ def test_a_thumbnail_has_the_whole_picture(tmp_path: Path) -> None:
 
 
 def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
-    facts = report_logs.read_logs(photo_run).course
+    facts = logs.read_logs(photo_run).course
     outcomes: dict[str, int] = {}
     for task in facts.tasks.values():
         outcomes[task.outcome] = outcomes.get(task.outcome, 0) + 1
@@ -277,7 +277,7 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
 
 def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -> None:
     other = _copy(photo_run, tmp_path)
-    html_side_by_side.write([photo_run, other], tmp_path / "page.html")
+    side_by_side.write([photo_run, other], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "2 runs side by side" in page
     assert titles(page)[0] == "recall@1, mean"
@@ -285,7 +285,7 @@ def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -
     assert "cannot be compared" not in page
     summary = json.loads(other.summary.read_text())
     other.summary.write_text(json.dumps({**summary, "data_digest": "0" * 64}))
-    html_side_by_side.write([photo_run, other], tmp_path / "page.html")
+    side_by_side.write([photo_run, other], tmp_path / "page.html")
     assert "cannot be compared" in (tmp_path / "page.html").read_text()
 
 

@@ -21,8 +21,8 @@ import pytest
 
 from fedmq.errors import InputError
 from fedmq.runs import live_server
-from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.live_server import GrowingRun
+from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedmq.errors import InputError
-from fedmq.runs.model_signature import SIGNATURE, sign_model, verify_model
+from fedmq.runs.release import SIGNATURE, sign_model, verify_model
 from fedmq.wire.keys import init_keys, load_identity
 from tests.command_line import fedmq
 

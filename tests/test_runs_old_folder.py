@@ -14,7 +14,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
 from fedmq.errors import InputError
 from fedmq.runs import results
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 

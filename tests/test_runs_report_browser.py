@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedmq.cli.report import complete_report
-from fedmq.runs.html_page import Figure, document
+from fedmq.runs.report.html import Figure, document
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
 

@@ -14,7 +14,7 @@ from coordinator.aggregation import merge_line
 from coordinator.evaluation import personal_figures
 from fedmq.errors import InputError
 from fedmq.runs import results
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.run_folder import RunFolder, append_line, write_json

@@ -22,8 +22,8 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.clock import clock_for
 from fedmq.errors import InputError
 from fedmq.retrieval import released_model
-from fedmq.runs import html_report
 from fedmq.runs import results as outcomes
+from fedmq.runs.report import run_report
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
@@ -45,7 +45,7 @@ _numbers = count()
 def results(root: Path) -> None:
     """Read a run's results as its report, comparisons and a replay do."""
     folder = RunFolder(root)
-    html_report.write(folder)
+    run_report.write(folder)
     outcomes.read(folder).untrained()
     record = replay.read_record(folder)
     replay.first_difference(record, record)
@@ -86,7 +86,7 @@ def test_the_report_plots_what_the_method_reported_of_its_merges(finished: Path,
     assert any(line["kind"] == "merge" for line in lines)
     grown = [{**line, **told} if line["kind"] == "merge" else line for line in lines]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in grown))
-    html_report.write(folder)
+    run_report.write(folder)
     page = (folder.root / "report.html").read_text()
     figures = dict(zip(titles(page), drawn(page), strict=True))
     assert figures["Loss of the router"].data[0].y == (0.25,) * sum(line["kind"] == "merge" for line in lines)

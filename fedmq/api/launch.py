@@ -33,8 +33,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.user_files import UserFileError
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
-from fedmq.runs.gallery_size import gallery_of_status, meaningful
-from fedmq.runs.resume_check import lacks_evaluation
+from fedmq.runs.result_limits import gallery_of_status, meaningful
+from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
 from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole

@@ -29,7 +29,7 @@ from fedmq.retrieval.released_model import (
     is_model,
     open_model,
 )
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
 
 #: A picture: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
 Picture = Any

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
-from fedmq.runs import html_report
-from fedmq.runs.gallery_size import gallery_of, meaningful
-from fedmq.runs.report_logs import read_logs
+from fedmq.runs.report import run_report
+from fedmq.runs.report.logs import read_logs
+from fedmq.runs.result_limits import gallery_of, meaningful
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
@@ -132,7 +132,7 @@ class Run:
         Raises:
             InputError: the run is not finished, or a log is damaged.
         """
-        html_report.write(self._files, read_logs(self._files, damaged=False))
+        run_report.write(self._files, read_logs(self._files, damaged=False))
         return self._files.report
 
     def model(

@@ -9,8 +9,7 @@ from pathlib import Path
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.metric_values import Figures
-from fedmq.runs.run_records import MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
+from fedmq.runs.run_records import Figures, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError

@@ -16,10 +16,9 @@ from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.runs.extension import earlier_ends
-from fedmq.runs.model_files import BESIDE, beside, parameters
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
+from fedmq.runs.resume import earlier_ends
 from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder

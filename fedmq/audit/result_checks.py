@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fedmq.audit.traffic_checks import BEGINNINGS
 from fedmq.errors import InputError
-from fedmq.runs.result_digests import FILES, SUMMARY, result_digest
+from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteKind, NoteRecord
 from fedmq.wire.messages import COORDINATOR, Kind

@@ -22,12 +22,12 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import is_known, objection
-from fedmq.runs.metric_values import BySilo, Figures
-from fedmq.runs.model_files import BESIDE, beside, digests_by_name, digests_of, parameters
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_by_name, digests_of, parameters
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
+    BySilo,
     EvaluationLine,
+    Figures,
     MergeLine,
     MetricsLine,
     OwnHeldOutLine,

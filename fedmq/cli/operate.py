@@ -151,7 +151,7 @@ def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None
 
         Example: [bold]fedmq prune runs/smoke --yes[/bold]
         """
-        from fedmq.runs.prune import plan_pruning, prune  # noqa: PLC0415
+        from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
         from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
         folder = open_run(run)

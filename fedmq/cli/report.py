@@ -40,7 +40,7 @@ def add_report(app: typer.Typer) -> None:
 
         Example: [bold]fedmq report runs/fedavg runs/rcsr --out both.html[/bold]
         """
-        from fedmq.runs import html_side_by_side  # noqa: PLC0415 - --help does without
+        from fedmq.runs.report import side_by_side  # noqa: PLC0415 - --help does without
         from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
         if page is not None and len(runs) == 1:
@@ -54,7 +54,7 @@ def add_report(app: typer.Typer) -> None:
             out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)
         if len(folders) > 1:
             path = page or folders[0].root.parent / "side_by_side.html"
-            html_side_by_side.write(folders, path)
+            side_by_side.write(folders, path)
             out.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -75,10 +75,11 @@ def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bo
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
-    from fedmq.runs import html_report, report_logs, results  # noqa: PLC0415
+    from fedmq.runs import results  # noqa: PLC0415
+    from fedmq.runs.report import logs, run_report  # noqa: PLC0415
 
     results.read_summary(folder)  # before the logs, which may be long
-    logged, reason = report_logs.read_logs(folder, progress, damaged=damaged), None
+    logged, reason = logs.read_logs(folder, progress, damaged=damaged), None
     try:
         release = open_release(folder.root, "auto")
         if release.scenario.data is None:
@@ -87,5 +88,5 @@ def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bo
             report_data.write(release, progress)
     except InputError as error:
         reason = str(error)
-    html_report.write(folder, logged)
+    run_report.write(folder, logged)
     return reason

@@ -229,7 +229,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
     Raises:
         InputError: it has another scenario, or is finished and --extend is not given.
     """
-    from fedmq.runs import resume_check as resuming  # noqa: PLC0415
+    from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     folder = open_run(resume)
@@ -241,7 +241,7 @@ def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: 
 
 def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
     """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
-    from fedmq.runs.extension import extended  # noqa: PLC0415
+    from fedmq.runs.resume import extended  # noqa: PLC0415
 
     return run if extend is None else again(extended(run.scenario, extend))
 
@@ -283,7 +283,7 @@ def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> 
     Raises:
         InputError: another run has claimed it while this one prepared its data.
     """
-    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
     if extended:
@@ -358,7 +358,7 @@ def coordinator_command(
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
-    from fedmq.runs.extension import begin_extension  # noqa: PLC0415
+    from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
@@ -407,7 +407,7 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
     Raises:
         InputError: it is of another run, or has checkpoints already.
     """
-    from fedmq.runs import resume_check as resuming  # noqa: PLC0415
+    from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder  # noqa: PLC0415
 
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")

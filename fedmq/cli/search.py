@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedmq.retrieval.gallery import Gallery
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
-    from fedmq.runs.find_runs import Runs
+    from fedmq.runs.tables import Runs
 
 #: Shows progress: what, done, total.
 Show = Callable[[str, int, int], None]
@@ -113,12 +113,12 @@ def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) ->
     Raises:
         InputError: several runs with a site file, whose state is that of one run; or they are not found.
     """
-    from fedmq.runs import find_runs  # noqa: PLC0415
+    from fedmq.runs import tables  # noqa: PLC0415
 
     if site is not None and len(runs) > 1:
         raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
     name = None if site is None else _adopt_site(site)
-    return find_runs.named(runs, silo or name)
+    return tables.named(runs, silo or name)
 
 
 class Side(StrEnum):

@@ -37,7 +37,7 @@ def sign_command(
 
     Example: [bold]fedmq sign runs/smoke --keys keys[/bold]
     """
-    from fedmq.runs.model_signature import sign_model  # noqa: PLC0415
+    from fedmq.runs.release import sign_model  # noqa: PLC0415
     from fedmq.wire.keys import load_identity, words  # noqa: PLC0415
 
     identity = load_identity(keys, name)
@@ -61,7 +61,7 @@ def verify_command(
 
     Example: [bold]fedmq verify model --keys keys[/bold]
     """
-    from fedmq.runs.model_signature import verify_model  # noqa: PLC0415
+    from fedmq.runs.release import verify_model  # noqa: PLC0415
     from fedmq.wire.key_requests import known_keys  # noqa: PLC0415
     from fedmq.wire.keys import fingerprint, words  # noqa: PLC0415
 

@@ -16,8 +16,16 @@ from rich.table import Table
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.user_metrics import measures_of, own_metrics
-from fedmq.runs.gallery_size import Gallery, gallery_of, meaningful, own_gallery
-from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, name_some, training_warnings
+from fedmq.runs.result_limits import (
+    Gallery,
+    chosen_by_validation,
+    gallery_of,
+    items_left_out,
+    meaningful,
+    name_some,
+    own_gallery,
+    training_warnings,
+)
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status

@@ -27,7 +27,7 @@ class WithGaps:
 
     @property
     def clips(self) -> bool:
-        """As for the existing pictures."""
+        """Whether the existing pictures are videos."""
         return self.held.clips
 
     def name(self, row: int) -> str:

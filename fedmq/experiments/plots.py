@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.experiments.summary import Row
-from fedmq.runs.html_page import Figure, colour, document
+from fedmq.runs.report.html import Figure, colour, document
 from fedmq.runs.results import FinishedRun
 from fedmq.text import is_float
 

@@ -30,9 +30,8 @@ from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tune_file import TunedMethod, TunePlan, as_settings
 from fedmq.extras import package
 from fedmq.runs import results
-from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
-from fedmq.storage.regular_files import read_regular
+from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import write_json
 
 _POLL_SECONDS = 0.2

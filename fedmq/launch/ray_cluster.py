@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.extras import package
@@ -21,6 +23,7 @@ from fedmq.launch.private_folder import PEER, private_folder
 from fedmq.launch.remote_peer import (
     DIED,
     ENVIRONMENT,
+    Cluster,
     PeerArguments,
     PeerFiles,
     PeerTask,
@@ -62,8 +65,8 @@ class RayProcess(RemoteProcess):
         super().__init__(name, task.names, folder)
         self._ray, self._reference = ray, reference
 
+    @override
     def poll(self) -> int | None:
-        """See the interface."""
         if not self._ray.wait([self._reference], timeout=0)[0]:
             return None
         try:
@@ -72,17 +75,18 @@ class RayProcess(RemoteProcess):
             self.say(type(error).__name__)
             return DIED
 
+    @override
     def terminate(self) -> None:
-        """See the interface: the coordinator's stop reaches all that have joined; the others are killed later."""
+        """The coordinator's stop reaches all that have joined; the others are killed later."""
 
+    @override
     def kill(self) -> None:
-        """See the interface."""
         self._ray.cancel(self._reference, force=True)
 
 
 @dataclass(frozen=True)
-class RayCluster:
-    """A Ray cluster; see :class:`fedmq.launch.remote_peer.Cluster`.
+class RayCluster(Cluster):
+    """A Ray cluster.
 
     Args:
         ray: the package.
@@ -118,8 +122,8 @@ class RayCluster:
             if fresh:
                 ray.shutdown()
 
+    @override
     def start(self, name: str, arguments: PeerArguments) -> RayProcess:
-        """See the interface."""
         task = PeerTask.of(arguments, gpu=self.options["num_gpus"] > 0)
         remote = self.ray.remote(run_there).options(name=f"fedmq {name}", **self.options)
         files = PeerFiles(files=(*key_files(arguments), *earlier_files(arguments)))

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -387,13 +387,16 @@ class RemoteProcess(ABC):
         return ended.code
 
 
-class Cluster(Protocol):
-    """Machines on which an existing engine places processes."""
+class Cluster(ABC):
+    """Machines on which an existing engine places processes.
 
-    @property
-    def bind(self) -> str:
-        """The address at which the coordinator listens, so that these machines reach it."""
+    Attributes:
+        bind: the address at which the coordinator listens, so that these machines reach it.
+    """
 
+    bind: str
+
+    @abstractmethod
     def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
         """Start a silo, a host or the evaluator where it finds a place."""
 

@@ -22,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import psutil
+from typing_extensions import override
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
@@ -37,6 +39,7 @@ from fedmq.launch.remote_peer import (
     DIED,
     ENVIRONMENT,
     MOST_BYTES,
+    Cluster,
     PeerArguments,
     PeerTask,
     RemoteProcess,
@@ -101,21 +104,24 @@ def run_job(folder: str) -> NoReturn:
     sys.exit(ended.code)
 
 
-class Jobs(Protocol):
+class Jobs(ABC):
     """An executor of jobs: Slurm, or this machine."""
 
+    @abstractmethod
     def ended(self, job: Any) -> str:
         """The job's final state, in capitals; empty while it waits or runs, or while its state is unknown."""
 
+    @abstractmethod
     def terminate(self, job: Any) -> None:
         """Cancel the job if it waits for a place, and send SIGTERM to its process if it runs."""
 
+    @abstractmethod
     def kill(self, job: Any) -> None:
         """Cancel the job, and end its process immediately."""
 
 
 @dataclass
-class SlurmJobs:
+class SlurmJobs(Jobs):
     """Jobs of Slurm. Asks ``squeue``, which needs no accounting database, unlike submitit's ``sacct``.
 
     Attributes:
@@ -127,8 +133,8 @@ class SlurmJobs:
     reasons: set[str] = field(default_factory=set)
     asked: float = -math.inf
 
+    @override
     def ended(self, job: Any) -> str:
-        """See the interface."""
         self.states.setdefault(job.job_id, "PENDING")
         if time.monotonic() - self.asked > _ASK_SECONDS:
             self._ask()
@@ -151,31 +157,31 @@ class SlurmJobs:
             self.reasons.add(why)
             print_line(f"slurm: jobs in the queue: {waiting.count(why)} ({why})", error=True)
 
+    @override
     def terminate(self, job: Any) -> None:
-        """See the interface."""
         _cancel(job.job_id, ("--state=PENDING",), ("--full", "--signal=TERM"))
 
+    @override
     def kill(self, job: Any) -> None:
-        """See the interface."""
         self.asked = -math.inf
         _kill_job(job.job_id)
 
 
 @dataclass(frozen=True)
-class LocalJobs:
+class LocalJobs(Jobs):
     """Jobs on this machine, of submitit's local executor: a rehearsal where there is no Slurm."""
 
+    @override
     def ended(self, job: Any) -> str:
-        """See the interface."""
         state = str(job.state)
         return "" if state == "RUNNING" else state
 
+    @override
     def terminate(self, job: Any) -> None:
-        """See the interface."""
         self._send(job, signal.SIGTERM)
 
+    @override
     def kill(self, job: Any) -> None:
-        """See the interface."""
         self._send(job, signal.SIGKILL)
 
     def _send(self, job: Any, number: signal.Signals) -> None:
@@ -205,8 +211,8 @@ class SlurmProcess(RemoteProcess):
         self._jobs, self._job, self._place = jobs, job, place
         self._ended_at: float | None = None
 
+    @override
     def poll(self) -> int | None:
-        """See the interface."""
         code = self._code_of_result()
         if code is not None:
             self._keep_log()
@@ -238,18 +244,18 @@ class SlurmProcess(RemoteProcess):
             self._job.paths.stdout.rename(log)
         return log
 
+    @override
     def terminate(self) -> None:
-        """See the interface."""
         self._jobs.terminate(self._job)
 
+    @override
     def kill(self) -> None:
-        """See the interface."""
         self._ended_at = -math.inf  # there will be no result to wait for
         self._jobs.kill(self._job)
 
 
 @dataclass(frozen=True)
-class SlurmCluster:
+class SlurmCluster(Cluster):
     """The cluster of Slurm that this machine belongs to; see :class:`fedmq.launch.remote_peer.Cluster`.
 
     Args:
@@ -307,7 +313,7 @@ class SlurmCluster:
             _remove_files(files)
 
     def start(self, name: str, arguments: PeerArguments) -> SlurmProcess:
-        """See the interface.
+        """Submit a job for the process.
 
         Raises:
             RunError: Slurm refuses the job.

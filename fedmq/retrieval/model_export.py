@@ -26,7 +26,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.extras import package
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import ModelFolder, described
-from fedmq.runs.model_files import BESIDE
+from fedmq.runs.release import BESIDE
 from fedmq.storage.regular_files import check_regular, read_regular
 from fedmq.storage.run_folder import writing
 

@@ -22,8 +22,8 @@ from fedmq.evaluation.label_metrics import Curve, RankingMetrics
 from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
-from fedmq.runs import html_page
-from fedmq.runs.html_page import Figure
+from fedmq.runs.report import html
+from fedmq.runs.report.html import Figure
 from fedmq.runs.tables import as_csv
 
 Key = TypeVar("Key")
@@ -211,4 +211,4 @@ def page(runs: Sequence[Measured], title: str) -> str:
                 values = [pair[place] for pair in found.top_n.values()]
                 figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
             figures.append(figure)
-    return html_page.document(title, (), figures)
+    return html.document(title, (), figures)

@@ -23,8 +23,7 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build_towers
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.model_files import BESIDE, beside, digests_of
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json

@@ -25,7 +25,7 @@ from fedmq.federation.protocol import encoders_of
 from fedmq.progress import Progress
 from fedmq.retrieval.gallery_data import caption_texts
 from fedmq.retrieval.released_model import Release
-from fedmq.runs.report_records import Example, ReportData, ReportHit, ReportItem, Space
+from fedmq.runs.report.data import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
 
 #: Maximum number of held-out items among which examples are ranked; the first ones after shuffling by the seed.

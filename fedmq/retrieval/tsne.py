@@ -21,8 +21,8 @@ from fedmq.evaluation.embedding import embed
 from fedmq.progress import Progress
 from fedmq.retrieval.pr_curves import labelled_population
 from fedmq.retrieval.released_model import Release
-from fedmq.runs import html_page
-from fedmq.runs.html_page import Figure
+from fedmq.runs.report import html
+from fedmq.runs.report.html import Figure
 from fedmq.runs.tables import as_csv
 
 F32 = npt.NDArray[np.float32]
@@ -143,8 +143,8 @@ def page(planes: Sequence[Plane]) -> str:
                     name=f"{name}, {side}",
                     legendgroup=name,
                     mode="markers",
-                    marker={"color": html_page.colour(place), "symbol": _SYMBOLS[side], "size": 6},
+                    marker={"color": html.colour(place), "symbol": _SYMBOLS[side], "size": 6},
                 )
         figures.append(figure)
     notes = ("t-SNE: distances between clusters, and their sizes, carry no meaning",)
-    return html_page.document(", ".join(plane.name for plane in planes), notes, figures)
+    return html.document(", ".join(plane.name for plane in planes), notes, figures)

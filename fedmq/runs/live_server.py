@@ -26,15 +26,14 @@ from fedmq.config.loader import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
 from fedmq.extras import package
-from fedmq.runs import html_side_by_side, report_figures
-from fedmq.runs.appended_lines import AppendedLines
-from fedmq.runs.gallery_size import Gallery, gallery_of, gallery_of_status, meaningful
-from fedmq.runs.html_page import Figure, render
-from fedmq.runs.html_timeline import LogFacts, add_records, timeline
+from fedmq.runs.report import figures, side_by_side
+from fedmq.runs.report.html import Figure, render
+from fedmq.runs.report.logs import LogFacts, add_records, timeline
+from fedmq.runs.result_limits import Gallery, gallery_of, gallery_of_status, meaningful
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
-from fedmq.storage.regular_files import read_regular
+from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import COORDINATOR
 
@@ -102,12 +101,12 @@ class GrowingRun:
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
         found = [
-            *report_figures.curves(evaluations, merges, personal, (), self.facts.bytes_at),
-            report_figures.spread(evaluations, personal) if evaluations else None,
+            *figures.curves(evaluations, merges, personal, (), self.facts.bytes_at),
+            figures.spread(evaluations, personal) if evaluations else None,
             timeline(self.facts, names),
             # The modalities of the silos are known only at the end of the run.
-            *report_figures.reported(merges, dict.fromkeys(names, ())),
-            report_figures.staleness(merges),
+            *figures.reported(merges, dict.fromkeys(names, ())),
+            figures.staleness(merges),
         ]
         return [figure for figure in found if figure is not None]
 
@@ -323,7 +322,7 @@ def board_app(root: Path, token: str) -> Any:
         folders = [folder for folder in chosen if folder is not None and folder.summary.is_file()]
         if len(folders) < 2:
             return responses.PlainTextResponse("choose two finished runs or more", 400)
-        return responses.HTMLResponse(await asyncio.to_thread(html_side_by_side.page, folders), headers=_HEADERS)
+        return responses.HTMLResponse(await asyncio.to_thread(side_by_side.page, folders), headers=_HEADERS)
 
     routes = [("/", board), ("/run/{name}", run_page), ("/events/{name}", events_of), ("/compare", compared)]
     return _app([routing.Route(path, view) for path, view in routes])

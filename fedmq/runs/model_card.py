@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from fedmq.config.scenario import Objective
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
-from fedmq.runs.gallery_size import gallery_of, meaningful
-from fedmq.runs.release_config import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.result_limits import gallery_of, meaningful
 from fedmq.runs.results import with_own_figures
 from fedmq.runs.run_records import RunSummary
 

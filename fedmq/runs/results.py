@@ -1,7 +1,9 @@
-"""Results of finished runs: metrics by name, time to a target value, and statistics over seeds."""
+"""Results of finished runs: metrics by name, time to a target value, statistics over seeds, and digests of files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
-from fedmq.runs.gallery_size import Gallery, gallery_of
+from fedmq.runs.result_limits import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,
     EvaluationLine,
@@ -25,6 +27,7 @@ from fedmq.runs.run_records import (
     SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
+from fedmq.storage.regular_files import open_regular
 from fedmq.storage.run_folder import RunFolder, append_line
 
 CONFIDENCE = 0.95
@@ -339,3 +342,46 @@ def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = (
         return set()
     top = max(means.values()) if higher_is_better(column, own) else min(means.values())
     return {index for index, mean in means.items() if mean == top}
+
+
+#: Files of a run folder that nothing changes after the run has ended, unless it is resumed or extended.
+FILES = (
+    "scenario.yaml",
+    "agreement.json",
+    "metrics.jsonl",
+    "model/config.json",
+    "model/model.safetensors",
+    "model/README.md",
+)
+SUMMARY = "summary.json"
+_BLOCK = 1 << 20  # bytes per read
+#: Keys of a summary that the command completes after the coordinator has ended: real times, and memory.
+_COMPLETED_LATER = {"seconds", "processes"}
+
+
+def result_digest(folder: RunFolder, name: str) -> str:
+    """SHA-256 (hex) of a file, of the summary without real times and memory.
+
+    Args:
+        folder: the run folder.
+        name: one of ``FILES``, or ``SUMMARY``.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if name != SUMMARY:
+        with open_regular(folder.root / name, "a file of a finished run") as file:
+            hashed = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                hashed.update(block)
+            return hashed.hexdigest()
+    summary = read_summary(folder)
+    plain = summary.plain()
+    kept = {key: value for key, value in plain.items() if key not in _COMPLETED_LATER}
+    kept["virtual"] = summary.seconds.virtual
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def result_digests(folder: RunFolder) -> dict[str, str]:
+    """The digests of all files of a finished run that are there, by name."""
+    return {name: result_digest(folder, name) for name in (*FILES, SUMMARY) if (folder.root / name).is_file()}

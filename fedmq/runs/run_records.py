@@ -1,28 +1,68 @@
-"""Types of the records that a run writes: its summary, and the lines of its metrics.
-
-The coordinator builds these records; reports, comparisons, replays and audits read them. Only fields that were set are
-written, no defaults (:meth:`fedmq.storage.json_files.Stored.plain`), so a file keeps its keys when it is read and
-written again. Fields with a default are missing in files of older versions, or in runs to which they do not apply.
-"""
+"""Types of metrics in the records of a run: names with values, and the entries of user-defined metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
+    BeforeValidator,
     Field,
     RootModel,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
 from fedmq.config.user_files import titled
-from fedmq.evaluation.metrics import HEADLINE
+from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
 from fedmq.runs.data_records import ItemCounts
-from fedmq.runs.metric_values import BySilo, Figures, MetricEntry, check_bounds
 from fedmq.storage.json_files import Amount, DateTime, Digest, Finite, Stored
+
+
+@lru_cache(4096)  # the records of a run repeat the same names
+def _built_in(name: str) -> Metric | None:
+    return metric_of(name) if is_known(name) else None
+
+
+def check_bounds(values: Mapping[str, float]) -> None:
+    """Check values by metric name; the bounds of user-defined metrics are in their own entries, and not checked here.
+
+    Raises:
+        ValueError: a value of a built-in metric is out of its bounds.
+    """
+    for name, value in values.items():
+        if (metric := _built_in(name)) is not None and (wrong := metric.objection(value)) is not None:
+            raise ValueError(wrong)
+
+
+def _checked(values: dict[str, float]) -> dict[str, float]:
+    check_bounds(values)
+    return values
+
+
+_METRIC = TypeAdapter(Metric)
+
+
+def _metric(entry: object) -> Metric:
+    """Parse the entry of a metric from JSON, because strict models accept dataclasses only as instances."""
+    try:
+        return _METRIC.validate_python(entry)
+    except ValidationError as error:
+        raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
+
+
+#: Metric name to value; of a built-in metric, within its bounds.
+Figures = Annotated[dict[str, Finite], AfterValidator(_checked)]
+#: Silo name to its figures.
+BySilo = dict[str, Figures]
+#: The entry of a user-defined metric.
+MetricEntry = Annotated[Metric, BeforeValidator(_metric)]
+
 
 _Version = Annotated[int, Field(ge=0)]
 #: Fraction of the initial model's norm below which a run has hardly changed the model.

@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from fedmq.config.scenario_digests import KeyDigests
 from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
-from fedmq.runs.metric_values import Figures
-from fedmq.runs.run_records import EvaluatedItems
+from fedmq.runs.run_records import EvaluatedItems, Figures
 from fedmq.storage.json_files import Amount, Count, DateTime, Finite, Stored, read_json
 from fedmq.text import printable
 

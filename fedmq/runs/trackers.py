@@ -15,12 +15,15 @@ import re
 import secrets
 import shlex
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from fedmq.errors import InputError
 from fedmq.extras import package
@@ -104,19 +107,18 @@ class TrackedRun:
         return [path for path in (folder.scenario, folder.summary, folder.report) if path.is_file()]
 
 
-class Tracker(Protocol):
-    """An open tracker."""
+class Tracker(ABC):
+    """An open tracker.
 
-    @property
-    def key(self) -> str:
-        """Identifies the tracker's run, so that a resumed run continues it."""
-        ...
+    Attributes:
+        key: identifies the tracker's run, so that a resumed run continues it.
+        where: where the tracker writes to or how to look at it, for the user.
+    """
 
-    @property
-    def where(self) -> str:
-        """Where the tracker writes to or how to look at it, for the user."""
-        ...
+    key: str
+    where: str
 
+    @abstractmethod
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         """Record the values of one line.
 
@@ -125,12 +127,12 @@ class Tracker(Protocol):
             version: number of merges, the horizontal axis.
             at: real time [s since 1970].
         """
-        ...
 
+    @abstractmethod
     def flush(self) -> None:
         """Write what was recorded."""
-        ...
 
+    @abstractmethod
     def finish(self, end: End, result: Mapping[str, float]) -> None:
         """Record the files and the result, and close the tracker's run.
 
@@ -138,7 +140,6 @@ class Tracker(Protocol):
             end: how the process ended.
             result: metrics of the summary; empty if the run is not finished.
         """
-        ...
 
 
 def values_of(line: MetricsLine) -> list[Value]:
@@ -190,7 +191,7 @@ def check(names: Sequence[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- CSV
-class CsvFiles:
+class CsvFiles(Tracker):
     """``parameters.csv``, ``metrics.csv`` with one row per number, and ``result.csv``.
 
     Args:
@@ -209,16 +210,16 @@ class CsvFiles:
         if new:
             self._rows.writerow(("wall", "version", "silo", "name", "value"))
 
+    @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """As :meth:`Tracker.log`."""
         self._rows.writerows((f"{at:.3f}", version, each.silo, each.name, each.value) for each in values)
 
+    @override
     def flush(self) -> None:
-        """As :meth:`Tracker.flush`."""
         self._file.flush()
 
+    @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:
-        """As :meth:`Tracker.finish`; the run's files are in its folder already."""
         self._file.close()
         if end is End.FINISHED:
             _write_table(self._folder / "result.csv", ("metric", "value"), result.items())
@@ -232,7 +233,7 @@ def _write_table(path: Path, head: Sequence[str], rows: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- TensorBoard
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in ``trackers/tensorboard``; a resumed run adds another one.
 
     Args:
@@ -250,17 +251,18 @@ class TensorBoard:
         if key is None:
             self._text("scenario", run.folder.scenario)
 
+    @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """As :meth:`Tracker.log`."""
         for each in values:
             self._writer.add_scalar(each.tag, each.value, version, walltime=at)
 
+    @override
     def flush(self) -> None:
-        """As :meth:`Tracker.flush`."""
         self._writer.flush()
 
+    @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:
-        """As :meth:`Tracker.finish`; files are kept as texts, the report stays in the run folder."""
+        """Keep the files as texts; the report stays in the run folder."""
         from torch.utils.tensorboard import summary  # noqa: PLC0415 - an extra
 
         if end is End.FINISHED:
@@ -288,7 +290,7 @@ _PARAMETERS = 100
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-./: ]")
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of the experiment ``fedmq`` in the folder ``mlruns`` next to the run folder, or at MLFLOW_TRACKING_URI.
 
     Args:
@@ -328,20 +330,21 @@ class MLflow:
         known = self._client.get_experiment_by_name(name)
         return str(self._client.create_experiment(name) if known is None else known.experiment_id)
 
+    @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """As :meth:`Tracker.log`."""
         for each in values:
             name = _NOT_IN_MLFLOW.sub("_", each.tag)
             self._pending.append(self._metric(name, each.value, int(at * 1000), version))
 
+    @override
     def flush(self) -> None:
-        """As :meth:`Tracker.flush`."""
         while self._pending:
             self._client.log_batch(self.key, metrics=self._pending[:_BATCH])
             del self._pending[:_BATCH]
 
+    @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:
-        """As :meth:`Tracker.finish`; a stopped run is KILLED until it is resumed."""
+        """Record the files and the result; a stopped run is KILLED until it is resumed."""
         self.flush()
         for path in self._run.files:
             self._client.log_artifact(self.key, str(path))
@@ -350,7 +353,7 @@ class MLflow:
 
 
 # ----------------------------------------------------------------------------------------------- Weights & Biases
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise.
 
     Args:
@@ -391,15 +394,15 @@ class WeightsAndBiases:
         self._wandb.define_metric("version")
         self._wandb.define_metric("*", step_metric="version")
 
+    @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """As :meth:`Tracker.log`."""
         self._wandb.log({**{each.tag: each.value for each in values}, "version": version, "_timestamp": at})
 
     def flush(self) -> None:
         """Do nothing: W&B's own process writes."""
 
+    @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:
-        """As :meth:`Tracker.finish`."""
         self._wandb.summary.update({f"result/{name}": value for name, value in result.items()})
         for path in self._run.files:
             copy = Path(self._wandb.dir) / path.name

@@ -16,11 +16,11 @@ from pydantic import Field, ValidationError
 
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
-from fedmq.runs.appended_lines import AppendedLines
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, MetricsLine
 from fedmq.runs.trackers import TRACKERS, End, Open, TrackedRun, Tracker, check, seconds_of, values_of
 from fedmq.storage.json_files import Stored, read_json
+from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.text import printable
 from fedmq.version import __version__

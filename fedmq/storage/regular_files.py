@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -131,3 +132,31 @@ def _inside(path: Path, root: Path) -> None:
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):  # not resolve, which fails on circles
         found = f"a link to {path.readlink()}" if path.is_symlink() else "a file outside of the run folder"
         raise InputError(str(path), found, "a file in the run folder itself")
+
+
+@dataclass
+class AppendedLines:
+    """The lines of a file as they are appended.
+
+    Args:
+        path: the file, which need not exist yet.
+        position: number of bytes read so far.
+    """
+
+    path: Path
+    position: int = 0
+
+    def new(self) -> tuple[list[bytes], bool]:
+        """Complete lines appended since the last call, and whether the file was cut and these are all its lines."""
+        try:
+            with open_regular(self.path, "a file to which lines are appended") as file:
+                cut = file.seek(0, 2) < self.position
+                if cut:
+                    self.position = 0
+                file.seek(self.position)
+                content = file.read()
+        except (OSError, InputError):
+            return [], False
+        complete, _, _ = content.rpartition(b"\n")
+        self.position += len(complete) + bool(complete)
+        return complete.split(b"\n") if complete else [], cut

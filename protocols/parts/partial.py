@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -128,16 +129,16 @@ class LayersMethod(FederatedProtocol):
         """As the options say, with the names of the shared layers."""
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
+    @override
     def eligible(self, silo: SiloFacts) -> bool:
-        """As FedAvg: every silo."""
         return self.partial.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update; otherwise as FedAvg."""
         return self.partial.uploads()
 
+    @override
     def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
         return self.partial.fedavg.initial(theta)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -52,24 +53,24 @@ class Variant(FederatedProtocol):
         chosen: FedAvgOptions = options
         return chosen
 
+    @override
     def traits(self) -> Traits:
-        """As the options say."""
         return self.traits_of(self.options)
 
+    @override
     def eligible(self, silo: SiloFacts) -> bool:
-        """As FedAvg."""
         return self.fedavg.eligible(silo)
 
+    @override
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
         return self.fedavg.uploads(silo)
 
+    @override
     def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
         return self.fedavg.initial(theta)
 
+    @override
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
         return self.fedavg.task(state, silo)
 
     def train(self, local: Local, task: Task) -> Trained:
@@ -84,8 +85,8 @@ class Variant(FederatedProtocol):
         kept = changes.kept(self.options, local, has_trained(self.fedavg, local, task, trained))
         return replace(trained, state={**trained.state, **kept})
 
+    @override
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg."""
         return self.fedavg.merge(state, replies, round_)
 
 

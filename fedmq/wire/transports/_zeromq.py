@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
+from typing_extensions import override
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import InputError, RemoteWireError
@@ -74,8 +75,8 @@ class ZeroMQListener(Listener):
         self._socket, self._context, self._admission = socket, context, admission
         self._descriptors = Recent[bytes, int](_MAX_DESCRIPTORS)
 
+    @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        """See the interface."""
         if self._admission is not None:
             self._admission.check()
         if self._admission is not None and self._admission.refused:
@@ -99,17 +100,17 @@ class ZeroMQListener(Listener):
         admission.heard(descriptor, key)
         self._descriptors[peer] = descriptor
 
+    @override
     def cut(self, peer: bytes) -> None:
-        """See the interface."""
         if self._admission is not None and peer in self._descriptors:
             self._admission.shut(self._descriptors.pop(peer))
 
+    @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        """See the interface."""
         return put(self._socket, [peer, *check_sendable(frames)])
 
+    @override
     def close(self) -> None:
-        """See the interface."""
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -173,8 +174,8 @@ class ZeroMQConnection(Connection):
             self.close()
             raise InputError(self.uri, str(error), "an address that can be connected to") from error
 
+    @override
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        """See the interface."""
         if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
             os.read(self._wakes, 4096)
         received = _received(self._socket, FRAMES)
@@ -184,14 +185,14 @@ class ZeroMQConnection(Connection):
         check_number(number)
         return [frame.buffer for frame in frames]
 
+    @override
     def wake(self) -> None:
-        """See the interface."""
         with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread too
             if self._open:
                 os.write(self._wake, b"x")
 
+    @override
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        """See the interface."""
         sendable = check_sendable(frames)
         if self._redial:
             self.reconnect()
@@ -201,13 +202,13 @@ class ZeroMQConnection(Connection):
             return False
         return put(self._socket, sendable)
 
+    @override
     def established(self) -> int:
-        """See the interface. ZeroMQ reconnects automatically."""
-        self._read_monitor()
+        self._read_monitor()  # ZeroMQ reconnects automatically
         return self._established
 
     def reconnect(self) -> None:
-        """See the interface. After a refusal, or an error of its protocol, ZeroMQ does not connect again by itself.
+        """Connect again after a refusal or an error of ZeroMQ's protocol, after which it does not do so by itself.
 
         It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
@@ -217,15 +218,15 @@ class ZeroMQConnection(Connection):
             self._socket.close(0)
             self._begin()
 
+    @override
     def use_keys(self, keys: ConnectionKeys) -> bool:
-        """See the interface."""
         if self._keys is None or keys == self._keys:
             return False
         self._keys = keys
         return True
 
+    @override
     def trouble(self) -> Trouble | None:
-        """See the interface."""
         self._read_monitor()
         found, self._trouble = self._trouble, None
         return found
@@ -274,8 +275,8 @@ class ZeroMQConnection(Connection):
             self._monitor.close(0)
             self._monitor = None
 
+    @override
     def close(self) -> None:
-        """See the interface."""
         self._end_monitor()
         if self._claim is not None:
             self._claim.close(0)

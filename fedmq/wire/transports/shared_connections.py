@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.messages import Reason
@@ -40,8 +42,8 @@ class SharedListener(Listener):
         self._inner = inner
         self.uri = SHARED + inner.uri
 
+    @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        """See the interface."""
         received = self._inner.receive(timeout_s)
         if received is None:
             return None
@@ -50,12 +52,12 @@ class SharedListener(Listener):
             raise RemoteWireError(Reason.MALFORMED, "a frame without the number of its branch")
         return address + bytes(first[:_NUMBER_BYTES]), [first[_NUMBER_BYTES:], body]
 
+    @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        """See the interface."""
         return self._inner.send(peer[:-_NUMBER_BYTES], _marked(peer[-_NUMBER_BYTES:], frames))
 
+    @override
     def close(self) -> None:
-        """See the interface."""
         self._inner.close()
 
 
@@ -116,26 +118,27 @@ class Branch(Connection):
         self._shared, self._mark, self._inner = shared, mark, inner
         self.arrived: deque[list[memoryview]] = deque()
 
+    @override
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        """See the interface. Returns None also if a message of another branch arrives first."""
+        """The next message of this branch; None also if a message of another branch arrives first."""
         if not self.arrived:
             self._shared.pump(timeout_s)
         return self.arrived.popleft() if self.arrived else None
 
+    @override
     def wake(self) -> None:
-        """See the interface."""
         self._inner.wake()
 
+    @override
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        """See the interface."""
         return self._inner.send(_marked(self._mark, frames), timeout_s)
 
+    @override
     def established(self) -> int:
-        """See the interface."""
         return self._inner.established()
 
     def reconnect(self) -> None:
-        """See the interface. Other branches need the connection: it is kept until most of them get no answer."""
+        """Ask for a new connection; other branches need this one, which is kept until most of them get no answer."""
         self._shared.reconnect(self._mark)
 
     def close(self) -> None:

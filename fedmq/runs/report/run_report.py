@@ -9,13 +9,11 @@ from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
-from fedmq.runs import report_figures
-from fedmq.runs.gallery_size import gallery_of, meaningful
-from fedmq.runs.html_page import Figure, render
-from fedmq.runs.html_timeline import RUN_TIME, VIRTUAL_TIME, LogFacts, timeline
-from fedmq.runs.report_logs import LoggedFacts, read_logs
-from fedmq.runs.report_records import ReportData
-from fedmq.runs.result_warnings import chosen_by_validation, items_left_out, training_warnings
+from fedmq.runs.report import figures
+from fedmq.runs.report.data import ReportData
+from fedmq.runs.report.html import Figure, render
+from fedmq.runs.report.logs import RUN_TIME, VIRTUAL_TIME, LogFacts, LoggedFacts, read_logs, timeline
+from fedmq.runs.result_limits import chosen_by_validation, gallery_of, items_left_out, meaningful, training_warnings
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
 from fedmq.storage.json_files import read_json
@@ -59,15 +57,15 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         facts=_facts(summary, resumed=facts.resumed),
         remarks=_remarks(summary, untrained),
         about=_about(summary, scenario, facts),
-        curves=report_figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
-        examples=[] if data is None else report_figures.examples(data),
+        curves=figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
+        examples=[] if data is None else figures.examples(data),
         gallery_items=0 if data is None else data.items,
-        silos=[*_silo_figures(summary, data, modalities), report_figures.spread(evaluations, personal)],
+        silos=[*_silo_figures(summary, data, modalities), figures.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
         timeline=timeline(facts, list(summary.per_silo), clock),
-        weights=report_figures.reported(merges, modalities),
-        staleness=report_figures.staleness(merges),
-        traffic=report_figures.traffic(facts, summary),
+        weights=figures.reported(merges, modalities),
+        staleness=figures.staleness(merges),
+        traffic=figures.traffic(facts, summary),
         spaces=_spaces(data),
         privacy=_privacy(logged.sent, summary, scenario),
         metrics=_metric_table(summary, untrained, own),
@@ -168,8 +166,8 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
 def _silo_figures(
     summary: RunSummary, data: ReportData | None, modalities: Mapping[str, Sequence[str]]
 ) -> list[Figure]:
-    held = None if data is None else report_figures.holdings(data, modalities)
-    return [*([held] if held else []), *report_figures.silos(summary)]
+    held = None if data is None else figures.holdings(data, modalities)
+    return [*([held] if held else []), *figures.silos(summary)]
 
 
 def _headline(silo: SiloSummary) -> str:
@@ -188,7 +186,7 @@ def _spaces(data: ReportData | None) -> list[Figure]:
     if data is None:
         return []
     titled = (("The shared space before training", data.before), ("The shared space after training", data.after))
-    return [report_figures.space(title, found) for title, found in titled if found is not None]
+    return [figures.space(title, found) for title, found in titled if found is not None]
 
 
 def _left(sent: SentPayloads, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:

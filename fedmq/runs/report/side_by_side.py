@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.evaluation.metrics import BRIEF, is_known, metric_of
-from fedmq.runs.gallery_size import gallery_of, meaningful
-from fedmq.runs.html_page import Figure, colour, render
+from fedmq.runs.report.html import Figure, colour, render
+from fedmq.runs.result_limits import gallery_of, meaningful
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder, write_text

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import HEADLINE, Metric, shown
-from fedmq.runs.html_page import COLOURS, Figure, colour
-from fedmq.runs.html_timeline import RUN_TIME, LogFacts
-from fedmq.runs.report_records import Example, ReportData, Space
+from fedmq.runs.report.data import Example, ReportData, Space
+from fedmq.runs.report.html import COLOURS, Figure, colour
+from fedmq.runs.report.logs import RUN_TIME, LogFacts
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 
 #: Titles of values that methods report of a merge: title, unit of the axis, and what it means.

@@ -1,0 +1,206 @@
+"""Continuing a run: whether a folder can be resumed, further rounds, and removing what only a continuation needs."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedmq.clock import WallClock
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.federation.population import run_facts
+from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import RunSummary
+from fedmq.storage.json_files import read_json
+from fedmq.storage.run_folder import RunFolder, write_text, writing
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import COORDINATOR
+
+#: Number of records read of a coordinator's log; its first notes say how the run started.
+_FIRST_LINES = 8
+_SHOWN = 3  # differing keys that are named; further ones are counted
+
+
+def check(
+    folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool, extend: bool = False
+) -> None:
+    """Check that a run folder is of a run of a scenario: unfinished, not evaluated at its end, or to be extended.
+
+    Args:
+        folder: the run folder.
+        before: its scenario, as resolved.
+        scenario: the scenario to resume with, as resolved.
+        place: the option that names the folder, for the error.
+        inline: whether silos are to run inside the coordinator, without messages.
+        extend: whether the run is to be extended by further rounds, for which it may be finished.
+
+    Raises:
+        InputError: the folder belongs to another scenario (the error names the differing keys), the run is finished, or
+            it would continue without messages after starting with them, or the reverse: an audit could then cover only
+            a part of it.
+    """
+    old, new = (_flat(run_facts(each)) for each in (before, scenario))
+    old["rounds"], new["rounds"] = before.rounds, scenario.rounds  # an extended run has more than its id says
+    differ = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    if differ:
+        named = [f"{key} is {old.get(key, 'not given')}, here {new.get(key, 'not given')}" for key in differ[:_SHOWN]]
+        more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
+        found = f"a run of another scenario: {'; '.join([*named, *more])}"
+        raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
+    if folder.summary.exists() and not extend and not lacks_evaluation(folder):
+        allowed = "a run that was stopped before its end, or --extend ROUNDS for further rounds"
+        raise InputError(place, "a finished run", allowed)
+    if extend and not any(folder.checkpoints.glob("version-*")):
+        raise InputError(place, "a run without a checkpoint", "a run with its checkpoints, which `fedmq prune` removes")
+    if extend and folder.summary.exists() and read_summary(folder).stopped_early:
+        found = f"a run that evaluation.patience ended after {read_summary(folder).versions} rounds"
+        raise InputError(place, found, "no --extend, which would end at once; a new run with a higher patience")
+    started_inline = _started_inline(folder.messages(COORDINATOR))
+    if started_inline is not None and started_inline != inline:
+        found, allowed = (
+            ("without", "launcher inline, as at its start") if started_inline else ("with", "silos that send them")
+        )
+        raise InputError(place, f"a run {found} messages", allowed)
+
+
+def lacks_evaluation(folder: RunFolder) -> bool:
+    """Whether the last version of a finished run is not evaluated, which a resumed run makes up for."""
+    summary = read_summary(folder)
+    return summary.versions in summary.unevaluated
+
+
+def _started_inline(path: Path) -> bool | None:
+    """Whether a coordinator's log notes at its start that no messages are exchanged; None without a log."""
+    try:
+        first = [record for _, record in itertools.islice(read_log(path), _FIRST_LINES)]
+    except InputError:
+        return None
+    return any(isinstance(record, NoteRecord) and record.text is NoteKind.INLINE for record in first)
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def extended(scenario: Scenario, rounds: int) -> Scenario:
+    """A run's scenario with further rounds.
+
+    The learning rate and the methods' schedules run over the rounds of the first scenario; further rounds keep the
+    final learning rate. So an extended run gives the model of a run with all rounds and the same
+    ``training.schedule_rounds`` from the start.
+
+    Args:
+        scenario: the resolved scenario.
+        rounds: number of further rounds.
+    """
+    training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})
+    return scenario.model_copy(update={"rounds": scenario.rounds + rounds, "training": training})
+
+
+def earlier_ends(folder: RunFolder) -> frozenset[int]:
+    """Versions at which a run had ended before it was extended.
+
+    Raises:
+        InputError: a kept summary is damaged.
+    """
+    kept = sorted(folder.root.glob("summary-*.json"))
+    return frozenset(read_json(path, RunSummary, "the summary of a run").versions for path in kept)
+
+
+def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
+    """Write an extended scenario into its run folder; the summary until now is kept as ``summary-ROUNDS.json``.
+
+    The coordinator's message log gets a note, before anything changes.
+
+    Args:
+        folder: the run folder.
+        scenario: from :func:`extended`.
+
+    Raises:
+        InputError: the folder cannot be written.
+        DiskError: the disk is full or broken.
+    """
+    with MessageLog(folder.messages(COORDINATOR), COORDINATOR, WallClock()) as log:
+        log.note(NoteKind.EXTENDED, rounds=scenario.rounds)
+    if folder.summary.exists():
+        kept = folder.root / f"summary-{read_summary(folder).rounds}.json"
+        with writing(kept):
+            folder.summary.rename(kept)
+    write_text(folder.scenario, scenario.dump())
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What can be removed from a finished run.
+
+    Args:
+        paths: folders of checkpoints and files of personal states.
+        size: bytes that their removal frees.
+        kept: why something is kept; empty if nothing is.
+    """
+
+    paths: tuple[Path, ...]
+    size: int
+    kept: str
+
+
+def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
+    """Find what can be removed.
+
+    Args:
+        folder: the run folder.
+        personalised: whether silos have personal models, for which ``fedmq search --silo`` needs the last checkpoint
+            and each silo's newest personal state.
+
+    Raises:
+        InputError: the run is not finished, so that it needs its checkpoints.
+    """
+    if not folder.summary.exists():
+        allowed = "a finished run; an unfinished one needs its checkpoints to be resumed"
+        raise InputError(str(folder.root), "a run without summary.json", allowed)
+    versions = sorted(folder.checkpoints.glob("version-*"), key=lambda path: (len(path.name), path.name))
+    states = sorted(folder.silo_state("*").parent.glob("*/task-*.safetensors"))
+    kept = ""
+    if personalised and versions:
+        newest = {path.parent: path for path in states}
+        versions, states = versions[:-1], [path for path in states if newest[path.parent] != path]
+        kept = "the last checkpoint and each silo's newest personal state are kept for `fedmq search --silo`"
+    return Pruning((*versions, *states), _freed([*versions, *states]), kept)
+
+
+def _freed(paths: list[Path]) -> int:
+    """Bytes of files, each counted once and only if all of its hard links are removed."""
+    links: dict[tuple[int, int], list[int]] = {}
+    for path in paths:
+        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
+            if file.is_file() and not file.is_symlink():
+                stat = file.stat()
+                size, wanted, found = links.setdefault((stat.st_dev, stat.st_ino), [stat.st_size, stat.st_nlink, 0])
+                links[stat.st_dev, stat.st_ino] = [size, wanted, found + 1]
+    return sum(size for size, wanted, found in links.values() if found == wanted)
+
+
+def prune(folder: RunFolder, pruning: Pruning) -> None:
+    """Remove what :func:`plan_pruning` found, and folders that are empty afterwards.
+
+    Raises:
+        InputError: a path cannot be removed.
+    """
+    for path in pruning.paths:
+        with writing(path):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    silos = folder.silo_state("*").parent
+    for empty in [*silos.glob("*"), silos, folder.checkpoints]:
+        if empty.is_dir() and not any(empty.iterdir()):
+            empty.rmdir()

@@ -142,7 +142,7 @@ def unknown_keys(target: Target) -> None:
         hello, _ = initiate(Identity("silo-00", key), COORDINATOR, target.run, 0.0)
         connection.send(hello)
         until = time.monotonic() + 1.0
-        while connection.trouble() is None and time.monotonic() < until:
+        while connection.refusal() is None and time.monotonic() < until:
             connection.receive(0.05)
         connection.close()
 

@@ -12,13 +12,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, gather, link_of, started, two_branches
 from benchmarks.measure import Number, Result, spread
-from coordinator.reply_validation import check_reply
+from coordinator.updates import check_reply
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.malloc import keep_buffers
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
+from fedmq.wire.sealed_sessions import keep_buffers
 from protocols.parts.aggregation import accumulate, read_only
 
 _WARM, _REPEATS = 8, 60

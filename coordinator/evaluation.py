@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from coordinator.evaluator_limit import EvaluatorLimit
-from coordinator.model_selection import BestModel, patience_over
+from coordinator.liveness import AnswerLimit
 from coordinator.own_heldout import OwnHeldOutRequests
 from coordinator.peers import Peers
+from coordinator.release import BestModel, patience_over
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
+from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
-from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
@@ -30,35 +30,12 @@ from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
-#: Minimum of the default time without an answer from any silo after which connected silos are given up [s].
-_LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
 
 
-class _Quiet:
-    """Measures the time without an answer from any silo, after which connected silos that do not answer are given up.
-
-    Args:
-        limit: that time [s]; None for ten times the longest wait between two answers, at least ten minutes.
-        unanswered: number of open requests.
-        now: stopwatch time [s].
-    """
-
-    def __init__(self, limit: float | None, unanswered: int, now: float) -> None:
-        self._limit, self._unanswered, self._since, self._longest = limit, unanswered, now, 0.0
-
-    def too_long(self, unanswered: int, now: float) -> bool:
-        """Whether there was no answer for too long."""
-        waited = now - self._since
-        if unanswered != self._unanswered:
-            self._unanswered, self._since, self._longest = unanswered, now, max(self._longest, waited)
-            return False
-        return waited > (max(_LEAST_QUIET, 10 * self._longest) if self._limit is None else self._limit)
-
-
 def _wrong_evaluation(
-    answer: Payload | None, silos: Iterable[str], names: Iterable[str], own: Sequence[Metric]
+    answer: Payload | None, silos: Iterable[str], names: Iterable[str], custom: Sequence[Metric]
 ) -> str | None:
     """Why the evaluator's evaluation of the shared model is refused; None if it is valid.
 
@@ -66,33 +43,35 @@ def _wrong_evaluation(
         answer: the evaluator's answer.
         silos: the silos with items of the evaluated split; the evaluation must have metrics for each.
         names: metrics that this run may report.
-        own: the user's own metrics.
+        custom: the user's own metrics.
     """
     if not isinstance(answer, Metrics):
         return "no evaluation"
     if HEADLINE not in answer.values or any(HEADLINE not in answer.per_silo.get(name, {}) for name in silos):
         return f"an evaluation without {HEADLINE} of the whole split and of every silo"
-    wrong = (objection(values, own, names) for values in (answer.values, *answer.per_silo.values()))
+    wrong = (objection(values, custom, names) for values in (answer.values, *answer.per_silo.values()))
     return next((f"an evaluation with {each}" for each in wrong if each is not None), None)
 
 
-def _wrong_own_personal(answer: Payload | None, name: str, names: Iterable[str], own: Sequence[Metric]) -> str | None:
+def _wrong_own_personal(
+    answer: Payload | None, name: str, names: Iterable[str], custom: Sequence[Metric]
+) -> str | None:
     """Why a silo's evaluation of its personal model on its own held-out items is refused; None if it is valid.
 
     Args:
         answer: the silo's answer.
         name: name of the silo.
         names: metrics that this run may report.
-        own: the user's own metrics.
+        custom: the user's own metrics.
     """
     if not isinstance(answer, Metrics) or answer.values or answer.per_silo.keys() != {name}:
         return "metrics other than those of the silo's own held-out items"
     if HEADLINE not in (found := answer.per_silo[name]):
         return f"an evaluation without {HEADLINE}"
-    return None if (wrong := objection(found, own, names)) is None else f"an evaluation with {wrong}"
+    return None if (wrong := objection(found, custom, names)) is None else f"an evaluation with {wrong}"
 
 
-def _wrong_personal(answer: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
+def _wrong_personal(answer: Payload | None, name: str, like: Metrics, custom: Sequence[Metric]) -> str | None:
     """Why a silo's evaluation of its personal model is refused; None if it is valid.
 
     Summaries are means and spreads over silos of metrics that all silos have, so one silo's names or values affect all.
@@ -101,7 +80,7 @@ def _wrong_personal(answer: Payload | None, name: str, like: Metrics, own: Seque
         answer: the silo's answer.
         name: name of the silo.
         like: an evaluation of the evaluator, which has the same metrics.
-        own: the user's own metrics.
+        custom: the user's own metrics.
     """
     if not isinstance(answer, Metrics):
         return "no evaluation"
@@ -111,7 +90,7 @@ def _wrong_personal(answer: Payload | None, name: str, like: Metrics, own: Seque
         if found.keys() != wanted.keys():
             odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
             return f"an evaluation with other metrics than the evaluator's: {odd}"
-        if (wrong := objection(found, own)) is not None:
+        if (wrong := objection(found, custom)) is not None:
             return f"an evaluation with {wrong}"
     return None
 
@@ -145,7 +124,7 @@ class EvaluationRequests:
         self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
-        self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
+        self.limit = AnswerLimit(run_context.scenario.aggregation.task_limit)
         self.given_up: set[int] = set()
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
@@ -159,9 +138,9 @@ class EvaluationRequests:
         self.best: BestModel | None = None
         measures = measures_of(run_context.scenario.evaluation)
         self._names = known_names(run_context.scenario.evaluation, measures)
-        self._own_metrics, self._refusal = own_metrics(measures), ""
+        self._custom_metrics, self._refusal = custom_metrics(measures), ""
         done = [line.version for line in read_metrics(run_context.folder) if isinstance(line, OwnHeldOutLine)]
-        self.own = OwnHeldOutRequests(run_context, roster, log, clock, done, self._names, self._own_metrics)
+        self.own = OwnHeldOutRequests(run_context, roster, log, clock, done, self._names, self._custom_metrics)
         self._like: Metrics | None = None
         self._early: dict[str, tuple[int, Payload | None]] = {}
 
@@ -252,7 +231,7 @@ class EvaluationRequests:
         # An evaluator with its own held-out set does not know which of its items would belong to a silo.
         shared = self._run_context.scenario.data is not None
         silos = [silo.name for silo in self._run_context.context.silos if shared and self._has_pairs(silo.name)]
-        wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
+        wrong = _wrong_evaluation(payload, silos, self._names, self._custom_metrics)
         if wrong is not None or not isinstance(payload, Metrics):
             self._refusal = f"version {version}: {wrong}"
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", self._refusal), 0)
@@ -347,14 +326,18 @@ class EvaluationRequests:
         """
         clock = self._clock
         away = clock.stopwatch()
-        quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
+        silos, unanswered = AnswerLimit(self._run_context.scenario.aggregation.task_limit), len(self.asked)
+        silos.requested(away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
         waits = final or self.decides
         while (self.pending and waits) or self.crowded or self._requests or self._early or (final and self.asked):
             if stop_wanted():
                 return False
             look()
-            if quiet.too_long(len(self.asked), clock.stopwatch()):
+            if len(self.asked) != unanswered:
+                unanswered = len(self.asked)
+                silos.answered(clock.stopwatch(), more=True)
+            if silos.exceed(clock.stopwatch()):
                 for name in filter(self._roster.online, self.asked):
                     self.give_up(name, "it did not answer within the limit")
             if not self._roster.online(EVALUATOR):
@@ -425,7 +408,7 @@ class EvaluationRequests:
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._lacks(name, version, text)
         elif self._run_context.scenario.data is None:
-            wrong = _wrong_own_personal(payload, name, self._names, self._own_metrics)
+            wrong = _wrong_own_personal(payload, name, self._names, self._custom_metrics)
             self._keep(name, version, payload, wrong)
         elif self._like is None:  # the evaluator has not answered yet
             self._early[name] = version, payload
@@ -440,7 +423,7 @@ class EvaluationRequests:
 
     def _judge(self, name: str, version: int, answer: Payload | None, like: Metrics) -> None:
         """Validate a silo's answer, and keep or refuse it."""
-        self._keep(name, version, answer, _wrong_personal(answer, name, like, self._own_metrics))
+        self._keep(name, version, answer, _wrong_personal(answer, name, like, self._custom_metrics))
 
     def _keep(self, name: str, version: int, answer: Payload | None, wrong: str | None) -> None:
         """Keep a silo's answer, or refuse it for what is wrong with it."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.absences import Absences, await_silos
 from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
-from coordinator.checkpointing import Checkpointing
+from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import (
@@ -34,17 +33,14 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.fault_injection import FaultInjector
-from coordinator.inbox import Inbox
-from coordinator.outcomes import Outcomes, drawn_outcome
+from coordinator.faults import FaultInjector, Inbox
+from coordinator.liveness import Absences, ReconnectThrottle, await_silos
 from coordinator.peers import Peers, Ready, Unusable
-from coordinator.reconnects import ReconnectThrottle
-from coordinator.reply_validation import validate_reply
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_diverged, text_of
-from coordinator.timeline import EntryKind, Timeline, event_of, note_event
+from coordinator.status import StatusReport
+from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
+from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validate_reply
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
@@ -105,6 +101,7 @@ class Loop:
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen, self.makes_room, self._limits, self._absences = set[str](), False, self.status.limits, Absences()
         self.phase_cause: int | None = None
+        self._expelled = set[str]()
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._inbox = Inbox(self.roster, self.log, self.clock, self.fault_injector)
         self._began = self._checked = self._inbox.caught_up
@@ -133,6 +130,7 @@ class Loop:
         Raises:
             RunError: no silo can train, or the evaluator stays away.
         """
+        self._expel_unaccepted()
         for version in sorted(self.states):
             self.evaluation.evaluate_if_due(version, self.states[version])
         if continues:
@@ -151,8 +149,6 @@ class Loop:
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
             await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
-        if self.rounds.phase is not Phase.DONE and self.stop_silos and not self.makes_room:
-            self.roster.dismiss((*self._facts, EVALUATOR))
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
@@ -360,8 +356,7 @@ class Loop:
         if now - self._checked < _POLL_SECONDS:
             return
         self._checked = now
-        for name in self.roster.removed_keys(now):
-            self.expel(name)
+        self._expel_unaccepted()
         for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
             self._on_ready(Ready(name, returned=False), None)
         # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
@@ -401,10 +396,18 @@ class Loop:
             self._limits.lost(name, self.clock.stopwatch())
             self._handle(Lost(name), record)
 
-    def expel(self, name: str) -> None:
-        """Cut off a peer whose key was removed; a silo's pending task fails."""
-        record = self.log.note(NoteKind.EXPELLED, peer=name)
-        if self.roster.online(name):
+    def _expel_unaccepted(self) -> None:
+        """Continue without the peers whose keys are not or no longer accepted."""
+        unaccepted = self.roster.unaccepted
+        self._expelled &= unaccepted.keys()
+        for name, record in list(unaccepted.items()):
+            if name not in self._expelled:
+                self._expelled.add(name)
+                self._expel(name, record)
+
+    def _expel(self, name: str, record: int) -> None:
+        """Continue without a peer that the roster has expelled; a silo's pending task fails."""
+        if name in self.rounds.online or name == EVALUATOR:
             self._on_peer_lost(name, record)
         if name in self._facts:
             self._handle(Expelled(name), record)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
@@ -22,14 +22,14 @@ from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import Error, OwnMetrics, Payload, Refusal
+from fedmq.wire.payloads import Error, Payload, Refusal, SiloMetrics
 
 #: What a silo's policy names when it withholds an evaluation.
-_OWN = (OwnMetrics.KIND, Kind.OWN_RESULT.value)
+_OWN = (SiloMetrics.KIND, Kind.SILO_RESULT.value)
 
 
 def own_heldout_line(
-    version: int, answers: Mapping[str, OwnMetrics], missing: Mapping[str, str] | None = None
+    version: int, answers: Mapping[str, SiloMetrics], missing: Mapping[str, str] | None = None
 ) -> OwnHeldOutLine:
     """The line of an evaluation of a version, from the silos' answers, of which there may be none.
 
@@ -64,7 +64,7 @@ class OwnHeldOutRequests:
         clock: the run's clock.
         evaluated: versions whose line is in ``metrics.jsonl`` already.
         names: metrics that this run may report.
-        own: the user's own metrics.
+        custom: the user's own metrics.
 
     Attributes:
         last: the line of the last complete evaluation.
@@ -78,15 +78,15 @@ class OwnHeldOutRequests:
         clock: Clock,
         evaluated: Iterable[int],
         names: Iterable[str],
-        own: Sequence[Metric],
+        custom: Sequence[Metric],
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
-        self._evaluated, self._names, self._own_metrics = set(evaluated), tuple(names), tuple(own)
+        self._evaluated, self._names, self._custom_metrics = set(evaluated), tuple(names), tuple(custom)
         silos = zip(run_context.context.silos, run_context.pairs, strict=True)
         self._items = {silo.name: count for silo, count in silos if count}
         self._payloads: dict[int, tuple[Payload, ...]] = {}
         self._owing: dict[int, set[str]] = {}
-        self._answers: dict[int, dict[str, OwnMetrics]] = {}
+        self._answers: dict[int, dict[str, SiloMetrics]] = {}
         self._missing: dict[int, dict[str, str]] = {}
         self._sent: set[tuple[str, int]] = set()
         self.last: OwnHeldOutLine | None = None
@@ -127,7 +127,7 @@ class OwnHeldOutRequests:
         """
         for version, owing in self._owing.items():
             if name in owing and (again or (name, version) not in self._sent):
-                header = self._roster.header(name, Kind.EVALUATE_OWN, sequence=version, base_version=version)
+                header = self._roster.header(name, Kind.EVALUATE_SILO, sequence=version, base_version=version)
                 if self._roster.send(name, Message(header, self._payloads[version])):
                     self._sent.add((name, version))
 
@@ -136,7 +136,7 @@ class OwnHeldOutRequests:
         header = message.header
         answer = message.payloads[0] if len(message.payloads) == 1 else None
         withheld = isinstance(answer, Refusal) and answer.withheld in _OWN
-        if header.kind is not Kind.OWN_RESULT and not withheld:
+        if header.kind is not Kind.SILO_RESULT and not withheld:
             return False
         name, version = header.sender, header.base_version
         if name not in self._owing.get(version, ()):
@@ -145,23 +145,23 @@ class OwnHeldOutRequests:
             text = text_of(message)[:ERROR_CHARACTERS]
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
             self._missing[version][name] = text
-        elif isinstance(answer, OwnMetrics) and (wrong := self._wrong(name, answer)) is None:
+        elif isinstance(answer, SiloMetrics) and (wrong := self._wrong(name, answer)) is None:
             self._answers[version][name] = answer
         else:
-            wrong = self._wrong(name, answer) if isinstance(answer, OwnMetrics) else "no metrics"
+            wrong = self._wrong(name, answer) if isinstance(answer, SiloMetrics) else "no metrics"
             self._missing[version][name] = f"refused: {wrong}"
             self._roster.refuse(name, RemoteWireError("unexpected", f"an evaluation with {wrong}"), 0)
         self._owing[version].discard(name)
         self._close_if_complete(version)
         return True
 
-    def _wrong(self, name: str, answer: OwnMetrics) -> str | None:
+    def _wrong(self, name: str, answer: SiloMetrics) -> str | None:
         """Why a silo's answer is refused; None if it is valid."""
         if answer.items != self._items[name]:
             return f"{answer.items} items, the silo stated {self._items[name]}"
         if HEADLINE not in answer.values:
             return f"no {HEADLINE}"
-        return objection(answer.values, self._own_metrics, self._names)
+        return objection(answer.values, self._custom_metrics, self._names)
 
     def able(self, name: str) -> bool:
         """Whether a silo has held-out items with both modalities."""
@@ -170,7 +170,7 @@ class OwnHeldOutRequests:
     def unreadable(self, header: Header) -> bool:
         """Handle an unreadable answer, which is not requested again; returns whether it was one."""
         name, version = header.sender, header.base_version
-        if header.kind is not Kind.OWN_RESULT:
+        if header.kind is not Kind.SILO_RESULT:
             return False
         if name in self._owing.get(version, ()):
             self._missing[version][name] = "refused: its evaluation could not be read"

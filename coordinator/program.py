@@ -11,33 +11,29 @@ from pathlib import Path
 
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator import release
+from coordinator import checkpoints, release
 from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.build_run_context import run_context_of
 from coordinator.counters import Counters
-from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.evaluation import EvaluationRequests
-from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.file_descriptors import allow_descriptors
-from coordinator.finish import finish
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
-from coordinator.inquiries import Inquiries
+from coordinator.gathering import admission_of, gathered, included
+from coordinator.handshakes import Inquiries
+from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
-from coordinator.peers import Peers
-from coordinator.roster import Roster
+from coordinator.peers import InProcessPeers, PeerFunction, Peers
 from coordinator.rounds import Phase, Rounds
-from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
+from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.sessions import Roster
+from coordinator.status import StatusReport
+from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.evaluation.user_metrics import measures_of
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.malloc import keep_buffers
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
@@ -45,12 +41,13 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
-from fedmq.wire.sealed_sessions import TAG_BYTES
+from fedmq.wire.sealed_sessions import TAG_BYTES, keep_buffers
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
@@ -143,11 +140,11 @@ def run_coordinator(
     torch.set_num_threads(1)  # merges are sums over one buffer; more threads would compete with the silos for cores
     keep_buffers()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
-    identity, accepted, revoked = _keys(arguments) if peers is None else (None, None, frozenset[str]())
+    identity, accepted = _keys(arguments) if peers is None else (None, None)
     population = _population(arguments)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     data = None if population is None else population.counted(scenario)
-    setting = None if data is None else _resumable(arguments, data, saved, revoked)
+    setting = None if data is None else _resumable(arguments, data, saved, accepted)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     began = clock.stopwatch()
     with contextlib.ExitStack() as closing:
@@ -169,19 +166,23 @@ def run_coordinator(
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
         if data is None:
             if arguments.stop_silos:
-                roster.dismiss((*scenario.silo_names, EVALUATOR))
+                dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
             return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
         if arguments.metrics_port is not None:
             closing.callback(prometheus.serve(arguments.metrics_port, process.latest))
-        return process.run(data, setting, saved, revoked)
+        return process.run(data, setting, saved)
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
     log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
+
+
+def _peer_names(scenario: Scenario) -> tuple[str, ...]:
+    return (*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else ()))
 
 
 def _population(arguments: CoordinatorArguments) -> Population | None:
@@ -229,10 +230,12 @@ def _roster(
     return roster
 
 
-def _require_selectable(arguments: CoordinatorArguments, run_context: RunContext, revoked: frozenset[str]) -> None:
+def _require_selectable(
+    arguments: CoordinatorArguments, run_context: RunContext, accepted: AcceptedKeys | None
+) -> None:
     """Refuse a run if the keys of all silos that the method can select have been revoked."""
     eligible = run_context.plan.eligible
-    if revoked.issuperset(eligible):
+    if accepted is not None and accepted.keys().isdisjoint(eligible):
         found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
@@ -251,7 +254,7 @@ def _resumable(
     arguments: CoordinatorArguments,
     data: RunData,
     saved: checkpoints.Checkpoint | None,
-    revoked: frozenset[str],
+    accepted: AcceptedKeys | None,
 ) -> tuple[RunContext, torch.Tensor]:
     """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
@@ -261,7 +264,7 @@ def _resumable(
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
-    _require_selectable(arguments, run_context, revoked)
+    _require_selectable(arguments, run_context, accepted)
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data not in ("", run_context.data):
@@ -287,8 +290,8 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     return log
 
 
-def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, frozenset[str]]:
-    """The coordinator's key, the accepted public keys, and the silos without one, which may be accepted later.
+def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys]:
+    """The coordinator's key and the accepted public keys; those of some silos may be accepted later.
 
     Raises:
         InputError: a key is missing; of a run that can do without some silos, the evaluator's or those of all silos.
@@ -299,7 +302,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
     missing = [name for name in (*silos, *evaluator) if name not in accepted]
     some = arguments.resume or arguments.scenario.participation.minimum is not None
     if some and EVALUATOR not in missing and len(missing) < len(silos):
-        return identity, accepted, frozenset(missing)
+        return identity, accepted
     if missing:
         every = "the evaluator and every silo" if evaluator else "every silo"
         allowed = (
@@ -307,7 +310,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys, froz
             "participation.minimum can do without a silo's"
         )
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
-    return identity, accepted, frozenset()
+    return identity, accepted
 
 
 @dataclass
@@ -350,7 +353,6 @@ class _Process:
         data: RunData,
         setting: tuple[RunContext, torch.Tensor] | None,
         saved: checkpoints.Checkpoint | None,
-        revoked: frozenset[str],
     ) -> CoordinatorResult:
         """Run all rounds, and write the summary and the model.
 
@@ -358,7 +360,6 @@ class _Process:
             data: the run's data.
             setting: the result of :func:`_resumable`, if known.
             saved: the checkpoint that the run resumes from.
-            revoked: silos without an accepted key.
         """
         counters = Counters.from_record(saved.counters) if saved else Counters()
         waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
@@ -366,8 +367,8 @@ class _Process:
         if "startup" not in counters.seconds:
             counters.add_seconds("gathering", waited)
         while True:
-            run_context, theta = setting or _resumable(self.arguments, data, saved, revoked)
-            loop, earlier = self._loop_of(run_context, theta, saved, revoked, counters), self._loop
+            run_context, theta = setting or _resumable(self.arguments, data, saved, self.accepted)
+            loop, earlier = self._loop_of(run_context, theta, saved, counters), self._loop
             loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
             with _noted_in_status(loop):
                 phase = loop.run(continues=earlier is not None)
@@ -378,11 +379,13 @@ class _Process:
                         summary = finish(loop, data, self.clock, theta, self.admission)
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
-                    self.roster.dismiss((*self.arguments.scenario.silo_names, EVALUATOR))
+                    self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
                 run_report.write(run_context.folder)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+                if self.arguments.stop_silos:
+                    self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)
             # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
             # continue.
@@ -390,14 +393,17 @@ class _Process:
             folder = run_context.folder
             data = included(roster, admission, self.arguments.scenario, folder, self.log)
             saved = checkpoints.load(folder.checkpoints)
-            revoked = frozenset(name for name in revoked if name not in (self.accepted or ()))
+
+    def _dismiss(self, loop: Loop, seconds: float) -> None:
+        """Tell all peers that the run is over, also those that connect within ``seconds`` [s]."""
+        names, wait = _peer_names(self.arguments.scenario), seconds if self.roster.wired else 0.0
+        dismiss_all(self.roster, names, wait, self.clock, self.log.logger, loop.rounds.gone)
 
     def _loop_of(
         self,
         run_context: RunContext,
         theta: torch.Tensor,
         saved: checkpoints.Checkpoint | None,
-        revoked: frozenset[str],
         counters: Counters,
     ) -> Loop:
         plan, log, clock, roster = run_context.plan, self.log, self.clock, self.roster
@@ -412,7 +418,7 @@ class _Process:
         evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
         if evaluation.ends_after(rounds.version):  # early stopping ended it after its last round
             rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
-        loop = Loop(
+        return Loop(
             run_context,
             rounds,
             states,
@@ -428,9 +434,6 @@ class _Process:
             stop_silos=self.arguments.stop_silos,
             late_silos=self._late_silos,
         )
-        for silo in sorted(revoked):
-            loop.expel(silo)
-        return loop
 
     def _late_silos(self) -> bool:
         return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, assert_never
 
-from coordinator.checkpoint_records import RoundsRecord
 from coordinator.events import (
     Action,
     Arrived,
@@ -29,6 +28,7 @@ from coordinator.events import (
     Lost,
     Merge,
     Merged,
+    RoundsRecord,
     Send,
     SetDeadline,
     StillConnected,

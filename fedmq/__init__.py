@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedmq.version import __version__
+from fedmq.packages import __version__
 
 if TYPE_CHECKING:
     from fedmq.api.compare import Comparison, compare

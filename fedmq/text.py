@@ -1,4 +1,4 @@
-"""Text that is safe to print on a terminal, and suggestions for misspelt names.
+"""Text that is safe to print on a terminal, progress of long tasks, and suggestions for misspelt names.
 
 Names, labels, paths and error texts come from other people's files and from peers. What a command prints goes through
 :func:`print_line`, :func:`print_json` or :class:`fedmq.safe_console.SafeConsole`; there is no other use of ``print``.
@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 #: Minimum similarity (difflib ratio) at which a name is suggested.
@@ -143,3 +143,17 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def one_of(name: str, known: Collection[str]) -> str:
     """Allowed names for an error message: a suggestion if there is one, then all."""
     return f"{did_you_mean(name, known)} one of {', '.join(known)}".strip()
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with a description of the work, the number of items done, and the total number of items."""
+
+
+def tell(progress: Progress | None, what: str, total: int) -> Callable[[int], None]:
+    """A function that reports the number of items done, out of ``total``, to ``progress``."""
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(what, done, total)
+
+    return report

@@ -193,7 +193,7 @@ class FedBridge(FederatedProtocol):
         refuse_other_bases("fedbridge", context)
         self.options = options
         self.context = context
-        plain = fedavg.FedAvgOptions(tau=options.tau, single_modality="idle", branch_renorm=options.branch_renorm)
+        plain = fedavg.FedAvgOptions(tau=options.tau, branch_renorm=options.branch_renorm)
         self.fedavg = fedavg.FedAvg(plain, context)
         self.onset = round(options.warmup * context.rounds)
 

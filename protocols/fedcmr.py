@@ -136,7 +136,7 @@ class FedCmr(FederatedProtocol):
         if not names:
             allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer and labels"
             raise InputError("objective.base", context.objective.base, allowed)
-        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:

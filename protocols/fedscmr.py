@@ -154,7 +154,7 @@ class FedScmr(FederatedProtocol):
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
         # Both terms need pairs: EnhanceNets that single-modality silos left untrained must not dilute the average.
         apart = options.loss_cs or options.loss_ccs
-        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names, modules=apart)
+        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names, modules=apart)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:

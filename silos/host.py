@@ -19,7 +19,6 @@ from fedmq.data.item_digests import ItemDigests, item_digests
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.federation.participant import raise_refused
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
@@ -32,6 +31,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.scenario_query import ScenarioComparison
+from fedmq.wire.sealed_sessions import keep_buffers
 from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to

@@ -26,11 +26,10 @@ from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Task
-from fedmq.progress import Progress
+from fedmq.packages import versions
 from fedmq.runs.status import StatusFile, status_of
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted
-from fedmq.version import versions
+from fedmq.text import Progress, counted
 from fedmq.wire.connection_troubles import SAME_SCENARIO
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate

@@ -28,7 +28,6 @@ from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, dri
 from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
-from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.error_files import ErrorFile
 from fedmq.storage.logs import QUIET, Logger, LogLevel, LogOptions, open_log
@@ -41,8 +40,9 @@ from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, OwnMetrics, Payload
+from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload, SiloMetrics
 from fedmq.wire.scenario_query import ScenarioComparison
+from fedmq.wire.sealed_sessions import keep_buffers
 from protocols.parts.missing_branch import shortened
 from silos.failure_reports import FailureReporter
 from silos.personal_state import StateNotes, StateStore
@@ -109,7 +109,7 @@ class Silo:
         self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise, self._clock = model, noise, WallClock()
-        self._standing: tuple[ScheduledFault, ...] | None = None
+        self._persistent: tuple[ScheduledFault, ...] | None = None
         # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
@@ -128,17 +128,17 @@ class Silo:
 
     def _equip(self, name: str, version: int) -> None:
         """Load the silo's dataset and model as of a version; they change only by faults of the scenario."""
-        standing = self.script.standing(name, version)
-        if standing == self._standing:
+        persistent = self.script.persistent(name, version)
+        if persistent == self._persistent:
             return
-        self._standing, population = standing, self.population
+        self._persistent, population = persistent, self.population
         self.facts = self.script.facts(population.facts(name), version)
         held: tuple[Literal["image", "text"], ...] = (
             ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
         )
         self.model = self._shared or population.build_model(self.scenario, self._device, held)
         rows = population.train[self.facts.index]
-        for place, fault in standing:
+        for place, fault in persistent:
             if isinstance(fault, Drift):
                 all_rows = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
@@ -151,7 +151,7 @@ class Silo:
             for rows, image in ((found.image_only, True), (found.text_only, False))
             if len(rows)
         )
-        for place, fault in standing:
+        for place, fault in persistent:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
 
@@ -168,7 +168,7 @@ class Silo:
         return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
-        """The payloads of the answer to a message of kind task, evaluate or evaluate_own.
+        """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.
 
         Raises:
             RemoteWireError: the message has a model whose layout is not this scenario's.
@@ -179,7 +179,7 @@ class Silo:
         match message.header.kind:
             case Kind.TASK:
                 return self.answer(message)
-            case Kind.EVALUATE_OWN:
+            case Kind.EVALUATE_SILO:
                 return (self.measure_shared(message),)
             case _:
                 return (self.measure(message),)
@@ -231,11 +231,11 @@ class Silo:
         # With its own data, the silo's part is the whole split.
         return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
 
-    def measure_shared(self, message: Message) -> OwnMetrics:
+    def measure_shared(self, message: Message) -> SiloMetrics:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
 
         Args:
-            message: a message of kind evaluate_own, with the model and the other payloads that its inference needs.
+            message: a message of kind evaluate_silo, with the model and the other payloads that its inference needs.
 
         Raises:
             RemoteWireError: no model, more than one, or one of another layout.
@@ -247,7 +247,7 @@ class Silo:
         try:
             load_inference(model, message.payloads)
             heldout = HeldOut.load(self.scenario, self.population)
-            return heldout.own_metrics(encoders_of(model), binary=model.binary, name=self.facts.name)
+            return heldout.silo_metrics(encoders_of(model), binary=model.binary, name=self.facts.name)
         finally:
             forget_inference(model)
             self.model.load(before.cpu().numpy())
@@ -330,7 +330,7 @@ def run_silo(
                         agree(message.layout, silo.context.layout)
                         logger.info("joined")
                         joined()
-                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_OWN if silo is not None and notes is not None:
+                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_SILO if silo is not None and notes is not None:
                         reply_to(link, silo, slots, message, logger)
                         release_unused_memory()  # memory of a failed task
                         notes.after_task(message.header.sequence, message.task.settled if message.task else 0)
@@ -476,7 +476,7 @@ def reply_to(
         reporter = FailureReporter(silo.facts.name, silo.errors, logger, whole=silo.simulated)
         reported = reporter.report(error, header, what)
         link.send(
-            Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.ERROR,
+            Kind.SILO_RESULT if header.kind is Kind.EVALUATE_SILO else Kind.ERROR,
             (Error.of_task(error, f"task {header.sequence}: {reported}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
@@ -484,7 +484,7 @@ def reply_to(
         )
         return
     number, base = header.sequence, header.base_version
-    kind = Kind.OWN_RESULT if header.kind is Kind.EVALUATE_OWN else Kind.REPLY
+    kind = Kind.SILO_RESULT if header.kind is Kind.EVALUATE_SILO else Kind.REPLY
     link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
     personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
     done = "trained" if header.kind is Kind.TASK else personal

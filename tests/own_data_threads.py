@@ -28,6 +28,7 @@ from silos.program import SiloArguments, run_silo
 from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import run_of
+from tests.waiting import memory_uri
 
 _NUMBERS = itertools.count()
 _SECONDS = 20.0
@@ -61,7 +62,7 @@ class OwnRun:
 
     def __post_init__(self) -> None:
         self.scenario = Scenario.model_validate({"name": "own", **COMMON, "partition": {"kind": "own"}, **self.more})
-        self.uri = self.uri or f"memory://own-{next(_NUMBERS)}"
+        self.uri = self.uri or memory_uri()
         self.run = run_of(self.scenario)
         self.started, self.statuses = set[str](), list[Status]()
         self._threads: list[threading.Thread] = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from coordinator.fault_injection import FaultInjector
+from coordinator.faults import FaultInjector
 from coordinator.participation import read_trace
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
@@ -32,6 +32,7 @@ from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.keys import passphrase_in
 from fedmq.wire.log_records import GENESIS, canonical, chain
 from fedmq.wire.message_log import MessageLog
+from tests import threaded_run
 from tests.damaged_files import Folder, Kind, files_of
 from tests.run_file_kinds import check_sane, run_to_end, scenario_file
 
@@ -136,9 +137,14 @@ def _read_passphrase(folder: Path) -> None:
 # --- run folders ----------------------------------------------------------------------------------------------------
 @cache
 def _run_folder() -> Folder:
-    """A run folder with the logs of processes."""
-    root = Path(__file__).parent / "fixtures" / "old_run"
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    """A run folder with the logs of all processes."""
+
+    def make(folder: Path) -> None:
+        scenario = threaded_run.resolved(scenario_file())
+        (folder / "scenario.yaml").write_text(scenario.dump())
+        assert threaded_run.run(scenario, folder).summary is not None
+
+    return files_of(make, "scenario.yaml", "summary.json", "metrics.jsonl", "model/", "messages/")
 
 
 def _chained(name: str, content: bytes) -> bytes:

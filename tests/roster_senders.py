@@ -19,11 +19,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator import handshakes
-from coordinator import roster as rosters
+from coordinator import sessions as rosters
 from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
-from coordinator.inquiries import Inquiries
+from coordinator.handshakes import Inquiries
 from coordinator.peers import Ready, Unusable
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.data.splits import SPLITS
@@ -156,7 +156,7 @@ class RosterSenders:
             header = self.roster.header(name, Kind.EVALUATE)
             self._granted[name] += self.roster.send(name, Message(header)) > 0
         if draw.random() < 0.01:
-            self.roster.removed_keys(self.clock.at)
+            self.roster.watch_keys()
             self.roster.note_unlogged()
         if draw.random() < 0.01 and not self._steady:
             at = draw.randrange(len(self._lines))

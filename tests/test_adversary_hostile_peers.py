@@ -19,9 +19,9 @@ from coordinator import loop as loop_module
 from coordinator.aggregation import merged_state
 from coordinator.evaluation import EvaluationRequests
 from coordinator.loop import Loop
-from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.rounds import Phase
 from coordinator.run_context import RunContext
+from coordinator.updates import LARGEST, check_reply
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError

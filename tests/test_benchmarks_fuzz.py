@@ -108,7 +108,7 @@ def test_crashes_hangs_memory_and_dead_processes_are_failures(
     monkeypatch.chdir(tmp_path)
     kind = Kind(lambda: {"f": b""}, lambda _: _fails(what))
     campaign = Campaign(st.just({"f": b"9"}), lambda content, place: Counter([read_damaged(kind, content, place)]))
-    tally = fuzz(campaign, 1, dead_s=5.0)
+    tally = fuzz(campaign, 1, dead_s=1.0)
     assert what in tally.failure
 
 

@@ -22,19 +22,17 @@ from fedmq.runs.result_limits import gallery_of
 from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from tests.run_summaries import summary
+from tests.run_summaries import release_config, summary
 
 WAYS = ("i2t", "t2i", "mean")
 PERFECT = {f"{way}_r{k}": 1.0 for k in (1, 5, 10) for way in WAYS}
-CONFIG = ReleaseConfig(
-    backbone={"name": "lite"}, objective={"base": "info_nce"}, protocol="fedavg", dim=8, layout_digest="0" * 64,
-    model_digest="ab" * 32, data_digest="cd" * 32, released_with={},
-)  # fmt: skip
+CONFIG = release_config(backbone={"name": "lite"}, data_digest="cd" * 32)
 
 
 def of_photos(images: int, captions: int) -> RunSummary:
     """A run with a perfect score."""
-    silo = {"modalities": ["image", "text"], "samples": 12, "participations": 3, "heldout": 1200, "mean_r1": 1.0}
+    silo: dict[str, object] = {"modalities": ["image", "text"], "samples": 12, "participations": 3, "tasks": 3}
+    silo |= {"heldout": 1200, "mean_r1": 1.0}
     return summary(
         metrics=PERFECT,
         evaluated=EvaluatedItems(split="test", images=images, captions=captions),

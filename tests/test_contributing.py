@@ -136,7 +136,7 @@ def test_the_metric_is_in_the_summary(tiny: Path, tmp_path: Path, printed: Calla
     summary = in_process_run.run(scenario, tmp_path / "run").summary
     assert summary.metrics.keys() >= {"mrr_i2t", "mrr_t2i", "mrr"}
     assert summary.metrics["mrr"] >= summary.metrics["mean_r1"] > 0
-    assert summary.own_metrics["mrr"].title == "mean reciprocal rank, mean"
+    assert summary.custom_metrics["mrr"].title == "mean reciprocal rank, mean"
 
 
 @pytest.mark.slow

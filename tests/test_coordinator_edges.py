@@ -14,17 +14,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator.checkpoint_records import RoundsRecord
+from coordinator import checkpoints
 from coordinator.counters import Counters
-from coordinator.events import Failed, Send
-from coordinator.fault_injection import FaultInjector, ProcessCommand
-from coordinator.in_process_peers import InProcessPeers
+from coordinator.events import Failed, RoundsRecord, Send
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
+from coordinator.peers import InProcessPeers
 from coordinator.rounds import Phase
-from coordinator.task_errors import TaskErrors
 from coordinator.timeline import EntryKind, Timeline
+from coordinator.updates import TaskErrors
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock, WallClock

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
@@ -17,7 +17,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import wait_for
+from tests.waiting import memory_uri, wait_for
 
 SILO, RUN = "silo-00", "former-0123456789ab"
 BEAT = Header(run=RUN, kind=Kind.HEARTBEAT, sender=SILO, receiver=COORDINATOR, sequence=0, sent_at=0.0)
@@ -34,7 +34,7 @@ class Ends:
         keys = self.root / "keys"
         if not keys.exists():
             init_keys(keys, (COORDINATOR, SILO))
-        self.uri = uri = f"memory://{self.root.name.replace('_', '-')}-{self.restarted}"
+        self.uri = uri = memory_uri()
         self.wire, self.log = listen(uri), MessageLog(self.root / f"{self.restarted}.jsonl", COORDINATOR, WallClock())
         self.keys, accepted = keys, load_accepted(keys)
         identity = load_identity(keys, COORDINATOR)

@@ -27,7 +27,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import torch
-from coordinator import checkpoint_files
+from coordinator import checkpoints
 from fedmq.errors import DiskError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import write_tensors, write_atomically
@@ -35,13 +35,13 @@ from silos.personal_state import StateStore
 from tests.test_storage_crashes import made
 
 root, size = Path(sys.argv[1]), 1 << 16
-checkpoint_files.save(root / "run", made(1))
+checkpoints.save(root / "run", made(1))
 large = torch.zeros(size)
 record = made(2)
 record.states[2] = State(large)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 for write in (
-    lambda: checkpoint_files.save(root / "run", record),
+    lambda: checkpoints.save(root / "run", record),
     lambda: StateStore(root / "silo").keep(1, {"x": large}, settled=0),
     lambda: write_atomically(root / "model.safetensors", lambda path: write_tensors(path, {"x": large})),
 ):
@@ -49,7 +49,7 @@ for write in (
         write()
     except RunError as error:
         print(type(error).__name__, error)
-print(checkpoint_files.load(root / "run").rounds.version)
+print(checkpoints.load(root / "run").rounds.version)
 """
 
 

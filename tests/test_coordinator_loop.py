@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from coordinator import checkpoint_files
+from coordinator import checkpoints
 from coordinator.evaluation import UNDER_WAY, EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
@@ -21,12 +21,15 @@ from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.protocol import State
 from fedmq.models.two_tower import BRANCHES
+from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.payloads import Metrics, Payload
+from silos.program import SiloArguments, run_silo
 from tests import in_process_run
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +216,14 @@ def test_a_run_on_the_wall_clock_completes_and_has_no_virtual_seconds(tiny: Path
 def test_a_coordinator_with_a_slow_disk_reports_no_silo_as_lost(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, held = checkpoint_files.save, BEAT_SECONDS * LOST_BEATS + 0.5
+    real, held = checkpoints.save, BEAT_SECONDS * LOST_BEATS + 0.5
 
-    def slow(folder: Path, record: checkpoint_files.Checkpoint, disk: Callable[[], None]) -> None:
+    def slow(folder: Path, record: checkpoints.Checkpoint, disk: Callable[[], None]) -> None:
         real(folder, record, disk)
         if record.rounds.version == 2:
             time.sleep(held)
 
-    monkeypatch.setattr(checkpoint_files, "save", slow)
+    monkeypatch.setattr(checkpoints, "save", slow)
     outcome = run(resolved(tiny), tmp_path)
     assert outcome.phase is Phase.DONE
     assert outcome.summary.seconds.total > held
@@ -306,3 +309,16 @@ def test_invalid_evaluations_end_a_run_that_has_no_other_evaluation_to_wait_for(
         run(resolved(tiny, *LONG), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))
+
+
+def test_with_stop_silos_a_silo_that_connects_after_the_stop_is_ended_too(tiny: Path, tmp_path: Path) -> None:
+    scenario, status, ended = resolved(tiny), tmp_path / "status.json", list[str]()
+
+    def late(uri: str, keys: Path) -> None:
+        wait_for(lambda: status.exists() and read_status(status).phase == "stopped")
+        run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, tmp_path))
+        ended.append("silo-00")
+
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[late], stop_wanted=status.exists)
+    assert outcome.phase is Phase.STOPPED and ended == ["silo-00"]
+    assert not audit_run(tmp_path).findings

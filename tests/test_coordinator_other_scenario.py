@@ -31,9 +31,14 @@ from silos.program import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import wait_for
 
-URI, SILO = "memory://other-scenario", "silo-01"
+SILO = "silo-01"
 OTHER = ("training.learning_rate=0.5", "training.local_epochs=7", "missing_modality.silos={silo-01: text}")
 KEYS = "missing_modality.silos, training.learning_rate, training.local_epochs"
+
+
+def uri_of(keys: Path) -> str:
+    """The coordinator's address: the folder of the keys has a name of its own."""
+    return f"memory://{keys.parent.name}"
 
 
 def plain(scenario: Scenario) -> dict[str, object]:
@@ -67,7 +72,7 @@ def waiting_coordinator(tiny: Path, keys: Path, uri: str, out: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def run(tiny: Path, keys: Path) -> Iterator[Path]:
-    with waiting_coordinator(tiny, keys, URI, keys.parent / "run") as out:
+    with waiting_coordinator(tiny, keys, uri_of(keys), keys.parent / "run") as out:
         yield out
 
 
@@ -82,7 +87,7 @@ def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **op
     log = MessageLog(folder / "silo.jsonl", name, WallClock())
     identity, accepted = load_identity(keys, name), load_accepted(keys)
     link = Channel(
-        URI,
+        uri_of(keys),
         identity,
         accepted,
         run_of(scenario).id,
@@ -90,7 +95,9 @@ def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **op
         WallClock(),
         lambda: 0.0,
         reports.append,
-        comparison=ScenarioComparison(URI, identity, accepted, plain(scenario), tells="forbidden" not in options),
+        comparison=ScenarioComparison(
+            uri_of(keys), identity, accepted, plain(scenario), tells="forbidden" not in options
+        ),
         **options,  # type: ignore[arg-type]
     )
     link.start()
@@ -101,7 +108,7 @@ def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **op
 
 def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
     line = refused(resolved(tiny, *OTHER), keys, tmp_path)[0]
-    assert line.startswith(f"{SILO}: the coordinator at {URI} has another scenario: ")
+    assert line.startswith(f"{SILO}: the coordinator at {uri_of(keys)} has another scenario: ")
     assert f", with other values of {KEYS}; both sides need the same file" in line
     assert {note["keys"] for note in notes(tmp_path / "silo.jsonl", NoteKind.HELLO_REFUSED)} == {KEYS}
     log = run / "messages" / "coordinator.jsonl"
@@ -109,7 +116,7 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": SILO, "keys": KEYS}]
     # A status is computed once a second.
     wait_for(lambda: read_status(run / "status.json").silos[SILO].error)
-    asked = ask_status(URI, load_identity(keys, SILO), load_accepted(keys))
+    asked = ask_status(uri_of(keys), load_identity(keys, SILO), load_accepted(keys))
     status = status_of(asked)
     assert status.silos[SILO].error == f"another scenario: {KEYS}"
     assert status.last_refused == f"{SILO}: another scenario: {KEYS}"
@@ -120,7 +127,7 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
 
 
 def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tmp_path: Path) -> None:
-    uri, scenario, names = f"shared+{URI}-hosts", resolved(tiny, *OTHER), ("silo-02", "silo-03")
+    uri, scenario, names = f"shared+{uri_of(keys)}-hosts", resolved(tiny, *OTHER), ("silo-02", "silo-03")
     population = build_population(scenario)
     model = population.build_model(scenario, "cpu", ("image", "text"))
     arguments = HostArguments(names, SiloArguments(run_of(scenario), names[0], uri, keys, tmp_path), len(names))
@@ -140,7 +147,7 @@ def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tm
 @pytest.mark.usefixtures("run")
 def test_an_accepted_key_of_no_silo_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
     operator = load_identity(keys.parent / "operator", "operator")
-    asked = ask_status(URI, operator, load_accepted(keys))
+    asked = ask_status(uri_of(keys), operator, load_accepted(keys))
     assert json.loads(asked)["coordinator"]["scenario"] is None
     assert differing_keys(asked, plain(resolved(tiny, "seed=9"))) == ()
 
@@ -173,7 +180,7 @@ def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
 def test_a_report_other_than_a_list_of_keys_is_refused(report: Error, reason: str, run: Path, keys: Path) -> None:
     log = run / "messages" / "coordinator.jsonl"
     before = len(notes(log, NoteKind.OTHER_SCENARIO))
-    ask_status(URI, load_identity(keys, "silo-03"), load_accepted(keys), report=lambda _: report)
+    ask_status(uri_of(keys), load_identity(keys, "silo-03"), load_accepted(keys), report=lambda _: report)
 
     def reasons() -> list[str]:
         return [record.reason for _, record in read_log(log) if isinstance(record, RefusedRecord)]

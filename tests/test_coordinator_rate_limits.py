@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator import handshakes
-from coordinator import roster as rosters
+from coordinator import sessions as rosters
 from coordinator.admission import SimulatedAdmission
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying
@@ -21,10 +21,11 @@ from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiat
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
-from fedmq.wire.payloads import OwnMetrics
+from fedmq.wire.payloads import SiloMetrics
 from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
+from tests.waiting import memory_uri
 
 RUN = "limits-0-0123456789ab"
 
@@ -73,6 +74,16 @@ class Ends:
         self.passes(connection, tuple(map(bytes, map(memoryview, ready))))
         return session
 
+    def connect(self) -> Connection:
+        return connect(self.listener.uri)
+
+    def opened(self, count: int) -> Iterator[Connection]:
+        """So many connections, one after the other."""
+        for _ in range(count):
+            connection = self.connect()
+            yield connection
+            connection.close()
+
     def log_size(self) -> int:
         return (self.keys.parent / "coordinator.jsonl").stat().st_size
 
@@ -88,7 +99,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 def opened_ends(folder: Path, **options: Any) -> Iterator[Ends]:
     keys, clock = folder / "keys", Jumping()
     init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
-    listener, identity = listen("memory://limits"), load_identity(keys, COORDINATOR)
+    listener, identity = listen(memory_uri()), load_identity(keys, COORDINATOR)
     with MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock) as log:
         roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20, **options)
         yield Ends(listener, roster, keys, clock)
@@ -105,16 +116,9 @@ def flat(sealed: Sealed) -> tuple[bytes, ...]:
     return tuple(map(bytes, sealed.frames))
 
 
-def opened(count: int) -> Iterator[Connection]:
-    for _ in range(count):
-        connection = connect("memory://limits")
-        yield connection
-        connection.close()
-
-
 def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Path) -> None:
     for ends in opened_ends(tmp_path, names=("silo-00",)):
-        connection = connect("memory://limits")
+        connection = ends.connect()
         hello, initiated = initiate(load_identity(ends.keys, "silo-01"), COORDINATOR, RUN, 0.0)
         for _ in range(2):
             answer = ends.passes(connection, hello)
@@ -126,15 +130,15 @@ def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Pa
         connection.close()
 
 
-@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.OWN_RESULT, Kind.TASK])
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.SILO_RESULT, Kind.TASK])
 def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_path: Path) -> None:
     """Such a reply used to reach the rounds, and ended the coordinator if its sender was no silo of the run."""
     for ends in opened_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)):
-        connection = connect("memory://limits")
+        connection = ends.connect()
         session = ends.session("silo-00", connection)
         assert session is not None
         info = TaskInfo(round=1, rounds=2, settled=0, learning_rate=0.1) if kind is Kind.TASK else None
-        payloads = (OwnMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.OWN_RESULT else ()
+        payloads = (SiloMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.SILO_RESULT else ()
         message = Message(header(session, kind, reply_to=5), payloads, info)
         connection.send(seal_message(session, message).frames)
         arrived = ends.listener.receive(1.0)
@@ -147,28 +151,28 @@ def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_pa
 
 
 def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(ends: Ends) -> None:
-    made = [ends.session("silo-00", connection) for connection in opened(handshakes.HELLOS + 5)]
+    made = [ends.session("silo-00", connection) for connection in ends.opened(handshakes.HELLOS + 5)]
     assert sum(session is not None for session in made) == handshakes.HELLOS
     size = ends.log_size()
-    for connection in opened(1):
+    for connection in ends.opened(1):
         for _ in range(30):
             assert ends.session("silo-00", connection) is None
     assert ends.log_size() - size < 10_000, "some refusals are counted, not logged"
     assert ends.roster.refused["too_often"] == 35
-    (other,) = (ends.session("silo-01", connection) for connection in opened(1))
+    (other,) = (ends.session("silo-01", connection) for connection in ends.opened(1))
     assert other is not None, "another peer is served"
     ends.clock.at += 3.0
-    made = [ends.session("silo-00", connection) for connection in opened(6)]
+    made = [ends.session("silo-00", connection) for connection in ends.opened(6)]
     assert sum(session is not None for session in made) == 3, "one more per second"
 
 
 def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     hello, initiated = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
-    for connection in opened(handshakes.HELLOS + 5):
+    for connection in ends.opened(handshakes.HELLOS + 5):
         assert ends.session("silo-00", connection, stranger) is None
         ends.passes(connection, hello)
-    for connection in opened(1):
+    for connection in ends.opened(1):
         assert ends.completed(initiated, connection, ends.passes(connection, hello)) is not None
         assert ends.session("silo-00", connection) is not None
     assert ends.roster.refused["too_often"] == 0
@@ -176,30 +180,30 @@ def test_neither_forged_nor_copied_hellos_use_up_the_rate_limit_of_a_peer(ends: 
 
 def test_copies_of_a_hello_are_answered_a_bounded_number_of_times(ends: Ends) -> None:
     hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, RUN, 0.0)
-    answers = [ends.passes(connection, hello) for connection in opened(handshakes.COPIES + 5)]
+    answers = [ends.passes(connection, hello) for connection in ends.opened(handshakes.COPIES + 5)]
     assert sum(answer is not None for answer in answers) == handshakes.COPIES + 1
 
 
 def test_refusals_of_hellos_are_signed_a_bounded_number_of_times(ends: Ends) -> None:
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
     answers = []
-    for connection in opened(handshakes.REJECTIONS + 5):
+    for connection in ends.opened(handshakes.REJECTIONS + 5):
         hello, _ = initiate(stranger, COORDINATOR, RUN, 0.0)
         answers.append(ends.passes(connection, hello))
     assert sum(answer is not None for answer in answers) == handshakes.REJECTIONS
 
 
 def test_inquiries_do_not_use_up_the_handshakes_of_a_silo(ends: Ends) -> None:
-    for connection in opened(handshakes.HELLOS):
+    for connection in ends.opened(handshakes.HELLOS):
         hello, _ = initiate(load_identity(ends.keys, "silo-00"), COORDINATOR, ANY_RUN, 0.0)
         assert ends.passes(connection, hello) is not None
-    (session,) = (ends.session("silo-00", connection) for connection in opened(1))
+    (session,) = (ends.session("silo-00", connection) for connection in ends.opened(1))
     assert session is not None
 
 
 @pytest.mark.parametrize("kind", [Kind.HEARTBEAT, Kind.REPLY])
 def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends: Ends) -> None:
-    for connection in opened(1):
+    for connection in ends.opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None
         sent = 0
@@ -215,7 +219,7 @@ def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends:
 
 
 def test_messages_after_lost_ones_use_up_the_rate_limit_of_a_peer(ends: Ends) -> None:
-    for connection in opened(1):
+    for connection in ends.opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None
         for _ in range(100):
@@ -228,7 +232,7 @@ def test_messages_after_lost_ones_use_up_the_rate_limit_of_a_peer(ends: Ends) ->
 
 
 def test_each_request_allows_an_answer(ends: Ends) -> None:
-    for connection in opened(1):
+    for connection in ends.opened(1):
         session = ends.session("silo-00", connection)
         assert session is not None
         for number in range(1, 3 * rosters.MESSAGES):
@@ -242,7 +246,7 @@ def test_each_request_allows_an_answer(ends: Ends) -> None:
 def test_new_sessions_bring_no_new_requests_for_new_keys(ends: Ends) -> None:
     ends.roster._rekeys._most = 4
     identity, answered = load_identity(ends.keys, "silo-00"), 0
-    for connection in opened(6):
+    for connection in ends.opened(6):
         session = ends.session("silo-00", connection)
         assert session is not None
         asked, state = rekeying.begin(identity, session, header(session, Kind.REKEY))

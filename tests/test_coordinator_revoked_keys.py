@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordinator.admission import OwnDataAdmission
 from coordinator.events import Joined, Send
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.rounds import Phase
@@ -16,13 +18,21 @@ from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.keys import init_keys, revoke
+from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.keys import init_keys, load_accepted, load_identity, revoke
 from fedmq.wire.log_records import EventRecord, NoteKind, NoteRecord
+from fedmq.wire.messages import COORDINATOR, Kind, Message
+from fedmq.wire.sealed_sessions import seal_message
+from fedmq.wire.transports.registry import connect
 from tests import in_process_run, threaded_run
 from tests.log_causes import records
+from tests.own_data_threads import OwnRun
 from tests.test_adversary_hostile_peers import within
+from tests.test_coordinator_admission import stated
+from tests.test_coordinator_rate_limits import RUN, flat, header, opened_ends
 from tests.test_coordinator_rounds import SILOS, gathered, plan
 from tests.threaded_run import resolved, run_of
+from tests.waiting import memory_uri
 
 
 @pytest.mark.slow
@@ -85,7 +95,7 @@ def test_a_run_starts_only_with_all_keys_and_resumes_only_with_those_of_a_silo_a
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
 
     def started(*, resume: bool) -> None:
-        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://revoked", keys, tmp_path / "run", resume))
+        run_coordinator(CoordinatorArguments(run_of(scenario), memory_uri(), keys, tmp_path / "run", resume))
 
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match=r"no key of silo-03.*--resume"):
@@ -107,7 +117,7 @@ def test_a_run_does_not_resume_without_an_eligible_silo(tiny: Path, tmp_path: Pa
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match="no key of any silo that paired_only can select', allowed: that of silo-03"):
-        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://nobody", keys, tmp_path / "run", resume=True))
+        run_coordinator(CoordinatorArguments(run_of(scenario), memory_uri(), keys, tmp_path / "run", resume=True))
 
 
 def test_a_resumed_run_does_not_wait_for_silos_given_up_before() -> None:
@@ -119,3 +129,56 @@ def test_a_resumed_run_does_not_wait_for_silos_given_up_before() -> None:
     assert rounds.phase is Phase.COLLECTING
     asked = {action.silo for action in actions if isinstance(action, Send)}
     assert asked and asked <= set(SILOS[:3])
+
+
+@pytest.mark.parametrize("phase", ["welcomed", "connected", "stated", "joined"])
+def test_a_removed_key_is_out_within_a_second_in_every_phase(tmp_path: Path, phase: str) -> None:
+    admission = None if phase == "joined" else OwnDataAdmission(("silo-00", "silo-01"), RUN, evaluator=False)
+    for ends in opened_ends(tmp_path, admission=admission, names=("silo-00", "silo-01")):
+        connection, identity = connect("memory://limits"), load_identity(ends.keys, "silo-00")
+        hello, initiated = initiate(identity, COORDINATOR, RUN, 0.0)
+        welcome = ends.passes(connection, hello)
+        assert welcome is not None
+        frames, session = complete(initiated, load_accepted(ends.keys), welcome, 0.0)
+        ready = tuple(map(bytes, frames))
+        if phase != "welcomed":
+            ends.passes(connection, ready)
+        if phase == "stated":
+            statement = Message(header(session, Kind.STATEMENT), stated("silo-00").payloads)
+            ends.passes(connection, flat(seal_message(session, statement)))
+        assert ends.roster.online("silo-00") == (phase == "joined")
+        assert ("silo-00" in ends.roster.joining()) == (phase in ("connected", "stated"))
+        revoke(ends.keys, "silo-00")
+        ends.clock.at += 1.0
+        ends.roster.receive(0)
+        assert not ends.roster.online("silo-00") and "silo-00" not in ends.roster.joining()
+        assert list(ends.roster.unaccepted) == ["silo-00"]
+        assert admission is None or admission.missing == ("silo-00", "silo-01")
+        ends.passes(connection, ready)  # the end of a handshake that began before
+        assert not ends.roster.online("silo-00") and "silo-00" not in ends.roster.joining()
+        assert ends.session("silo-00", connect("memory://limits")) is None
+        assert ends.roster.refused["unknown_sender"] == 1
+        connection.close()
+
+
+@pytest.mark.slow
+def test_a_silo_whose_key_is_removed_while_the_coordinator_waits_for_others_takes_no_part(tmp_path: Path) -> None:
+    run = OwnRun(tmp_path, {"participation": {"minimum": 2}, "rounds": 3})
+    log, began = tmp_path / "run" / "messages" / "coordinator.jsonl", list[str]()
+
+    def begin_others_once_expelled() -> bool:
+        if not began and run.stated("silo-00"):
+            revoke(tmp_path / "keys", "silo-00")
+            began.append("removed")
+        if began == ["removed"] and '"expelled"' in log.read_text():
+            run.start("silo-01", "silo-02")
+            began.append("others")
+        return False
+
+    # Nobody tells it that the run has ended, so nobody waits for it.
+    removed = threading.Thread(target=run._live, args=("silo-00", run.site("silo-00")), daemon=True)
+    run.coordinate(listening=removed.start, stop_wanted=begin_others_once_expelled)
+    assert [line.replies for line in run.merges] == [["silo-01", "silo-02"]] * 3
+    joined = [note["peer"] for note in in_process_run.notes(tmp_path / "run", NoteKind.JOINED)]
+    assert sorted(joined) == ["silo-01", "silo-02"]
+    assert not audit_run(tmp_path / "run").findings

@@ -13,7 +13,6 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
-from fedmq.wire.transports.registry import connect
 from tests.test_coordinator_rate_limits import Ends, flat, header, opened_ends
 from tests.waiting import wait_for
 
@@ -48,7 +47,7 @@ def received(connection: Connection, session: Session) -> list[Message]:
 
 
 def test_the_first_process_keeps_its_place(ends: Ends) -> None:
-    here, there = connect("memory://limits"), connect("memory://limits")
+    here, there = ends.connect(), ends.connect()
     first = joined(ends, here)
     ends.clock.at += BEAT_SECONDS
     second = joined(ends, there)
@@ -68,7 +67,7 @@ def test_the_first_process_keeps_its_place(ends: Ends) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends, lost: bool) -> None:
-    here, there = connect("memory://limits"), connect("memory://limits")
+    here, there = ends.connect(), ends.connect()
     joined(ends, here)
     second = joined(ends, there)
     assert ends.roster.joining() == {SILO: ends.clock.at}
@@ -84,7 +83,7 @@ def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends, lost: bool
 
 
 def test_the_successor_of_a_killed_process_joins_at_once(ends: Ends) -> None:
-    here, there = connect("memory://limits"), connect("memory://limits")
+    here, there = ends.connect(), ends.connect()
     first = joined(ends, here)
     here.send(flat(seal_message(first, Message(header(first, Kind.HEARTBEAT, 0)))))
     arrived = ends.listener.receive(1.0)

@@ -21,10 +21,10 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import metrics
+from fedmq.evaluation.custom_metrics import GROUP, measures_of
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import BRIEF, Measure, Metric, higher_is_better, metric_of
 from fedmq.evaluation.program import Evaluator
-from fedmq.evaluation.user_metrics import GROUP, measures_of
 from fedmq.experiments import grid, tables
 from fedmq.experiments import summary as comparisons
 from fedmq.experiments.grid import ComparisonPlan
@@ -94,7 +94,7 @@ def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_a
     for values in (summary["metrics"], summary["per_silo_mean"], summary["personal"], summary["per_silo"]["silo-02"]):
         assert values.keys() >= OWN
     assert summary["personal_per_silo_mean"].keys() >= OWN
-    assert summary["own_metrics"]["shift"]["title"] == "distance of the modalities' means"
+    assert summary["custom_metrics"]["shift"]["title"] == "distance of the modalities' means"
 
     shown = told(out)
     assert re.search(r"R@1 .* R@10 .* mAP .* MRR", shown)
@@ -233,7 +233,7 @@ def test_an_installed_package_offers_metrics_through_entry_points(
     tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine.rename(tmp_path / "installed_metrics_of_a_test.py")
-    info = tmp_path / "own_metrics-1.dist-info"
+    info = tmp_path / "custom_metrics-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-metrics\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\nreciprocal = installed_metrics_of_a_test\n")

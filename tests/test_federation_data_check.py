@@ -21,7 +21,7 @@ from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.federation import data_check
 from fedmq.federation.population import build_population
-from fedmq.progress import Progress
+from fedmq.text import Progress
 from tests import data_set_folders
 from tests.command_line import fedmq
 from tests.test_data_extract import tiny_clip

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.aggregation import merged_state, reply_of
-from coordinator.cost import CostModel
-from coordinator.run_context import RunContext
+from coordinator.run_context import CostModel, RunContext
 from fedmq.config.sections import Cost
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder

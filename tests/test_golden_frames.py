@@ -38,11 +38,11 @@ def load(path: Path) -> dict[str, Any]:
 def test_every_message_and_payload_kind_of_every_version_has_a_golden_frame() -> None:
     for version in WIRE_VERSIONS:
         messages = [load(path)["message"] for path in FILES if path.stem.startswith(f"v{version}-")]
-        later = {Refusal.KIND, "data_statement", "data_format", "silo_modalities", "own_metrics", "run_status"}
+        later = {Refusal.KIND, "data_statement", "data_format", "silo_modalities", "silo_metrics", "run_status"}
         later = later if version == 1 else set()
         assert {payload["kind"] for message in messages for payload in message["payloads"]} == set(PAYLOADS) - later
         handshake = {Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE, Kind.REKEY, Kind.REKEYED}
-        newer = {Kind.STATEMENT, Kind.AGREEMENT, Kind.EVALUATE_OWN, Kind.OWN_RESULT, Kind.STATUS}
+        newer = {Kind.STATEMENT, Kind.AGREEMENT, Kind.EVALUATE_SILO, Kind.SILO_RESULT, Kind.STATUS}
         after_handshake = set(Kind) - handshake - (newer if version == 1 else set())
         assert {message["header"]["kind"] for message in messages} == after_handshake
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.roster import Roster
 from coordinator.rounds import Phase
+from coordinator.sessions import Roster
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import Policy, check_policy, read_policy
 from fedmq.audit.policy_guard import PolicyGuard, guard_of
@@ -30,7 +30,7 @@ from fedmq.wire.transports.registry import listen
 from silos.program import Silo, SiloArguments, run_silo
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of
-from tests.waiting import wait_for
+from tests.waiting import memory_uri, wait_for
 from tools.make_golden_frames import golden_messages
 
 SILO, RUN = "silo-00", "policy-0123456789ab"
@@ -40,7 +40,7 @@ SAMPLES: dict[str, Payload] = {
 }
 #: Message in which a silo sends each kind of payload; kinds that only the coordinator sends are left out.
 SENT_IN = {
-    kind: message for message in (Kind.ERROR, Kind.STATEMENT, Kind.OWN_RESULT, Kind.REPLY) for kind in CARRIES[message]
+    kind: message for message in (Kind.ERROR, Kind.STATEMENT, Kind.SILO_RESULT, Kind.REPLY) for kind in CARRIES[message]
 }
 FORBIDDABLE = sorted(SENT_IN.keys() - {Refusal.KIND})
 
@@ -48,7 +48,7 @@ FORBIDDABLE = sorted(SENT_IN.keys() - {Refusal.KIND})
 @contextmanager
 def coordinator_of(tmp_path: Path, forbidden: PolicyGuard) -> Iterator[tuple[Channel, list[Message]]]:
     """The channel of a silo with a policy, and what its coordinator receives."""
-    keys, uri, over = tmp_path / "keys", f"memory://{tmp_path.name.replace('_', '-')}", threading.Event()
+    keys, uri, over = tmp_path / "keys", memory_uri(), threading.Event()
     init_keys(keys, (COORDINATOR, SILO))
     clock, arrived, accepted = WallClock(), list[Message](), load_accepted(keys)
     listener = listen(uri)

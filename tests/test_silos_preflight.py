@@ -16,7 +16,7 @@ import yaml
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
-from fedmq.version import versions
+from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
 from silos.preflight import Check, Limits, Verdict, preflight
@@ -24,7 +24,10 @@ from silos.program import SiloArguments
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
 
-URI = "memory://preflight"
+
+def uri_of(keys: Path) -> str:
+    """The address of a test: its folder has a name of its own."""
+    return f"memory://{keys.parent.name}"
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def keys(scenario: Scenario, tmp_path: Path) -> Path:
 def running(scenario: Scenario, keys: Path, tmp_path: Path) -> Iterator[None]:
     """A coordinator that waits for its silos."""
     listening, over = threading.Event(), threading.Event()
-    arguments = CoordinatorArguments(run_of(scenario), URI, keys, tmp_path / "run")
+    arguments = CoordinatorArguments(run_of(scenario), uri_of(keys), keys, tmp_path / "run")
     options = {"listening": lambda _: listening.set(), "stop_wanted": over.is_set}
     thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
     thread.start()
@@ -53,7 +56,7 @@ def running(scenario: Scenario, keys: Path, tmp_path: Path) -> Iterator[None]:
 
 
 def arguments(scenario: Scenario, keys: Path, out: Path, name: str = "silo-00") -> SiloArguments:
-    return SiloArguments(run_of(scenario), name, URI, keys, out)
+    return SiloArguments(run_of(scenario), name, uri_of(keys), keys, out)
 
 
 def by_name(checks: Iterator[Check]) -> dict[str, Check]:

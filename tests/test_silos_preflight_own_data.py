@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
+from fedmq.packages import __version__
 from fedmq.runs.status import status_of
-from fedmq.version import __version__
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import accept_key, load_accepted, load_identity, new_key
 from silos.preflight import Check, Verdict, preflight

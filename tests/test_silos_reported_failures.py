@@ -41,9 +41,9 @@ def lost(run: OwnRun) -> set[object]:
 @pytest.mark.parametrize(
     ("kinds", "missing"),
     [
-        ("[data_statement, delta, loss]", "data_format, silo_modalities, own_metrics"),
-        ("[data_statement, data_format, silo_modalities, delta, loss]", "own_metrics"),
-        ("[delta]", "data_statement, data_format, silo_modalities, own_metrics"),
+        ("[data_statement, delta, loss]", "data_format, silo_modalities, silo_metrics"),
+        ("[data_statement, data_format, silo_modalities, delta, loss]", "silo_metrics"),
+        ("[delta]", "data_statement, data_format, silo_modalities, silo_metrics"),
     ],
 )
 def test_a_policy_without_a_kind_that_own_data_need_is_refused_at_the_start(

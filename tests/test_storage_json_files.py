@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator import checkpoint_files
+from coordinator import checkpoints
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
@@ -55,7 +55,7 @@ def results(root: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": results,
     "metrics.jsonl": results,
-    "checkpoints/version-*/checkpoint.json": lambda root: checkpoint_files.load(RunFolder(root).checkpoints),
+    "checkpoints/version-*/checkpoint.json": lambda root: checkpoints.load(RunFolder(root).checkpoints),
     "model/config.json": lambda root: released_model.open_release(root).digest,
 }
 

@@ -167,15 +167,15 @@ connection.send([b"head", b"x"])
 until, got = time.monotonic() + 20, None
 if later:
     while connection._attempts < 4:
-        connection.trouble()
+        connection.refusal()
     listener = listen(f"tcp://{host}:{port}")
 while got is None and time.monotonic() < until:
-    assert connection.trouble() is None
+    assert connection.refusal() is None
     got = listener.receive(0.01)
 assert got is not None and bytes(got[1][1]) == b"x", host
 assert listener.send(got[0], [b"head", b"answer"])
 assert connection.receive(5.0) is not None
-assert connection.established() == 1 and connection.trouble() is None and not connection._unsent
+assert connection.established() == 1 and connection.refusal() is None and not connection._unsent
 assert listener.receive(0.1) is None
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
@@ -17,6 +17,7 @@ from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
+from fedmq.wire.limits import RateLimit
 from fedmq.wire.log_records import (
     EventRecord,
     HandshakeRecord,
@@ -30,13 +31,12 @@ from fedmq.wire.log_records import (
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
-from tests.waiting import wait_for
+from tests.waiting import memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Two fewer than fill the queue: the handshake's messages count until ZeroMQ reports that they were read.
@@ -68,7 +68,7 @@ def both_ends(
     folder: Path, queue: int, own_clock: WallClock | None = None
 ) -> Iterator[tuple[Listener, Roster, Channel]]:
     """A silo's channel with a session, and the coordinator's end; the caller closes the channel."""
-    keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
+    keys, uri = folder / "keys", memory_uri()
     init_keys(keys, (COORDINATOR, SILO))
     clock = WallClock()
     listener = listen(uri, queue=queue)
@@ -235,7 +235,7 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
 
 @pytest.mark.slow
 def test_a_silo_without_an_answer_reports_that_and_repeats_it_every_minute(tmp_path: Path) -> None:
-    keys, uri, printed, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
+    keys, uri, printed, clock = tmp_path / "keys", memory_uri(), list[str](), Hurried()
     init_keys(keys, (COORDINATOR, SILO))
     listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
     link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, printed.append)
@@ -257,7 +257,7 @@ def test_a_program_with_unreadable_data_reports_that_and_opens_no_socket(
     scenario, keys = resolved(tiny, f"data.path={tmp_path}/nothing.npz"), tmp_path / "keys"
     init_keys(keys, (COORDINATOR, "evaluator", *scenario.silo_names))
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    uri = "memory://nobody"
+    uri = memory_uri()
     with pytest.raises(InputError, match=r"nothing\.npz"):
         if program == "silo":
             run_silo(SiloArguments(run_of(scenario), SILO, uri, keys, tmp_path))

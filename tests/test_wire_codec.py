@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import codec
 from fedmq.wire.codec import decode, decode_header, encode_body, encode_header
-from fedmq.wire.fields import LAYER, NAME, Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
+from fedmq.wire.fields import LAYER, NAME, Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
 from fedmq.wire.layout import DTYPES, Layout
 from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
@@ -77,9 +77,9 @@ def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
             return st.text(max_size=40)
         case Names():
             return st.lists(words(spec.pattern), min_size=1, max_size=5, unique=True).map(tuple)
-        case Numbers():
+        case FloatMap():
             return st.dictionaries(words(spec.pattern), st.floats(allow_nan=False, allow_infinity=False), max_size=4)
-        case NumbersByName():
+        case NestedFloatMap():
             return st.dictionaries(words(spec.pattern), field_values(spec.inner, sizes), max_size=3)
 
 

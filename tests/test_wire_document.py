@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import protocols
-from coordinator import body_limits
+from coordinator import run_context
 from fedmq.wire import (
     channel,
     codec,
@@ -22,7 +22,7 @@ from fedmq.wire import (
     sealed_headers,
     sealed_sessions,
 )
-from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
+from fedmq.wire.fields import Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
 from fedmq.wire.transports import base
@@ -81,9 +81,9 @@ def describe(spec: Field) -> str:
         case Names():
             named = {fields.LAYER: "layer names", fields.NAME: "names", fields.LABEL: "label names"}
             return f"array of {spec.least} to {spec.most} {named[spec.pattern]}"
-        case Numbers():
+        case FloatMap():
             return f"map of at most {spec.most} metric names to numbers"
-        case NumbersByName():
+        case NestedFloatMap():
             return f"map of at most {spec.most} names to such maps"
 
 
@@ -97,7 +97,7 @@ def power(high: int) -> str:
     return f"2^{(high + 1).bit_length() - 1} - 1" if high > 1000 else str(high)
 
 
-_WITHHELD = "a payload kind above, `reply`, `heartbeat`, `statement` or `own_result`"
+_WITHHELD = "a payload kind above, `reply`, `heartbeat`, `statement` or `silo_result`"
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)
@@ -130,10 +130,10 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     assert list(described) == [kind.value for kind in Kind]
     words = {
         "any of training": frozenset(PAYLOADS)
-        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "own_metrics", "run_status"},
+        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "silo_metrics", "run_status"},
         "data_statement, data_format": frozenset({"data_statement", "data_format"}),
         "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
-        "own_metrics or error": frozenset({"own_metrics", "error"}),
+        "silo_metrics or error": frozenset({"silo_metrics", "error"}),
         "run_status": frozenset({"run_status"}),
         "metrics or none": frozenset({"metrics"}),
         "exactly one error or refusal": frozenset({"error", "refusal"}),
@@ -204,7 +204,7 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
-    least = f"the largest of {body_limits.LEAST_BODY >> 20} MiB, four times the model's parameters"
+    least = f"the largest of {run_context.LEAST_BODY >> 20} MiB, four times the model's parameters"
     text = " ".join(section("Transport").split())
     assert f"The limit of silos and the evaluator is 1 GiB. The limit of the coordinator is {least}" in text
     beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS

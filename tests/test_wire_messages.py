@@ -59,7 +59,7 @@ def test_there_are_exactly_these_payload_kinds() -> None:
     assert set(PAYLOADS) == {
         "model", "delta", "partial_delta", "modality_prototypes", "class_prototypes", "memory", "router_statistics",
         "geometry", "loss", "map", "label_count", "representations", "discriminator_delta", "share", "metrics",
-        "own_metrics", "data_statement", "data_format", "silo_modalities", "error", "refusal", "run_status",
+        "silo_metrics", "data_statement", "data_format", "silo_modalities", "error", "refusal", "run_status",
     }  # fmt: skip
 
 

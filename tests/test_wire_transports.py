@@ -28,14 +28,14 @@ from fedmq.wire.transports import base, memory, registry
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import check_uri, connect, listen, register, schemes
 from tests import queue_transport
-from tests.waiting import wait_for
+from tests.waiting import memory_uri, wait_for
 
 SOON = 5.0
 #: For each scheme a function from the test's folder to a URI to listen on.
 URIS: dict[str, Callable[[Path], str]] = {
     "tcp": lambda _: "tcp://127.0.0.1:*",
     "ipc": lambda folder: f"ipc://{folder}/socket",
-    "memory": lambda folder: f"memory://{folder.name}-{time.monotonic_ns()}",
+    "memory": lambda _folder: memory_uri(),
     "queue": lambda folder: f"queue://{folder}",
     "shared+tcp": lambda _: "shared+tcp://127.0.0.1:*",
     "shared+ipc": lambda folder: f"shared+ipc://{folder}/socket",

@@ -1,7 +1,8 @@
-"""Waiting for what other processes and threads do, with a limit that a busy machine keeps."""
+"""Waiting for what other processes and threads do, with a limit that a busy machine keeps; addresses of one test."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,12 @@ T = TypeVar("T")
 
 #: Time that a slow, busy machine needs for a whole run [s].
 PATIENCE = 150.0
+_NUMBERS = itertools.count()
+
+
+def memory_uri() -> str:
+    """An address within this process that no other test has; ZeroMQ gives a closed one free only a little later."""
+    return f"memory://test-{next(_NUMBERS)}"
 
 
 def wait_for(condition: Callable[[], T], seconds: float = 30.0, why: str = "") -> T:

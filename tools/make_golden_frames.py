@@ -40,7 +40,6 @@ from fedmq.wire.payloads import (
     Metrics,
     ModalityPrototypes,
     Model,
-    OwnMetrics,
     PartialDelta,
     Payload,
     Refusal,
@@ -48,6 +47,7 @@ from fedmq.wire.payloads import (
     RouterStatistics,
     RunStatus,
     SecretShare,
+    SiloMetrics,
     SiloModalities,
 )
 from fedmq.wire.rekeying import answer, begin, finish
@@ -86,8 +86,8 @@ def _of_data() -> dict[str, Message]:
     return {
         "statement": Message(up(Kind.STATEMENT), (statement, stated)),
         "agreement": Message(down(Kind.AGREEMENT), (stated, SiloModalities(("silo-00", "silo-01"), np.array([3, 1])))),
-        "evaluate_own": Message(down(Kind.EVALUATE_OWN), (model,)),
-        "own_result": Message(up(Kind.OWN_RESULT, reply_to=5), (OwnMetrics(20, {"mean_r1": 0.5}),)),
+        "evaluate_silo": Message(down(Kind.EVALUATE_SILO), (model,)),
+        "silo_result": Message(up(Kind.SILO_RESULT, reply_to=5), (SiloMetrics(20, {"mean_r1": 0.5}),)),
     }
 
 

@@ -16,7 +16,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.payload_digest import digest
-from fedmq.wire.payloads import OwnMetrics
+from fedmq.wire.payloads import SiloMetrics
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]
@@ -44,7 +44,7 @@ class LoggedData:
                 self.stated.setdefault(header.sender, set()).update(record.digests)
             case Kind.AGREEMENT, "sent":
                 self.agreed.update(record.digests)
-            case Kind.OWN_RESULT, "received":
+            case Kind.SILO_RESULT, "received":
                 self.own.setdefault((header.sender, header.base_version), set()).update(record.digests)
             case _:
                 pass
@@ -125,7 +125,7 @@ def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData)
 
 def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
     try:
-        return digest(OwnMetrics(items, values)) in answers
+        return digest(SiloMetrics(items, values)) in answers
     except FieldError:
         return False
 

@@ -30,9 +30,9 @@ from fedmq.evaluation.embedding import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.models.two_tower import TwoTower
-from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.results import read_summary
+from fedmq.text import Progress
 
 F64 = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]

@@ -13,9 +13,9 @@ from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import (
     DataFormat,
     DataStatement,
-    OwnMetrics,
     Payload,
     Refusal,
+    SiloMetrics,
     SiloModalities,
     WithheldBy,
     tensor_bytes,
@@ -126,7 +126,7 @@ def kinds_needed(scenario: Scenario) -> tuple[str, ...]:
     if scenario.data is None:  # it states its format, and confirms the agreement
         kinds += [DataFormat, SiloModalities]
     if scenario.silos_evaluate:
-        kinds.append(OwnMetrics)
+        kinds.append(SiloMetrics)
     return tuple(kind.KIND for kind in kinds)
 
 

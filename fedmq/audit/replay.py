@@ -32,7 +32,7 @@ _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 #: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
-_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.OWN_RESULT)
+_OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 

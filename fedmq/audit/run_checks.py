@@ -109,7 +109,7 @@ class LoggedRun:
         self.data.take(record)
         if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
             self.evaluated[header.base_version] = place, record
-        elif header.kind is Kind.EVALUATE_OWN:
+        elif header.kind is Kind.EVALUATE_SILO:
             self.evaluated.setdefault(header.base_version, (place, record))
         elif header.kind is Kind.REPLY and record.action == "received":
             if header.sender == EVALUATOR:
@@ -386,11 +386,11 @@ def _of_the_last_evaluation(
 
 def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Discrepancy]:
     """Find values out of their metric's bounds; only the summary describes the user's own metrics."""
-    user_metrics = () if summary is None else tuple(summary.own_metrics.values())
+    custom_metrics = () if summary is None else tuple(summary.custom_metrics.values())
     for line in lines:
         for values in _measured(line):
             known = values if summary else {name: value for name, value in values.items() if is_known(name)}
-            if (wrong := objection(known, user_metrics)) is not None:
+            if (wrong := objection(known, custom_metrics)) is not None:
                 yield place, f"an impossible metric of version {line.version}: {wrong}"
 
 

@@ -9,10 +9,10 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.site import Site, read_site
 from fedmq.errors import InputError
 from fedmq.federation.participant import SiteData
-from fedmq.progress import Progress
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
 from fedmq.wire.messages import EVALUATOR
 
 _DIGITS = 12  # of a digest in a message

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography import x509
 
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_bytes
 from fedmq.text import printable

@@ -36,8 +36,8 @@ from fedmq.cli.help_text import group_commands, join_lines
 from fedmq.cli.scenarios import again, resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
+from fedmq.packages import __version__
 from fedmq.text import print_line, print_traceback
-from fedmq.version import __version__
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario

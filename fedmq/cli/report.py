@@ -11,8 +11,8 @@ from fedmq.cli.console import bar, err, out
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
-    from fedmq.progress import Progress
     from fedmq.storage.run_folder import RunFolder
+    from fedmq.text import Progress
 
 _Out = Annotated[
     Path | None,

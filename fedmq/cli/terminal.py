@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from fedmq.config.scenario import Scenario
+from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
-from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.runs.result_limits import (
     Gallery,
     chosen_by_validation,
@@ -124,14 +124,14 @@ def _line(status: Status, left: str) -> str:
     )
 
 
-def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = ()) -> Table:
+def status_table(status: Status, left: str, title: str, custom: Sequence[Metric] = ()) -> Table:
     """Status of a run, for a live display.
 
     Args:
         status: status as reported by the coordinator.
         left: time left, formatted.
         title: title of the run.
-        own: user-defined metrics.
+        custom: user-defined metrics.
     """
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify, table.title_style = f"[bold]{escape(title)}[/bold]", "left", ""
@@ -143,7 +143,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
     measured = [
         f"{metric.heading} {status.metrics[metric.name]:.3f}"
-        for metric in shown(status.metrics, own)
+        for metric in shown(status.metrics, custom)
         if metric.way in ("", "mean")
     ]
     table.add_row("metrics", _metrics(measured, _of_round(status)), size_text(status.bytes))
@@ -216,13 +216,13 @@ def display(
 
         yield plain
         return
-    own = own_metrics(measures_of(scenario.evaluation))
+    custom = custom_metrics(measures_of(scenario.evaluation))
     with Live(f"{title}: starting the silos", console=console, refresh_per_second=5, transient=True) as live:
 
         def update(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            live.update(status_table(status, _left(status, first[0] if first else None), title, own))
+            live.update(status_table(status, _left(status, first[0] if first else None), title, custom))
 
         yield update
 
@@ -244,10 +244,10 @@ def _models(summary: RunSummary) -> list[_Evaluated]:
     return found
 
 
-def _results(models: Sequence[_Evaluated], own: Sequence[Metric], title: str) -> Table:
+def _results(models: Sequence[_Evaluated], custom: Sequence[Metric], title: str) -> Table:
     """Table of metrics: a row per direction of retrieval and model, a column per metric."""
     columns: dict[str, dict[str, str]] = {}
-    for metric in shown(models[0][1], own):
+    for metric in shown(models[0][1], custom):
         if metric.way:
             columns.setdefault(metric.heading, {})[metric.way] = metric.name
     items = "" if models[0][2] is None else f"\n{models[0][2].items}"
@@ -299,14 +299,14 @@ def _audit(summary: RunSummary, folder: RunFolder) -> str:
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
-    own, models, heldout = tuple(summary.own_metrics.values()), _models(summary), summary.own_heldout
+    custom, models, heldout = tuple(summary.custom_metrics.values()), _models(summary), summary.own_heldout
     fairness = summary.fairness or ({} if heldout is None else heldout.fairness)
     if models:
-        console.print(_results(models, own, escape(f"{summary.scenario}: {summary.method}, seed {summary.seed}")))
+        console.print(_results(models, custom, escape(f"{summary.scenario}: {summary.method}, seed {summary.seed}")))
         gallery = models[0][2]
         for remark in [] if gallery is None else gallery.remarks(models[0][1]):
             say(console, remark, "yellow")
-    for metric in shown(models[0][1], own) if models else ():
+    for metric in shown(models[0][1], custom) if models else ():
         if not metric.way:
             known = [(whose, measured[metric.name]) for whose, measured, _ in models if metric.name in measured]
             say(console, f"{metric.title}: {', '.join(f'{whose}{value:.4f}' for whose, value in known)}")

@@ -261,14 +261,14 @@ Timed = Late | Drop | Leave | Split | Crash | Freeze | Duplicate | Reorder | Cor
 #: Faults on single messages, which are recognised by their clear headers.
 ON_MESSAGES = Drop | Split | Duplicate | Reorder | Corrupt
 Poison = SignFlip | Scaled | Noise | NotANumber | PrototypePoisoning
-Standing = ModalityLost | ModalityGained | Drift | LabelNoise
+Persistent = ModalityLost | ModalityGained | Drift | LabelNoise
 OfCoordinator = CoordinatorCrash | DiskFull
-AnyFault = Annotated[Timed | Poison | Standing | OfCoordinator, Field(discriminator="kind")]
+AnyFault = Annotated[Timed | Poison | Persistent | OfCoordinator, Field(discriminator="kind")]
 
 #: Fault classes by ``kind``.
 FAULTS: dict[str, type[Part]] = {
     each.model_fields["kind"].default: each
-    for union in (Timed, Poison, Standing, OfCoordinator)
+    for union in (Timed, Poison, Persistent, OfCoordinator)
     for each in get_args(union)
 }
 

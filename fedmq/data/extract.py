@@ -30,10 +30,10 @@ from fedmq.data.splits import split_of
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import DataItemError, InputError, RunError
-from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, key_of
 from fedmq.storage.locks import locked
 from fedmq.storage.regular_files import read_regular
+from fedmq.text import Progress, tell
 
 Array = npt.NDArray[Any]
 

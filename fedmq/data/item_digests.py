@@ -25,8 +25,8 @@ from fedmq.data.prepared_arrays import Prepared, mapped
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
-from fedmq.progress import Progress, tell
 from fedmq.storage.run_folder import write_atomically
+from fedmq.text import Progress, tell
 
 #: uint8 [n, 3, 32]: digests of each item's key, split and labels, of its image, and of its captions.
 ItemDigests = npt.NDArray[np.uint8]

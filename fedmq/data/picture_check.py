@@ -11,7 +11,7 @@ from fedmq.data.raw_set import RawSet
 from fedmq.encoders.images import VIDEO_ENDINGS, Files, check_header, is_folder
 from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError
-from fedmq.progress import Progress, tell
+from fedmq.text import Progress, tell
 
 #: Maximum number of image files whose headers are read, and of pictures inside other files that are decoded.
 MOST_FILES, MOST_STORED = 10_000, 500

@@ -30,8 +30,8 @@ from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_fe
 from fedmq.data.splits import split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
-from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, cache_folder, file_digest
+from fedmq.text import Progress, tell
 
 if TYPE_CHECKING:
     from fedmq.data.extract import ExtractionPlan

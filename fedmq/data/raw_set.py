@@ -26,8 +26,8 @@ from fedmq.data.readers.label_arrays import MAX_LABELS
 from fedmq.encoders.images import Files, Pictures
 from fedmq.encoders.pictures_with_gaps import WithGaps
 from fedmq.errors import InputError, line_of
-from fedmq.progress import Progress, tell
 from fedmq.storage.regular_files import check_regular
+from fedmq.text import Progress, tell
 
 #: Maximum size of a data set's text file [bytes].
 _MAX_TEXT = 1 << 31

@@ -20,8 +20,7 @@ from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import IMAGE_ENDINGS, files_below
 from fedmq.errors import InputError
-from fedmq.progress import Progress
-from fedmq.text import first_few
+from fedmq.text import Progress, first_few
 
 FEATURES = (".npz", ".safetensors")
 #: Minimum number of training items of a silo: methods that compare the pairs of a batch need two.

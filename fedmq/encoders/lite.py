@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.regular_files import check_regular, read_regular
 
 #: Classes of modules that may follow each other, by their names in ``modules.json``.

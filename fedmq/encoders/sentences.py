@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fedmq.encoders.base import BATCH
 from fedmq.encoders.sentence_folder import check_folder, check_loaded
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.cache import file_digest, key_of
 
 Encode = Callable[[Sequence[str]], npt.NDArray[np.float32]]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedmq.config.scenario import TIMM, Backbone
 from fedmq.encoders.clip_weights import digest_of, read_checkpoint
 from fedmq.errors import InputError, RunError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.seeds import derive
 from fedmq.storage.cache import key_of
 

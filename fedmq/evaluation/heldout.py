@@ -13,16 +13,16 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.metrics import Measure, Measured, measure
-from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation.population import Population
 from fedmq.federation.protocol import Encoders, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.query_bank import Bank
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import require_layout
-from fedmq.wire.payloads import ClassPrototypes, Memory, Metrics, Model, OwnMetrics, Payload
+from fedmq.wire.payloads import ClassPrototypes, Memory, Metrics, Model, Payload, SiloMetrics
 
 
 def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:
@@ -94,7 +94,7 @@ class HeldOut:
             per_silo[name] = measure(part, self.measures)
         return Metrics(measure(whole, self.measures, whole_split=True), per_silo)
 
-    def own_metrics(self, encoders: Encoders, *, binary: bool, name: str) -> OwnMetrics:
+    def silo_metrics(self, encoders: Encoders, *, binary: bool, name: str) -> SiloMetrics:
         """Evaluate a model on a silo's own held-out items; this process does not have those of other silos.
 
         Folds larger than the number of items are left out.
@@ -105,7 +105,7 @@ class HeldOut:
         embedded = embed(encoders, self.dataset, binary=binary)
         gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
         whole = Measured(embedded, evaluation, gallery, seed)
-        return OwnMetrics(n, measure(whole, self.measures, whole_split=True))
+        return SiloMetrics(n, measure(whole, self.measures, whole_split=True))
 
 
 def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:

@@ -2,7 +2,7 @@
 
 To add a metric, add a :class:`Measure` to :data:`BUILT_IN`: a function of a :class:`Measured`, and a :class:`Metric`
 entry for each value that it returns. Summaries, tables, reports, comparisons and the checks of received and recorded
-values all use these entries. User files can add more (``fedmq.evaluation.user_metrics``).
+values all use these entries. User files can add more (``fedmq.evaluation.custom_metrics``).
 """
 
 from __future__ import annotations
@@ -401,26 +401,26 @@ def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
     return next((found for each in metrics if (found := each.named(name)) is not None), None)
 
 
-def metric_of(name: str, own: Sequence[Metric] = ()) -> Metric:
+def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     """The entry of a metric.
 
     Args:
         name: e.g. ``map_at50_i2t``.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
 
     Raises:
         InputError: there is no such metric; the error suggests similar names.
     """
-    found = _found(name, (*_KNOWN, *own))
+    found = _found(name, (*_KNOWN, *custom))
     if found is None:
-        known = dict.fromkeys([*known_names(Evaluation()), *(each.name for each in (*OVER_SILOS, *own))])
+        known = dict.fromkeys([*known_names(Evaluation()), *(each.name for each in (*OVER_SILOS, *custom))])
         raise InputError("metric", name, f"a metric; did you mean {' or '.join(nearest(name, known)[:3])}?")
     return found
 
 
-def is_known(name: str, own: Sequence[Metric] = ()) -> bool:
+def is_known(name: str, custom: Sequence[Metric] = ()) -> bool:
     """Whether there is a metric of that name."""
-    return _found(name, (*_KNOWN, *own)) is not None
+    return _found(name, (*_KNOWN, *custom)) is not None
 
 
 def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
@@ -428,27 +428,27 @@ def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) 
     return tuple(dict.fromkeys(name for each in measures for name in each.names_under(evaluation)))
 
 
-def higher_is_better(column: str, own: Sequence[Metric] = ()) -> bool:
+def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
     """Whether larger values of a metric, or of a summary value, are better.
 
     Args:
         column: e.g. ``mean_r1``, ``personal.mean_r1``, ``fairness.std_r1``, ``bytes.up``.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
     """
     if column.startswith(_COSTS):
         return False
-    metric = _found(column.rpartition(".")[2], (*_KNOWN, *own))
+    metric = _found(column.rpartition(".")[2], (*_KNOWN, *custom))
     return metric is None or metric.higher_is_better
 
 
-def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metric]:
+def shown(values: Mapping[str, float], custom: Sequence[Metric] = ()) -> list[Metric]:
     """Entries of the measured values that tables and curves show, in the order of the values.
 
     Args:
         values: values by name.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
     """
-    metrics = (*_KNOWN, *own)
+    metrics = (*_KNOWN, *custom)
     return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
 
 
@@ -477,18 +477,18 @@ def measure(items: Measured, measures: Iterable[Measure] = BUILT_IN, *, whole_sp
 
 
 def objection(
-    values: Mapping[str, float], own: Sequence[Metric] = (), names: Iterable[str] | None = None
+    values: Mapping[str, float], custom: Sequence[Metric] = (), names: Iterable[str] | None = None
 ) -> str | None:
     """What is wrong with values that another process reported; None if they are valid.
 
     Args:
         values: values by name.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
         names: allowed names; None allows all known ones.
     """
     allowed = None if names is None else frozenset(names)
     for name, value in values.items():
-        metric = _found(name, (*_KNOWN, *own))
+        metric = _found(name, (*_KNOWN, *custom))
         if metric is None or (allowed is not None and name not in allowed):
             return f"{name}, which is not measured in this run"
         if (wrong := metric.objection(value)) is not None:

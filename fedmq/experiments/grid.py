@@ -27,8 +27,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
-from fedmq.evaluation.user_metrics import measures_of
 from fedmq.experiments.candidates import check_candidates
 from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
 from fedmq.runs.results import Target

@@ -112,8 +112,6 @@ class Run:
         update. Refused updates that the scenario scripts as attacks do not count.
         """
         summary = results.read_summary(self.folder)
-        if summary.unchanged:
-            return "no silo's update changed the model"
         if summary.versions in summary.unevaluated:
             return "the evaluator did not answer within the limit, so the last version is not evaluated"
         for silo, each in summary.unusable_replies.items():
@@ -390,6 +388,6 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}
     if done and not values:
         raise results.unknown_metric(metric, next(iter(done.values())))
-    own_metrics = next((run.own_metrics for run in done.values()), ())
-    sign = 1 if higher_is_better(metric, own_metrics) else -1
+    custom_metrics = next((run.custom_metrics for run in done.values()), ())
+    sign = 1 if higher_is_better(metric, custom_metrics) else -1
     return max(values, key=lambda candidate: sign * values[candidate], default=None)

@@ -96,7 +96,9 @@ def rows(
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}
     columns = {name: _columns(runs, plan) for name, runs in results.items()}
-    own_metrics = tuple({metric for runs in results.values() for run in runs.values() for metric in run.own_metrics})
+    custom_metrics = tuple(
+        {metric for runs in results.values() for run in runs.values() for metric in run.custom_metrics}
+    )
     against = baselines(plan)
     statistics = {
         name: {
@@ -111,7 +113,7 @@ def rows(
             chosen.get(entry.name) or (),
             results[entry.name],
             statistics[entry.name],
-            _best_columns(entry, plan, statistics, own_metrics),
+            _best_columns(entry, plan, statistics, custom_metrics),
             against[entry.name],
         )
         for entry in entries_of(plan)
@@ -191,7 +193,7 @@ def _best_columns(
     entry: Entry,
     plan: ComparisonPlan,
     statistics: Mapping[str, Mapping[str, Statistic]],
-    own_metrics: Sequence[Metric],
+    custom_metrics: Sequence[Metric],
 ) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
         return frozenset()
@@ -200,5 +202,5 @@ def _best_columns(
     return frozenset(
         column
         for column in statistics[entry.name]
-        if place in outcomes.best([statistics[name][column] for name in peers], column, own_metrics)
+        if place in outcomes.best([statistics[name][column] for name in peers], column, custom_metrics)
     )

@@ -17,8 +17,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import known_names
-from fedmq.evaluation.user_metrics import measures_of
 from fedmq.experiments.grid import Entry, Resolve
 from fedmq.experiments.summary_paths import allowed_instead
 from fedmq.storage.regular_files import is_file

@@ -28,7 +28,7 @@ from fedmq.experiments.recorded_trials import Attributes, TrialState, checked_st
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tune_file import TunedMethod, TunePlan, as_settings
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs import results
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
 from fedmq.storage.regular_files import AppendedLines, read_regular

@@ -33,9 +33,8 @@ from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
-from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
-from fedmq.text import printable
+from fedmq.text import Progress, printable, tell
 
 BATCH = 256  # images read between two reports of progress
 FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all

@@ -2,7 +2,7 @@
 
 The schedule is drawn from the scenario's seed, so that all processes derive the same one. Effects are pure functions.
 :mod:`fedmq.config.faults` has the schema. Virtual runs depend only on these functions, not on real durations;
-``coordinator/fault_injection.py`` and ``silos/program.py`` carry the faults out, e.g. kill a process or damage a frame.
+``coordinator/faults.py`` and ``silos/program.py`` carry the faults out, e.g. kill a process or damage a frame.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fedmq.config.faults import (
     ModalityLost,
     Noise,
     NotANumber,
+    Persistent,
     Poison,
     PrototypePoisoning,
     Reorder,
     Scaled,
     SignFlip,
     Split,
-    Standing,
     TaskFault,
     Timed,
     Window,
@@ -255,7 +255,7 @@ def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.ran
     )
 
 
-_TIMED, _POISON, _STANDING = get_args(Timed), get_args(Poison), get_args(Standing)
+_TIMED, _POISON, _PERSISTENT = get_args(Timed), get_args(Poison), get_args(Persistent)
 
 
 class ScheduledFault(NamedTuple):
@@ -379,9 +379,9 @@ class FaultSchedule:
             if isinstance(strike.fault, _POISON)
         ]
 
-    def standing(self, silo: str, round_: int) -> tuple[ScheduledFault, ...]:
+    def persistent(self, silo: str, round_: int) -> tuple[ScheduledFault, ...]:
         """The faults of a silo's data that are active in a round."""
-        return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _STANDING))
+        return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _PERSISTENT))
 
     def generator(self, place: int, silo: str) -> np.random.Generator:
         """The generator of a fault of a silo's data, the same for all tasks."""

@@ -21,10 +21,9 @@ from fedmq.data.splits import SPLITS
 from fedmq.errors import DataItemError, DiskError, FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
 from fedmq.federation.population import Population, device_here, own_population
-from fedmq.progress import Progress
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.logs import Logger
-from fedmq.text import printable
+from fedmq.text import Progress, printable
 from fedmq.wire.channel import DISPLACED, Channel
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, SiloModalities

@@ -23,9 +23,9 @@ import psutil
 import torch
 
 import protocols
-from coordinator.build_run_context import run_context_of
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.extract import ExtractionPlan
@@ -35,9 +35,9 @@ from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts, Task
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
-from fedmq.progress import Progress
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from protocols.parts.missing_branch import shortened

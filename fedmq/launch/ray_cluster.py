@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.extras import package
 from fedmq.launch.private_folder import PEER, private_folder
 from fedmq.launch.remote_peer import (
     DIED,
@@ -36,6 +35,7 @@ from fedmq.launch.remote_peer import (
     split_keys,
     write_private,
 )
+from fedmq.packages import package
 from fedmq.storage.run_folder import RunFolder
 
 #: Time to wait for a cluster's machine [s].

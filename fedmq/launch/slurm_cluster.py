@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
-from fedmq.extras import package
 from fedmq.launch.processes import ignore_sigterm
 from fedmq.launch.remote_peer import (
     DIED,
@@ -49,6 +48,7 @@ from fedmq.launch.remote_peer import (
     take_keys,
     write_private,
 )
+from fedmq.packages import package
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import print_line

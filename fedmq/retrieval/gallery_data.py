@@ -20,10 +20,10 @@ from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.images import IMAGE_ENDINGS, files_below
 from fedmq.errors import InputError
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
-from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.json_files import read_json
+from fedmq.text import Progress
 from fedmq.wire.payloads import DataFormat
 
 _FEATURES: Final = (".npz", ".safetensors")

@@ -23,8 +23,8 @@ from fedmq.config import yaml_files
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError, RunError
-from fedmq.extras import package
 from fedmq.models.two_tower import TwoTower
+from fedmq.packages import package
 from fedmq.retrieval.released_model import ModelFolder, described
 from fedmq.runs.release import BESIDE
 from fedmq.storage.regular_files import check_regular, read_regular

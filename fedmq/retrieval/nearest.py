@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.extras import package
+from fedmq.packages import package
 
 Array = npt.NDArray[Any]
 

@@ -20,11 +20,11 @@ from fedmq.evaluation.gallery_ranking import Way, rank
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
 from fedmq.federation.population import Population, build_population
-from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.report import html
 from fedmq.runs.report.html import Figure
 from fedmq.runs.tables import as_csv
+from fedmq.text import Progress
 
 Key = TypeVar("Key")
 

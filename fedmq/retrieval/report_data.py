@@ -19,14 +19,14 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, comparable
-from fedmq.extras import package
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
-from fedmq.progress import Progress
+from fedmq.packages import package
 from fedmq.retrieval.gallery_data import caption_texts
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.report.data import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
+from fedmq.text import Progress
 
 #: Maximum number of held-out items among which examples are ranked; the first ones after shuffling by the seed.
 _MOST_ITEMS = 1000

@@ -15,12 +15,12 @@ from fedmq.federation.faults import FaultSchedule
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population, run_name
 from fedmq.federation.protocol import Traits
-from fedmq.progress import Progress
 from fedmq.retrieval.released_model import PersonalModel, Release, open_release
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import read_summary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import SiloModalities

@@ -18,12 +18,12 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.embedding import embed
-from fedmq.progress import Progress
 from fedmq.retrieval.pr_curves import labelled_population
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.report import html
 from fedmq.runs.report.html import Figure
 from fedmq.runs.tables import as_csv
+from fedmq.text import Progress
 
 F32 = npt.NDArray[np.float32]
 _PERPLEXITY = 30.0

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from fedmq.config.loader import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs.report import figures, side_by_side
 from fedmq.runs.report.html import Figure, render
 from fedmq.runs.report.logs import LogFacts, add_records, timeline

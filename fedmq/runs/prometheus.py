@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs.status import SiloPhase, StatusFile
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedmq.clock import Clock
-from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
@@ -100,14 +99,6 @@ def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
     ]
 
 
-def as_measured(scenario: Scenario, summary: RunSummary) -> Scenario:
-    """A run's scenario with what its summary shows that its version of fedmq did and had no key for."""
-    if summary.silo_gallery is None:
-        return scenario
-    evaluation = scenario.evaluation.model_copy(update={"silo_gallery": summary.silo_gallery})
-    return scenario.model_copy(update={"evaluation": evaluation})
-
-
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
     """Versions and hardware (``versions_of`` in summaries) in which runs differ: value of each run, by name.
 
@@ -160,7 +151,7 @@ class FinishedRun:
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: evaluations in order of versions.
         personal: evaluations of the personal models during the run, in order of versions.
-        own_metrics: entries of the user-defined metrics that it measured.
+        custom_metrics: entries of the user-defined metrics that it measured.
         gallery: the gallery of its queries; None if unknown.
     """
 
@@ -168,7 +159,7 @@ class FinishedRun:
     summary: RunSummary | None
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
-    own_metrics: tuple[Metric, ...] = ()
+    custom_metrics: tuple[Metric, ...] = ()
     gallery: Gallery | None = None
 
     def shows(self, metric: str) -> bool:
@@ -207,11 +198,11 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
-        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.own_metrics, self.gallery)
+        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.custom_metrics, self.gallery)
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
-        sign = 1 if higher_is_better(target.metric, self.own_metrics) else -1
+        sign = 1 if higher_is_better(target.metric, self.custom_metrics) else -1
         reached = (now for _, now, value in self.course(target.metric) if sign * (value - target.value) >= 0)
         return next(reached, None)
 
@@ -263,8 +254,8 @@ def read(folder: RunFolder) -> FinishedRun:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
     measured = tuple(personal[version] for version in sorted(personal))
-    own = tuple(summary.own_metrics.values())
-    return FinishedRun(folder, summary, ordered, measured, own, gallery_of(summary))
+    custom = tuple(summary.custom_metrics.values())
+    return FinishedRun(folder, summary, ordered, measured, custom, gallery_of(summary))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
@@ -325,13 +316,13 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     return Statistic(len(sample), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
-def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = ()) -> set[int]:
+def best(statistics: Sequence[Statistic], column: str, custom: Sequence[Metric] = ()) -> set[int]:
     """The rows that are best in a column; rows with fewer seeds than others are not considered.
 
     Args:
         statistics: statistics of the rows.
         column: a metric, or a path in the summary.
-        own: entries of user-defined metrics.
+        custom: entries of user-defined metrics.
 
     Returns:
         Indices of the rows; empty if fewer than two can be compared.
@@ -340,7 +331,7 @@ def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = (
     means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
     if len(means) < 2:
         return set()
-    top = max(means.values()) if higher_is_better(column, own) else min(means.values())
+    top = max(means.values()) if higher_is_better(column, custom) else min(means.values())
     return {index for index, mean in means.items() if mean == top}
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.runs.run_records import (
     EvaluationLine,
     MergeLine,

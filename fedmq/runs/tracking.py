@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
+from fedmq.packages import __version__
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, MetricsLine
 from fedmq.runs.trackers import TRACKERS, End, Open, TrackedRun, Tracker, check, seconds_of, values_of
@@ -23,7 +24,6 @@ from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.text import printable
-from fedmq.version import __version__
 
 #: Interval at which new lines are passed on [s].
 _INTERVAL = 1.0

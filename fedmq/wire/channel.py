@@ -20,15 +20,15 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import connection_troubles, rekeying
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity
+from fedmq.wire.limits import RateLimit
 from fedmq.wire.log_records import NoteKind, SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
-from fedmq.wire.rate_limits import RateLimit
 from fedmq.wire.refusal_log import RefusalLog
 from fedmq.wire.scenario_query import ScenarioComparison
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
-from fedmq.wire.transports.base import Connection, Trouble
+from fedmq.wire.transports.base import Connection, ConnectionRefusal
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 
@@ -243,7 +243,7 @@ class Channel:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
             self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
-            self._on_trouble(connection.trouble())
+            self._on_connection_refusal(connection.refusal())
             renewed = connection.established() > self._connections
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
@@ -451,12 +451,12 @@ class Channel:
         if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
-    def _on_trouble(self, trouble: Trouble | None) -> None:
+    def _on_connection_refusal(self, refusal: ConnectionRefusal | None) -> None:
         """Report that the connection is not admitted."""
-        match trouble:
-            case Trouble.REFUSED:
+        match refusal:
+            case ConnectionRefusal.REFUSED:
                 self._on_refusal(HelloRefusedError(Reason.UNKNOWN_SENDER, "this key is not accepted"))
-            case Trouble.FOREIGN:
+            case ConnectionRefusal.FOREIGN:
                 self._unanswered_since = math.inf
                 self._report_foreign()
 

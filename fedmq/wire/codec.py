@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import LocalWireError, RemoteWireError
-from fedmq.wire.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
+from fedmq.wire.fields import Field, FieldError, FloatMap, Names, NestedFloatMap, Real, Tensor, all_finite, shown
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import (
     MAX_PAYLOADS,
@@ -245,9 +245,9 @@ def _plain(spec: Field, value: Any) -> Any:
             return None if value is None else float(value)
         case Names():
             return list(value)
-        case Numbers():
+        case FloatMap():
             return {name: float(number) for name, number in value.items()}
-        case NumbersByName():
+        case NestedFloatMap():
             return {name: _plain(spec.inner, numbers) for name, numbers in value.items()}
         case _:
             return value

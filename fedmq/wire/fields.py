@@ -229,7 +229,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class FloatMap:
     """A mapping of at most ``most`` names to finite floats."""
 
     most: int
@@ -245,12 +245,12 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class NumbersByName:
-    """A mapping of at most ``most`` names to :class:`Numbers`; there is no deeper nesting."""
+class NestedFloatMap:
+    """A mapping of at most ``most`` names to :class:`FloatMap`; there is no deeper nesting."""
 
     most: int
     pattern: re.Pattern[str]
-    inner: Numbers
+    inner: FloatMap
 
     def check(self, place: str, value: object, dims: dict[str, int]) -> None:
         """Check count, names and the inner mappings."""
@@ -261,4 +261,4 @@ class NumbersByName:
             self.inner.check(f"{place}.{name}", numbers, dims)
 
 
-Field: TypeAlias = Tensor | Whole | Real | Word | Text | Names | Numbers | NumbersByName
+Field: TypeAlias = Tensor | Whole | Real | Word | Text | Names | FloatMap | NestedFloatMap

@@ -11,7 +11,7 @@ from fedmq.wire.keys import Identity, words
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sealed_sessions import open_message, seal_message
-from fedmq.wire.transports.base import Connection, Trouble
+from fedmq.wire.transports.base import Connection, ConnectionRefusal
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
@@ -108,10 +108,10 @@ def _answer(connection: Connection, uri: str, identity: Identity, until: float) 
         frames = connection.receive(_STEP_SECONDS)
         if frames is not None:
             return frames
-        match connection.trouble():
-            case Trouble.REFUSED:
+        match connection.refusal():
+            case ConnectionRefusal.REFUSED:
                 raise _not_accepted(uri, identity)
-            case Trouble.FOREIGN:
+            case ConnectionRefusal.FOREIGN:
                 allowed = "the coordinator whose key is in the folder accepted/ here"
                 raise InputError(uri, "another process, or a coordinator with another key", allowed)
     if host := unknown_host(uri):

@@ -17,10 +17,10 @@ from fedmq.wire.payloads import (
     DataStatement,
     Error,
     Metrics,
-    OwnMetrics,
     Payload,
     Refusal,
     RunStatus,
+    SiloMetrics,
     SiloModalities,
 )
 
@@ -56,8 +56,8 @@ class Kind(StrEnum):
     TASK = "task"
     REPLY = "reply"
     EVALUATE = "evaluate"
-    EVALUATE_OWN = "evaluate_own"
-    OWN_RESULT = "own_result"
+    EVALUATE_SILO = "evaluate_silo"
+    SILO_RESULT = "silo_result"
     HEARTBEAT = "heartbeat"
     STOP = "stop"
     ERROR = "error"
@@ -164,7 +164,7 @@ class ShortHeader:
 #: Payloads of the agreement on the data, and of silos' own evaluations.
 _STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
 _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
-_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, OwnMetrics.KIND, RunStatus.KIND} - _STATED - _AGREED
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, SiloMetrics.KIND, RunStatus.KIND} - _STATED - _AGREED
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
@@ -181,8 +181,8 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.TASK: _DATA,
     Kind.REPLY: _DATA,
     Kind.EVALUATE: _DATA,
-    Kind.EVALUATE_OWN: _DATA,
-    Kind.OWN_RESULT: frozenset({OwnMetrics.KIND, Error.KIND}),
+    Kind.EVALUATE_SILO: _DATA,
+    Kind.SILO_RESULT: frozenset({SiloMetrics.KIND, Error.KIND}),
     Kind.HEARTBEAT: frozenset({Metrics.KIND}),
     Kind.STOP: frozenset({Metrics.KIND}),
     Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),

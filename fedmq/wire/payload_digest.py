@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from blake3 import blake3
 
-from fedmq.wire.fields import Field, Numbers, NumbersByName, Real
+from fedmq.wire.fields import Field, FloatMap, NestedFloatMap, Real
 from fedmq.wire.payloads import Payload
 
 #: Digests of live payloads, so that a model sent to many silos is hashed once.
@@ -43,9 +43,9 @@ def _as_decoded(spec: Field, value: Any) -> Any:
     match spec:
         case Real():
             return None if value is None else float(value)
-        case Numbers():
+        case FloatMap():
             return {each: float(number) for each, number in sorted(value.items())}
-        case NumbersByName():
+        case NestedFloatMap():
             return {each: {name: float(x) for name, x in inner.items()} for each, inner in sorted(value.items())}
         case _:
             return value

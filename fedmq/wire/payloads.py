@@ -26,9 +26,9 @@ from fedmq.wire.fields import (
     NAME,
     Field,
     FieldError,
+    FloatMap,
     Names,
-    Numbers,
-    NumbersByName,
+    NestedFloatMap,
     Real,
     Tensor,
     Text,
@@ -113,8 +113,8 @@ _DIGEST = Word(DIGEST)
 _SAMPLES = Whole(0, I63)
 _MASK = Whole(0, IMAGE | TEXT)
 _BULK = Tensor(("float32", "uint8"), ("n",), bulk=True)
-_METRICS = Numbers(256, METRIC)
-_METRICS_BY_SILO = NumbersByName(1024, NAME, _METRICS)
+_METRICS = FloatMap(256, METRIC)
+_METRICS_BY_SILO = NestedFloatMap(1024, NAME, _METRICS)
 
 
 @payload("model")
@@ -324,9 +324,9 @@ class Metrics(Payload):
     per_silo: Annotated[Mapping[str, Mapping[str, float]], _METRICS_BY_SILO] = field(default_factory=dict)
 
 
-@payload("own_metrics")
+@payload("silo_metrics")
 @dataclass(frozen=True, eq=False)
-class OwnMetrics(Payload):
+class SiloMetrics(Payload):
     """Metrics of the shared model on a silo's own held-out items.
 
     Args:
@@ -438,7 +438,7 @@ class WithheldBy(StrEnum):
     BYTES_IN_ALL = "bytes_in_all"
 
 
-_WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat", "statement", "own_result")))
+_WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat", "statement", "silo_result")))
 
 
 @payload("refusal")

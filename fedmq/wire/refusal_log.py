@@ -10,7 +10,7 @@ from collections import Counter
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
-from fedmq.recent import Recent
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Reason, ShortHeader
@@ -67,7 +67,7 @@ class RefusalLog:
         self._unlogged = 0
 
 
-class FormerSessions:
+class StaleSessions:
     """Messages of sessions that peers had with an earlier process of this coordinator, which cannot open them.
 
     A restart leaves such messages in the peers' queues. They are dropped like any message without a session. So are
@@ -81,7 +81,7 @@ class FormerSessions:
 
     def __init__(self, log: MessageLog, clock: Clock, *, restarted: bool) -> None:
         self._log, self._clock, self._restarted = log, clock, restarted
-        self._known, self._broken = Recent[bytes, None](_MAX_SESSIONS), Recent[bytes, None](_MAX_SESSIONS)
+        self._known, self._broken = BoundedDict[bytes, None](_MAX_SESSIONS), BoundedDict[bytes, None](_MAX_SESSIONS)
         self._dropped, self._first = 0, math.inf
 
     def know(self, session: bytes) -> None:

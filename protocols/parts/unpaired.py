@@ -56,11 +56,11 @@ def beside(
         purpose: training.generator_of(context, local, task, f"unpaired {purpose}")
         for purpose in ("order", *(modality_of(view) for view, _ in parts))
     }
-    return _Beside(pairs, len(local.dataset), parts, context.training.batch_size, own)
+    return Interleaved(pairs, len(local.dataset), parts, context.training.batch_size, own)
 
 
 @dataclass(frozen=True)
-class _Beside(Work):
+class Interleaved(Work):
     """Work on pairs and on unpaired items, their batches in a random order.
 
     Args:

@@ -28,7 +28,7 @@ from fedmq.data.raw_set import RawSet, checked
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 
 Split = Literal["train", "val", "test"]
 

@@ -25,7 +25,7 @@ from fedmq.data.splits import SPLIT_NAMES, split_numbers
 from fedmq.encoders.images import Files, Pictures, Pixels, decode_bytes, files_below
 from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
-from fedmq.extras import package
+from fedmq.packages import package
 from fedmq.storage.cache import key_of
 from fedmq.storage.file_digests import file_digests
 from fedmq.storage.regular_files import check_regular

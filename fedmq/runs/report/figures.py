@@ -41,7 +41,7 @@ def curves(
     evaluations: Sequence[EvaluationLine],
     merges: Sequence[MergeLine],
     personal: Sequence[PersonalLine],
-    own: Sequence[Metric],
+    custom: Sequence[Metric],
     bytes_at: Mapping[int, int],
     clock: str = RUN_TIME,
 ) -> list[Figure]:
@@ -51,7 +51,7 @@ def curves(
         evaluations: evaluations of the shared model; may be empty while a run begins.
         merges: merges of the run.
         personal: evaluations of the personal models.
-        own: user-defined metrics.
+        custom: user-defined metrics.
         bytes_at: payload bytes in both directions until the first message about each version.
         clock: title of the time axis.
     """
@@ -64,18 +64,18 @@ def curves(
     if evaluations:
         shared = [(line.version, line.metrics) for line in evaluations]
         note = "The shared model on the whole held-out split, mean of both directions. Round 0 is the untrained model."
-        figures += retrieval("Retrieval on the held-out split", shared, own, axes, note, clock)
+        figures += retrieval("Retrieval on the held-out split", shared, custom, axes, note, clock)
     if len(personal) > 1:
         means = [(line.version, line.personal) for line in personal]
         note = "Each silo's personal model on the whole held-out split; means over silos."
-        figures += retrieval("Retrieval of the personal models", means, own, axes, note, clock)
+        figures += retrieval("Retrieval of the personal models", means, custom, axes, note, clock)
     return [*figures, *losses(merges)]
 
 
 def retrieval(
     title: str,
     found: Sequence[tuple[int, Mapping[str, float]]],
-    own: Sequence[Metric],
+    custom: Sequence[Metric],
     axes: Mapping[str, Mapping[int, float]],
     note: str,
     clock: str = RUN_TIME,
@@ -85,14 +85,14 @@ def retrieval(
     Args:
         title: title of the first chart.
         found: version and metrics of each evaluation.
-        own: user-defined metrics.
+        custom: user-defined metrics.
         axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
         note: below the figures.
         clock: title of the time axis.
     """
     figures: dict[str, Figure] = {}
     versions: dict[str, list[list[int]]] = {}
-    for metric in shown(found[-1][1], own):
+    for metric in shown(found[-1][1], custom):
         if metric.way not in ("", "mean"):
             continue
         fraction = (metric.low, metric.high) == (0.0, 1.0)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedmq.progress import Progress, tell
 from fedmq.runs.report.html import Figure
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress, tell
 from fedmq.wire.log_records import (
     EventKind,
     EventRecord,

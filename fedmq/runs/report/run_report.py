@@ -47,7 +47,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
     untrained = evaluations[0].metrics if evaluations else {}
     logged, data = logged or read_logs(folder), _data_of(folder, summary)
     facts = logged.course
-    scenario, own = load(folder.scenario), tuple(summary.own_metrics.values())
+    scenario, custom = load(folder.scenario), tuple(summary.custom_metrics.values())
     clock = RUN_TIME if summary.seconds.virtual is None else VIRTUAL_TIME
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
     page = render(
@@ -57,7 +57,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         facts=_facts(summary, resumed=facts.resumed),
         remarks=_remarks(summary, untrained),
         about=_about(summary, scenario, facts),
-        curves=figures.curves(evaluations, merges, personal, own, facts.bytes_at, clock),
+        curves=figures.curves(evaluations, merges, personal, custom, facts.bytes_at, clock),
         examples=[] if data is None else figures.examples(data),
         gallery_items=0 if data is None else data.items,
         silos=[*_silo_figures(summary, data, modalities), figures.spread(evaluations, personal)],
@@ -68,7 +68,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         traffic=figures.traffic(facts, summary),
         spaces=_spaces(data),
         privacy=_privacy(logged.sent, summary, scenario),
-        metrics=_metric_table(summary, untrained, own),
+        metrics=_metric_table(summary, untrained, custom),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         resumed=facts.resumed,
@@ -99,8 +99,6 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
         return f"{summary.method} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:
         return f"{summary.method} trained for {rounds}"
-    if summary.unchanged:
-        return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
     gallery = gallery_of(summary)
     items = "" if gallery is None else f", on {gallery.items}"
     if after == before:
@@ -223,13 +221,13 @@ def _privacy(sent: SentPayloads, summary: RunSummary, scenario: Scenario) -> dic
 
 
 def _metric_table(
-    summary: RunSummary, first: Mapping[str, float], own: tuple[Metric, ...]
+    summary: RunSummary, first: Mapping[str, float], custom: tuple[Metric, ...]
 ) -> list[tuple[str, str, str, str]]:
     nan, gallery = float("nan"), gallery_of(summary)
     return [
-        (name, "-", "-", f"{_title(name, own)}: 1 for every model")
+        (name, "-", "-", f"{_title(name, custom)}: 1 for every model")
         if gallery is not None and gallery.certain(name)
-        else (name, f"{first.get(name, nan):.4f}", f"{value:.4f}", _title(name, own))
+        else (name, f"{first.get(name, nan):.4f}", f"{value:.4f}", _title(name, custom))
         for name, value in summary.metrics.items()
     ]
 
@@ -241,6 +239,6 @@ def _digests(summary: RunSummary) -> list[tuple[str, str]]:
     return [*found, *summary.released_with.items()]
 
 
-def _title(name: str, own: tuple[Metric, ...] = ()) -> str:
+def _title(name: str, custom: tuple[Metric, ...] = ()) -> str:
     """Title of a metric; empty for metrics that this version of fedmq does not know."""
-    return metric_of(name, own).title if is_known(name, own) else ""
+    return metric_of(name, custom).title if is_known(name, custom) else ""

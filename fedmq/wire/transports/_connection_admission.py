@@ -21,9 +21,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import RunError
-from fedmq.recent import Recent
 from fedmq.text import printable
 from fedmq.wire.keys import fingerprint, words
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
 
 #: Connections that may be open without having sent a message; the oldest are closed.
@@ -59,7 +59,7 @@ class ConnectionAdmission:
         self._unheard: dict[int, None] = {}
         self._heard: dict[str, dict[int, None]] = {}
         self._keys_heard: dict[int, str] = {}
-        self._unknown = Recent[str, bytes](_REMEMBERED)
+        self._unknown = BoundedDict[str, bytes](_REMEMBERED)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
         self._monitor = socket.get_monitor_socket(_EVENTS)

@@ -19,11 +19,11 @@ from typing_extensions import override
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.recent import Recent
 from fedmq.wire.codec import BytesLike
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import ConnectionAdmission
-from fedmq.wire.transports.base import FRAMES, Connection, Listener, Trouble, check_number, check_sendable
+from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number, check_sendable
 from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -73,7 +73,7 @@ class ZeroMQListener(Listener):
     ) -> None:
         self.uri = uri
         self._socket, self._context, self._admission = socket, context, admission
-        self._descriptors = Recent[bytes, int](_MAX_DESCRIPTORS)
+        self._descriptors = BoundedDict[bytes, int](_MAX_DESCRIPTORS)
 
     @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
@@ -147,7 +147,7 @@ class ZeroMQConnection(Connection):
         self._keys, self._redial = keys, False
         self._either, self._failed, self._attempts = either, 0, _ATTEMPTS[0]
         self._under_way, self._unsent = False, list[BytesLike]()
-        self._trouble: Trouble | None = None
+        self._refusal: ConnectionRefusal | None = None
         self._claim: zmq.Socket[bytes] | None = None
         self._context = context
         self._monitor: zmq.Socket[bytes] | None = None
@@ -212,7 +212,7 @@ class ZeroMQConnection(Connection):
 
         It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
-        self._redial, self._failed, self._under_way, self._trouble = False, 0, False, None
+        self._redial, self._failed, self._under_way, self._refusal = False, 0, False, None
         if self._monitor is not None:
             self._end_monitor()
             self._socket.close(0)
@@ -226,9 +226,9 @@ class ZeroMQConnection(Connection):
         return True
 
     @override
-    def trouble(self) -> Trouble | None:
+    def refusal(self) -> ConnectionRefusal | None:
         self._read_monitor()
-        found, self._trouble = self._trouble, None
+        found, self._refusal = self._refusal, None
         return found
 
     def _read_monitor(self) -> None:
@@ -236,7 +236,7 @@ class ZeroMQConnection(Connection):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
-                self._trouble = None
+                self._refusal = None
                 self._failed, self._attempts, self._unsent = 0, _ATTEMPTS[0], []
             elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
                 self._under_way = event == zmq.EVENT_CONNECTED
@@ -244,10 +244,10 @@ class ZeroMQConnection(Connection):
             elif self._keys is None:
                 continue
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._trouble, self._redial = Trouble.REFUSED, True
+                self._refusal, self._redial = ConnectionRefusal.REFUSED, True
                 self._say_name(self._keys)
             else:
-                self._trouble = Trouble.FOREIGN
+                self._refusal = ConnectionRefusal.FOREIGN
         if self._failed >= self._attempts and not self._under_way:
             self._try_other_family()
 

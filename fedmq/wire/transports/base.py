@@ -30,7 +30,7 @@ MAX_FRAME = MAX_BODY + 16
 FramesT = TypeVar("FramesT", bound=Sequence[BytesLike])
 
 
-class Trouble(Enum):
+class ConnectionRefusal(Enum):
     """Why a connection is not admitted."""
 
     REFUSED = "the listener does not accept this key"
@@ -149,7 +149,7 @@ class Connection(ABC):
         del keys
         return False
 
-    def trouble(self) -> Trouble | None:
+    def refusal(self) -> ConnectionRefusal | None:
         """Why the connection was not admitted since the last call; None if it was, or is not decided yet."""
         return None
 

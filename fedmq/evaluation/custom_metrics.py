@@ -40,7 +40,7 @@ def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:
     return (*BUILT_IN, *(measure for _, measure in user_measures))
 
 
-def own_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
+def custom_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
     """Entries of the user-defined measures among these."""
     return tuple(metric for measure in measures if measure not in BUILT_IN for metric in measure.metrics)
 
@@ -75,6 +75,6 @@ def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Me
         measures: measures of the run.
         names: names of the metrics measured in the run.
     """
-    entries = own_metrics(measures)
+    entries = custom_metrics(measures)
     found = ((name, next((hit for each in entries if (hit := each.named(name))), None)) for name in names)
     return {name: metric for name, metric in found if metric is not None}

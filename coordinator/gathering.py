@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from coordinator.admission import OwnDataAdmission, SimulatedAdmission, gather
-from coordinator.build_run_context import run_context_of, selectable
-from coordinator.checkpoint_files import Checkpoint
-from coordinator.roster import Roster
-from coordinator.task_errors import text_of
+from coordinator.checkpoints import Checkpoint
+from coordinator.run_context import run_context_of, selectable
+from coordinator.sessions import Roster
+from coordinator.updates import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests

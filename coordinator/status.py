@@ -9,10 +9,10 @@ from itertools import filterfalse
 
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
+from coordinator.liveness import TaskLimits
 from coordinator.peers import Peers
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.task_limits import TaskLimits
 from fedmq.clock import Clock
 from fedmq.errors import DivergedError, FedmqError
 from fedmq.evaluation.metrics import BRIEF

@@ -8,13 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
-from coordinator.displaced_sessions import DisplacedSessions
-from coordinator.handshakes import Handshakes
-from coordinator.inquiries import Inquiries
-from coordinator.peer_sessions import Peer
+from coordinator.handshakes import Handshakes, Inquiries, ScenarioReports
+from coordinator.logins import DisplacedSessions, Peer, SecondProcesses
 from coordinator.peers import HeaderMaker, Ready, Unusable
-from coordinator.scenario_reports import ScenarioReports
-from coordinator.second_processes import SecondProcesses
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
@@ -22,17 +18,17 @@ from fedmq.wire import rekeying
 from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
+from fedmq.wire.limits import PeerRateLimits
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Message, Reason, ShortHeader
+from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.rate_limits import PeerRateLimits
-from fedmq.wire.refusal_log import UNKNOWN, FormerSessions, RefusalLog
+from fedmq.wire.refusal_log import UNKNOWN, RefusalLog, StaleSessions
 from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
-#: Interval at which the folder of accepted keys is checked for changes [s].
-_KEYS_SECONDS = 1.0
+#: Interval at which the folder of accepted keys is checked for changes [s]: a removed key is out within a second.
+_KEYS_SECONDS = 0.75
 #: Nothing is hidden.
 _DEFAULTS = Wire()
 #: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
@@ -42,7 +38,7 @@ _ALLOWED = f"one message for each request, {MESSAGES} more at once, then one per
 #: What a peer may send before it has joined.
 _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
-_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_OWN)
+_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_SILO)
 
 
 class Roster:
@@ -65,6 +61,7 @@ class Roster:
 
     Attributes:
         inquiries: answers inquiries about the run's status; None refuses them.
+        unaccepted: the run's peers whose key is not or no longer accepted, with the log record that says so.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class Roster:
         restarted: bool = False,
     ) -> None:
         self._options = options
-        self._former = FormerSessions(log, clock, restarted=restarted)
+        self._former = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._reports = ScenarioReports(log)
@@ -109,6 +106,8 @@ class Roster:
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []
+        without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
+        self.unaccepted = {name: log.note(NoteKind.EXPELLED, peer=name) for name in without_key}
 
     @property
     def uri(self) -> str:
@@ -137,6 +136,7 @@ class Roster:
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """Address and frames of the next message, or None after ``timeout_s`` [s]."""
+        self.watch_keys()
         return self._listener.receive(timeout_s)
 
     def online(self, name: str) -> bool:
@@ -208,23 +208,40 @@ class Roster:
         who = "" if name == UNKNOWN else f"{name}: "
         self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
 
-    def removed_keys(self, now: float) -> list[str]:
-        """Peers whose keys have been removed from the folder since the last call; it is read once a second."""
+    def watch_keys(self) -> None:
+        """Expel the peers whose keys have been removed from the folder, in every phase; called with each message.
+
+        This is the only place that asks whether a key is still accepted: a handshake takes the key from the same
+        folder, and a session or an unfinished handshake ends here.
+        """
+        now = self._clock.stopwatch()
         if now - self._keys_at < _KEYS_SECONDS:
-            return []
+            return
         self._former.note()
         self._keys_at, problem = now, self._accepted.problem
         for address in self._expelled:  # a second ago: the last message is on its way
             self._listener.cut(address)
         self._expelled.clear()
-        removed = self._accepted.refresh()
-        for name in filter(self.online, removed):
-            error = Error(EXPELLED, "this key is no longer accepted")
-            self._expelled.append(self._by_name[name].address)
-            self.send(name, Message(self.header(name, Kind.ERROR), (error,)))
+        for name in self._accepted.refresh():
+            self._expel(name)
+        for name in [name for name in self.unaccepted if name in self._accepted]:
+            del self.unaccepted[name]
         if self._accepted.problem not in ("", problem):
             self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)
-        return removed
+
+    def _expel(self, name: str) -> None:
+        """End all that a peer has here, whether it has joined or not."""
+        self.unaccepted[name] = self._log.note(NoteKind.EXPELLED, peer=name)
+        self._handshakes.forget_peer(name)
+        for peer in (self._by_name.get(name), self._joining.pop(name, None)):
+            if peer is not None:
+                error = Error(EXPELLED, "this key is no longer accepted")
+                self._send(peer, Message(self.header(name, Kind.ERROR), (error,)))
+                self._expelled.append(peer.address)
+                self._by_address.pop(peer.address, None)
+        self._by_name.pop(name, None)
+        if self._admission is not None:
+            self._admission.withdraw(name)
 
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
@@ -324,12 +341,13 @@ class Roster:
         """Refuse a silo whose data would not fit the run, though they fit the agreement."""
         self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Tell peers, and those that have not joined, that the run is over."""
-        for name in names:
-            self.send(name, self.header(name, Kind.STOP))
-        for peer in list(self._joining.values()):
-            self._send(peer, Message(self.header(peer.name, Kind.STOP)))
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
+        told = {name for name in names if self.send(name, self.header(name, Kind.STOP))}
+        for peer in [peer for name, peer in self._joining.items() if name in names]:
+            if self._send(peer, Message(self.header(peer.name, Kind.STOP))):
+                told.add(peer.name)
+        return [name for name in names if name not in told]
 
     def offer(self) -> None:
         """Send what the silos agreed on to all peers that have stated their data but not joined."""
@@ -372,11 +390,8 @@ class Roster:
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
         self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
-        key = self._accepted.get(peer.name)
-        if key is None:
-            raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {peer.name} is accepted here")
         header = self.header(peer.name, Kind.REKEYED)
-        sealed = rekeying.answer(self._identity, key, peer.session, asked, header)
+        sealed = rekeying.answer(self._identity, self._accepted[peer.name], peer.session, asked, header)
         self._former.know(peer.session.session)
         peer.heard = self._clock.stopwatch()
         self.received += 1
@@ -388,6 +403,7 @@ class Roster:
 
     def send(self, name: str, message: Message | Header) -> int:
         """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""
+        self.watch_keys()
         peer = self._by_name.get(name)
         if peer is None:
             return 0

@@ -1,9 +1,13 @@
-"""Rate limits per peer: a burst and a rate, independent of the connections and sessions that the peer uses."""
+"""Limits of what peers can cause: rates, by the name of a key whatever its connections, and how much is remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass
@@ -68,3 +72,21 @@ class PeerRateLimits:
         if who not in self._of:
             self._of[who] = RateLimit(self._most, now, self._per_second)
         return self._of[who]
+
+
+class BoundedDict(dict[K, V]):
+    """A dict that forgets its oldest entries; a key that is set again keeps its place.
+
+    Args:
+        most: maximum number of entries.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        """Set an entry, and forget the oldest one if there are too many."""
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]

@@ -1,4 +1,4 @@
-"""The coordinator's fault injector: it determines the outcome of every task and injects a scenario's faults.
+"""Faults of a scenario on the coordinator's side: the injector, and the inbox that it damages.
 
 Outcomes are drawn by pure functions (:mod:`fedmq.federation.faults`). Each fault strikes a task once, however
 often the task is sent, so that every run ends. Only the supervisor can kill or freeze processes; where processes were
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from coordinator.checkpoint_files import to_disk
 from coordinator.events import Failed
+from coordinator.peers import Peers, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.config.faults import (
     ON_MESSAGES,
@@ -26,15 +26,15 @@ from fedmq.config.faults import (
     Freeze,
     Late,
     Leave,
+    Persistent,
     Poison,
     Reorder,
     Split,
-    Standing,
 )
 from fedmq.errors import RemoteWireError
 from fedmq.federation.faults import FailureReason, FaultSchedule, ScheduledFault, TaskOutcome
 from fedmq.storage.json_files import Stored, read_lines
-from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished
+from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished, to_disk
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.codec import decode_header
 from fedmq.wire.log_records import NoteKind
@@ -42,7 +42,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 Frames = tuple[bytes, Sequence[Any]]
-_STANDING, _POISON = get_args(Standing), get_args(Poison)
+_PERSISTENT, _POISON = get_args(Persistent), get_args(Poison)
 
 
 class _Fired(Stored):
@@ -122,7 +122,7 @@ class FaultInjector:
         self._strikes[silo] = strikes
         if fresh:
             for place, fault in strikes:
-                if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
+                if not isinstance(fault, _PERSISTENT) or self._mark_fired(f"{place} {silo}"):
                     self._log_strike(ScheduledFault(place, fault), silo, sequence, cause)
         return outcome
 
@@ -271,3 +271,60 @@ def _damaged(frames: Sequence[Any]) -> list[memoryview]:
     if body:  # a peer may send an empty frame
         body[len(body) // 2] ^= 1
     return [frames[0], memoryview(bytes(body))]
+
+
+#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
+#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
+MESSAGES_AT_ONCE = 256
+
+
+class Inbox:
+    """The messages of a run's peers, after the fault injector.
+
+    Args:
+        roster: the run's peers.
+        log: the coordinator's message log.
+        clock: the run's clock.
+        fault_injector: loses, delays and damages messages.
+
+    Attributes:
+        caught_up: stopwatch time at which no message was left to read, most recently [s].
+    """
+
+    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
+        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
+        self.caught_up = clock.stopwatch()
+
+    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
+        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
+
+        Yields:
+            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
+            the number of its log record, None if it has none. The next message is read after this one is handled.
+        """
+        for _ in range(MESSAGES_AT_ONCE):
+            began = self._clock.stopwatch()
+            try:
+                received = self._roster.receive(wait)
+            except RemoteWireError as error:
+                self._roster.refuse("unknown", error, 0)
+                continue
+            if received is None:
+                now = self._clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self.caught_up = now
+                return
+            wait = 0.0
+            arrived, lost = self._fault_injector.incoming(*received)
+            for failed in lost:
+                yield failed, failed.cause
+            for address, frames in arrived:
+                taken, record = self._taken(address, frames)
+                if taken is not None:
+                    yield taken, record
+
+    def _taken(self, address: bytes, frames: Sequence[Any]) -> tuple[Message | Ready | Unusable | None, int | None]:
+        """What the roster makes of frames, and its log record; messages within this process have none."""
+        before = self._log.records
+        taken = self._roster.take(address, frames)
+        return taken, self._log.records - 1 if self._log.records > before else None

@@ -1,0 +1,41 @@
+"""The version of fedmq, of what else the last bits of a model depend on, and imports of optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from typing import Any
+
+from fedmq.errors import InputError
+
+__version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Versions of fedmq, torch and Python, by name."""
+    import torch  # noqa: PLC0415 - `fedmq --version` does without
+
+    return {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+class MissingPackageError(InputError):
+    """An optional package is not installed, which has nothing to do with the file that needs it."""
+
+
+def package(name: str, extra: str, what: str) -> Any:
+    """Import an optional package.
+
+    Args:
+        name: the module to import.
+        extra: fedmq's extra that installs it.
+        what: the option, key or file that needs it, for the error.
+
+    Raises:
+        MissingPackageError: it is not installed; names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MissingPackageError(
+            what, f"package {name} missing", f"run pip install -e '.[{extra}]' in fedmq's folder"
+        ) from None

@@ -380,7 +380,7 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                run_report.write(run_context.folder)
+                run_report.write(run_context.folder, run_context.protocol.REPORTED)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):

@@ -32,6 +32,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -188,6 +189,7 @@ class FedBridge(FederatedProtocol):
     """FedBridge, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedBridgeOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {"centroids": centroids.KNOWN}
 
     def __init__(self, options: FedBridgeOptions, context: Context) -> None:
         refuse_other_bases("fedbridge", context)

@@ -94,7 +94,7 @@ def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
     last = screen_of(written, tmp_path).splitlines()[-1]
     assert last.startswith("silo-01: none of its replies was merged: 2 refused, 0 errors")
     assert "unexpected: a reply with" in last
-    run_report.write(RunFolder(tmp_path))
+    run_report.write(RunFolder(tmp_path), {})
     assert (
         '<p class="remark">silo-01: none of its replies was merged: 2 refused' in (tmp_path / "report.html").read_text()
     )

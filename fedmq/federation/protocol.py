@@ -298,6 +298,21 @@ class NoOptions:
     """Options of a method without options."""
 
 
+@dataclass(frozen=True)
+class ReportedValue:
+    """How reports show a number that a method reports of its merges.
+
+    Args:
+        title: title of its figure.
+        axis: title of the vertical axis.
+        meaning: what it is, in a sentence or two.
+    """
+
+    title: str
+    axis: str
+    meaning: str
+
+
 class FederatedProtocol(ABC):
     """A federated method: the computations of its silos and of its coordinator.
 
@@ -306,9 +321,11 @@ class FederatedProtocol(ABC):
 
     Attributes:
         Options: frozen dataclass, the schema of ``protocol:`` in a scenario; every option has a default.
+        REPORTED: how reports show the numbers of :attr:`MergeResult.log`, by name; others are titled by their names.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {}
 
     @abstractmethod
     def __init__(self, options: Any, context: Context) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
@@ -23,12 +24,16 @@ from fedmq.text import counted, size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sent_payloads import SentPayloads
 
+if TYPE_CHECKING:
+    from fedmq.federation.protocol import ReportedValue
 
-def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
+
+def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:
     """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message logs.
 
     Args:
         folder: folder of a finished run.
+        captions: how to show the values that the method reports of its merges.
         logged: what its logs show; None reads them, and leaves out damaged lines.
 
     Raises:
@@ -63,7 +68,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         silos=[*_silo_figures(summary, data, modalities), figures.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
         timeline=timeline(facts, list(summary.per_silo), clock),
-        weights=figures.reported(merges, modalities),
+        weights=figures.reported(merges, modalities, captions),
         staleness=figures.staleness(merges),
         traffic=figures.traffic(facts, summary),
         spaces=_spaces(data),

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's code runs as printed: a user's own files in a run, and lines for fedmq's files in a copy of it."""
+"""The code of docs/howto/extend runs as printed: a user's own files in a run, and lines in a copy of fedmq."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from tests import data_set_folders, in_process_run, queue_transport, threaded_run
-from tests.printed_code import CONTRIBUTING, ROOT, blocks, file_under
+from tests.printed_code import CONTRIBUTING, EXTENDING, ROOT, blocks, file_under, recipe
 from tests.threaded_run import resolved
 
 EXTENSIONS = (
@@ -42,10 +42,18 @@ NEW_FILE = re.compile(r"A new file, `(\S+)`:$")
 INSERTION = re.compile(r"In `(\S+)`, (above|at the end of) `([^`]+)`:$")
 
 
-def test_each_extension_has_a_section_of_code_between_the_layers_and_the_rules() -> None:
-    headings = re.findall(r"^## (.+)$", CONTRIBUTING.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert headings == [*EXTENSIONS, "Rules"]
-    assert all(blocks(CONTRIBUTING, heading) for heading in EXTENSIONS)
+def test_each_extension_has_a_section_of_code() -> None:
+    headings = [
+        heading
+        for page in EXTENDING
+        for heading in re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    ]
+    assert sorted(headings) == sorted(EXTENSIONS)
+    assert all(blocks(recipe(heading), heading) for heading in EXTENSIONS)
+
+
+def test_contributing_is_short() -> None:
+    assert len(CONTRIBUTING.read_bytes()) <= 5_000
 
 
 def test_it_begins_with_the_commands_of_the_makefile() -> None:
@@ -73,7 +81,7 @@ def printed(tmp_path: Path) -> Callable[[str], Path]:
 
     def write(heading: str) -> Path:
         path = tmp_path / "mine.py"
-        path.write_text(file_under(CONTRIBUTING, heading))
+        path.write_text(file_under(recipe(heading), heading))
         return path
 
     return write
@@ -97,7 +105,7 @@ def test_the_method_trains_its_own_model(
 
 def with_option(file: Path) -> Path:
     """The file of the variant with the class that is printed under "An option" in place of its own."""
-    ((intro, code),) = blocks(CONTRIBUTING, "An option")
+    ((intro, code),) = blocks(recipe("An option"), "An option")
     name = re.search(r"In the file above, in place of `class (\w+)`:$", intro)
     assert name is not None, intro
     text = file.read_text()
@@ -190,7 +198,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "fedmq", root / "fedmq")
     for heading in ("A payload", "A command", "A fault"):
-        for intro, code in blocks(CONTRIBUTING, heading):
+        for intro, code in blocks(recipe(heading), heading):
             if new := NEW_FILE.search(intro):
                 assert not (root / new[1]).exists()
                 (root / new[1]).write_text(code)

@@ -23,9 +23,9 @@ from PIL import Image
 from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
-from fedmq.audit.known_keys import KnownKeys
-from fedmq.audit.log_heads import check_expected
+from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
+from fedmq.audit.signatures import KnownKeys
 from fedmq.config import loader, site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays

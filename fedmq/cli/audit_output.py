@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
-from fedmq.audit.verdict import Verdict, outcome
+from fedmq.audit.report import Verdict, outcome
 from fedmq.text import printable
 
 #: Findings that are printed; the JSON has all.

@@ -12,7 +12,6 @@ from coordinator.faults import FaultInjector
 from coordinator.participation import read_trace
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.verdict import Evidence, verdict
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.config.loader import load
 from fedmq.config.scenario import Backbone
@@ -167,7 +166,7 @@ def _audit(folder: Path) -> None:
     """``fedmq audit``, with its page and table."""
     found = audit_run(folder)
     json.dumps(found.to_plain())
-    report.page(folder, found, verdict(found, Evidence()))
+    report.page(folder, found, report.verdict(found, report.Evidence()))
     report.table(folder, found)
 
 

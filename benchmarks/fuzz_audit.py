@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.fuzz_damage import replaced
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.verdict import Evidence, verdict
+from fedmq.audit.report import Evidence, verdict
 from fedmq.errors import InputError
 from fedmq.wire.log_records import GENESIS, canonical, chain
 

@@ -28,9 +28,9 @@ from benchmarks.fuzz_encoder_kinds import ENCODER_KINDS
 from benchmarks.fuzz_result_kinds import RESULT_KINDS
 from benchmarks.fuzz_run_kinds import RUN_KINDS
 from benchmarks.fuzz_state_kinds import STATE_KINDS
-from fedmq.audit.known_keys import KnownKeys
-from fedmq.audit.log_heads import check_expected
+from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
+from fedmq.audit.signatures import KnownKeys
 from fedmq.config import loader, site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays

@@ -25,8 +25,8 @@ from coordinator.admission import OwnDataAdmission
 from coordinator.peers import InProcessPeers
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.rounds import Phase
-from fedmq.audit import time_stamp
-from fedmq.audit.time_stamp import StampError
+from fedmq.audit import heads as time_stamp
+from fedmq.audit.heads import StampError
 from fedmq.cli import operate
 from fedmq.config.loader import load
 from fedmq.config.resolve import ResolvedRun, Source, read, resolve

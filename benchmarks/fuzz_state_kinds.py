@@ -33,8 +33,7 @@ from fedmq.runs import live_server
 from fedmq.runs.trackers import End, TrackedRun, Tracker, Value
 from fedmq.runs.tracking import tracking
 from fedmq.seeds import numpy_generator, torch_generator
-from fedmq.storage.cache import cache_folder
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import cache_folder, file_digests
 from fedmq.storage.run_folder import RunFolder, load_aligned, write_tensors
 from protocols.parts import epochs
 from silos import personal_state

@@ -26,7 +26,7 @@ from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
 
 
-class Disputes:
+class FormatConflicts:
     """The formats that silos have stated, and which of them do not fit together.
 
     Attributes:
@@ -219,7 +219,7 @@ class OwnDataAdmission:
         stated: what each peer stated.
         late: what silos stated after the agreement that are not included yet.
         agreed: the agreed format; None until enough silos have stated theirs.
-        disputes: the formats stated before the agreement.
+        conflicts: the formats stated before the agreement.
 
     Raises:
         InputError: ``known`` belongs to other silos or another run.
@@ -238,7 +238,7 @@ class OwnDataAdmission:
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
         self.late: dict[str, tuple[DataStatement, DataFormat]] = {}
         self.agreed: DataFormat | None = None
-        self.disputes = Disputes()
+        self.conflicts = FormatConflicts()
         self._included: list[str] = []
         self._confirmable: list[list[str]] = []
         if known is not None:
@@ -271,7 +271,7 @@ class OwnDataAdmission:
     def agreeable(self) -> bool:
         """Whether silos can agree: all of them or the minimum have stated their data, which fit together."""
         enough = not self.missing or (self._minimum is not None and len(self._known) >= self._minimum)
-        return self.agreed is not None or (enough and not self.disputes.open)
+        return self.agreed is not None or (enough and not self.conflicts.open)
 
     def decide(self, name: str, message: Message) -> Admitted | Waiting | Agree:
         """Handle a statement or a confirmation; see :class:`Admission`."""
@@ -301,10 +301,10 @@ class OwnDataAdmission:
     def _state(self, name: str, statement: DataStatement, held: DataFormat) -> Waiting:
         """Record a statement before the agreement; returns the names of the silos that are refused because of it."""
         self.stated[name] = statement, held
-        self.disputes.state(name, held)
-        refused = self.disputes.refused(complete=not self.missing)
+        self.conflicts.state(name, held)
+        refused = self.conflicts.refused(complete=not self.missing)
         for each in refused:
-            self.disputes.withdraw(each)
+            self.conflicts.withdraw(each)
             del self.stated[each]
         return Waiting(refused)
 
@@ -312,7 +312,7 @@ class OwnDataAdmission:
         """Forget what a silo has stated, unless the silos have agreed on it; see :class:`Admission`."""
         self.late.pop(name, None)
         if self.agreed is None:
-            self.disputes.withdraw(name)
+            self.conflicts.withdraw(name)
             self.stated.pop(name, None)
 
     def _check_same(self, name: str, statement: DataStatement, held: DataFormat) -> None:

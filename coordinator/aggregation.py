@@ -13,7 +13,7 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.errors import RunError
 from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
-from fedmq.federation.updates import damping, mixed, rarity
+from fedmq.federation.updates import damping, mixed, participation_weight
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
@@ -49,7 +49,9 @@ def reply_of(
         completed(payload, run_context.context.layout, run_context.traits.shared_layers, silo)
         for payload in message.payloads
     )
-    return Reply(silo, sequence, base, age, factor, payloads, _rarity(run_context, silo.name, merged), states[base])
+    return Reply(
+        silo, sequence, base, age, factor, payloads, _participation_weight(run_context, silo.name, merged), states[base]
+    )
 
 
 def replies_of(
@@ -67,12 +69,14 @@ def replies_of(
     ]
 
 
-def _rarity(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
+def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
     """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
     aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
     if aggregation.mode == "sync" or aggregation.balance is None:
         return 1.0
-    return rarity(merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance)
+    return participation_weight(
+        merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance
+    )
 
 
 def losses_of(replies: Sequence[Reply]) -> dict[str, float]:

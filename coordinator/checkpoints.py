@@ -285,11 +285,11 @@ class Checkpointing:
         counters: the run's counters, including those of earlier processes.
         roster: counts the messages of this process.
         fault_injector: knows the issue times of tasks, and simulates a full disk.
-        settled: number of each silo's last settled task in the checkpoint that the run resumes from.
+        committed: number of each silo's last committed task in the checkpoint that the run resumes from.
 
     Attributes:
-        settled: number of each silo's last settled task in the last checkpoint; a silo's personal model is evaluated
-            in the state after that task.
+        committed: number of each silo's last committed task in the last checkpoint; a silo's personal model is
+            evaluated in the state after that task.
     """
 
     def __init__(
@@ -300,21 +300,21 @@ class Checkpointing:
         counters: Counters,
         roster: Peers,
         fault_injector: FaultInjector,
-        settled: Mapping[str, int],
+        committed: Mapping[str, int],
     ) -> None:
         self._run_context, self._clock, self._log = run_context, clock, log
         self._counters, self._roster, self._fault_injector = counters, roster, fault_injector
         self._earlier = (counters.sent, counters.received, counters.refused)
         self._earlier_seconds, self._began = counters.seconds.get("total", 0.0), clock.stopwatch()
-        self.settled = settled
-        self._settled_before: Mapping[str, int] = {}
+        self.committed = committed
+        self._committed_before: Mapping[str, int] = {}
 
-    def durably_settled(self, silo: str) -> int:
-        """Number of the silo's last task that is settled in the last two checkpoints; it may delete older states.
+    def durably_committed(self, silo: str) -> int:
+        """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
 
         If the last checkpoint is damaged, the run resumes from the one before.
         """
-        return self._settled_before.get(silo, 0)
+        return self._committed_before.get(silo, 0)
 
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
         """Write a checkpoint after a merge.
@@ -328,7 +328,7 @@ class Checkpointing:
         Raises:
             RunError: the checkpoint could not be written in several attempts.
         """
-        self.settled, self._settled_before = after.settled, self.settled
+        self.committed, self._committed_before = after.committed, self.committed
         self.update_counters()
         self._log.sign(SignedAt.MERGE, version=after.version)
         issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}

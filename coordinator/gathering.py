@@ -66,14 +66,14 @@ def gathered(
     Raises:
         InputError: no silo has one of the two modalities.
     """
-    disputed = ""
+    conflict = ""
 
     def report(missing: tuple[str, ...]) -> None:
-        nonlocal disputed
-        if admission.disputes.open != disputed:
-            disputed = admission.disputes.open
-            if disputed:
-                log.logger.warning("data differ", detail=f"{disputed}; waiting for other silos to show which is wrong")
+        nonlocal conflict
+        if admission.conflicts.open != conflict:
+            conflict = admission.conflicts.open
+            if conflict:
+                log.logger.warning("data differ", detail=f"{conflict}; waiting for other silos to show which is wrong")
         status(
             Status(
                 phase="gathering",

@@ -40,7 +40,7 @@ class Peer:
 _MOST = 4096
 
 
-class DisplacedSessions:
+class ReplacedSessions:
     """The replaced sessions of a roster.
 
     Args:
@@ -86,7 +86,7 @@ class DisplacedSessions:
         return True, peer
 
 
-class SecondProcesses:
+class DuplicateLogins:
     """The new sessions of a roster that wait, at most one of each name.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
-from fedmq.storage.error_files import ErrorFile
+from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import all_finite
 from fedmq.wire.message_log import MessageLog

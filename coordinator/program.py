@@ -383,7 +383,11 @@ class _Process:
                 run_report.write(run_context.folder, run_context.protocol.REPORTED)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
-            if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+            if (
+                not loop.stopping_for_late_silos
+                or not isinstance(roster, Roster)
+                or not isinstance(admission, OwnDataAdmission)
+            ):
                 if self.arguments.stop_silos:
                     self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)

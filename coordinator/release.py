@@ -195,8 +195,9 @@ def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:
-    """The request that had a silo evaluate its personal model: the number of its last settled task, and the payloads of
-    a task based on the final version.
+    """The request that had a silo evaluate its personal model.
+
+    It has the number of its last committed task, and the payloads of a task based on the final version.
 
     Args:
         release: the released run.
@@ -227,7 +228,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
     digest = run_context.context.layout.model_digest(state.theta.numpy())
     if digest != release.digest:
         raise OtherModelError(folder.checkpoints / f"version-{rounds.version:06d}", digest, release.digest)
-    sequence, version = rounds.settled.get(silo, 0), rounds.version
+    sequence, version = rounds.committed.get(silo, 0), rounds.version
     header = Header(
         run=run_name(scenario),
         kind=Kind.EVALUATE,

@@ -196,15 +196,15 @@ class RunContext:
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
 
-    def task_info(self, round_: int, settled: int) -> TaskInfo:
+    def task_info(self, round_: int, committed: int) -> TaskInfo:
         """The description that a task carries.
 
         Args:
             round_: number of the round.
-            settled: number of the silo's last durably settled task; it may delete older personal states.
+            committed: number of the silo's last durably committed task; it may delete older personal states.
         """
         rate = self.scenario.training.rate_at(round_, self.scenario.schedule_rounds)
-        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=settled, learning_rate=rate)
+        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=committed, learning_rate=rate)
 
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:
         """Virtual time at which a task's outcome is known, considering the silo's availability [s]."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
 from coordinator.handshakes import Handshakes, Inquiries, ScenarioReports
-from coordinator.logins import DisplacedSessions, Peer, SecondProcesses
+from coordinator.logins import DuplicateLogins, Peer, ReplacedSessions
 from coordinator.peers import HeaderMaker, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
@@ -81,12 +81,12 @@ class Roster:
         restarted: bool = False,
     ) -> None:
         self._options = options
-        self._former = StaleSessions(log, clock, restarted=restarted)
+        self._stale = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
         self._reports = ScenarioReports(log)
-        self._displaced = DisplacedSessions(clock, patience, log.logger)
-        self._second = SecondProcesses(clock, patience)
+        self._replaced = ReplacedSessions(clock, patience, log.logger)
+        self._duplicates = DuplicateLogins(clock, patience)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
@@ -164,7 +164,7 @@ class Roster:
                 if (report := self._reports.take(address, frames)) is not None:
                     self._note_other_scenario(*report)
                     return None
-                displaced, first = self._displaced.still_used(address, frames)
+                displaced, first = self._replaced.still_used(address, frames)
                 if first is not None:
                     error = Error(DISPLACED, "another process has joined with this key")
                     self._send(first, Message(self.header(first.name, Kind.ERROR), (error,)))
@@ -175,7 +175,7 @@ class Roster:
         except RemoteWireError as error:
             if peer is None or peer.session.authentic == proven:
                 # No key vouches for the frames, even if they arrived on the connection of a session.
-                if self._former.drop(header, error):
+                if self._stale.drop(header, error):
                     return None
                 self._count(UNKNOWN, error)
                 self._refusals.add(address, error, size)
@@ -217,7 +217,7 @@ class Roster:
         now = self._clock.stopwatch()
         if now - self._keys_at < _KEYS_SECONDS:
             return
-        self._former.note()
+        self._stale.note()
         self._keys_at, problem = now, self._accepted.problem
         for address in self._expelled:  # a second ago: the last message is on its way
             self._listener.cut(address)
@@ -246,11 +246,11 @@ class Roster:
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
         self._refusals.flush()
-        self._former.note(all_=True)
+        self._stale.note(all_=True)
 
     def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
         responded, session = self._handshakes.complete(address, frames)
-        self._former.know(session.session)
+        self._stale.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
             return None
@@ -264,7 +264,7 @@ class Roster:
         # An older session of that name continues until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
-            self._displaced.add(earlier, address)
+            self._replaced.add(earlier, address)
         # Only now: the earlier handshake may have been on the same connection.
         self._by_address[address] = self._joining[peer.name] = peer
         return None
@@ -288,15 +288,15 @@ class Roster:
         earlier = self._by_name.get(peer.name)
         probe = Message(self.header(peer.name, Kind.HEARTBEAT))
         # Sending fails if the connection is closed, as that of a process that was killed.
-        if self._second.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
+        if self._duplicates.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
             self._joining[peer.name] = self._by_address[peer.address] = peer
             return None
-        self._second.forget(peer)
+        self._duplicates.forget(peer)
         self._joining.pop(peer.name, None)
         self.undelivered.pop(peer.name, None)
         if earlier is not None and earlier is not peer:
             self.drop(peer.name)
-            self._displaced.add(earlier, peer.address)
+            self._replaced.add(earlier, peer.address)
         self._by_address[peer.address] = self._by_name[peer.name] = peer
         return Ready(peer.name, returned=earlier is not None and earlier is not peer)
 
@@ -312,7 +312,7 @@ class Roster:
 
     def _refuse_second(self, alive: Peer) -> None:
         """Refuse the session of a second process with the key of a peer whose session continues."""
-        if (second := self._second.refused(alive)) is not None:
+        if (second := self._duplicates.refused(alive)) is not None:
             error = RemoteWireError(Reason.UNEXPECTED, "started twice; the first process takes part")
             self.refuse(alive.name, error, 0)
             self._turn_away(second, error, DISPLACED)
@@ -377,7 +377,7 @@ class Roster:
         if message.header.kind is Kind.HEARTBEAT:
             self._refuse_second(peer)
             self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
-            return self._admit(peer) if self._second.waits(peer) else None
+            return self._admit(peer) if self._duplicates.waits(peer) else None
         if message.header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
             return self._stated(peer, message)
         return message
@@ -392,7 +392,7 @@ class Roster:
         self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
         header = self.header(peer.name, Kind.REKEYED)
         sealed = rekeying.answer(self._identity, self._accepted[peer.name], peer.session, asked, header)
-        self._former.know(peer.session.session)
+        self._stale.know(peer.session.session)
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self.sent += 1
@@ -426,7 +426,7 @@ class Roster:
         record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
-            self._former.end(peer.session.session)
+            self._stale.end(peer.session.session)
             self.undelivered[peer.name] = record
 
     def silent(self, seconds: float, at: float) -> list[str]:

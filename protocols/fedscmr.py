@@ -248,7 +248,9 @@ class FedScmr(FederatedProtocol):
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
+        versions, known = aggregation.fresh_rows(
+            before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age
+        )
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}

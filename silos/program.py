@@ -29,8 +29,7 @@ from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm,
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import QUIET, Logger, LogLevel, LogOptions, open_log
+from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError

@@ -219,7 +219,7 @@ def test_a_measurement_from_a_silo_already_given_up_is_refused_and_the_audit_is_
     measured, early = EvaluationRequests.measured, list[bool]()
 
     def late(self: EvaluationRequests, message: Message) -> bool:
-        if message.header.sender == "silo-00" and "silo-00" in self.asked and not early:
+        if message.header.sender == "silo-00" and "silo-00" in self.requested and not early:
             early.append(True)
             self.give_up("silo-00")
         return measured(self, message)

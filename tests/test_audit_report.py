@@ -23,10 +23,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedmq.audit import time_stamp
+from fedmq.audit.heads import StampError, stamp, token_of, verified
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.report import page, table
-from fedmq.audit.verdict import Evidence, verdict
+from fedmq.audit.report import Evidence, page, table, verdict
 from fedmq.cli import main as cli
 from fedmq.cli.audit import print_audit
 from fedmq.errors import InputError, RunError
@@ -185,10 +184,10 @@ def test_heads_are_time_stamped_and_the_stamp_is_verified(
 ) -> None:
     heads, root = tmp_path / "heads.json", authority / "ca.pem"
     assert command(run, "--heads", str(heads), "--stamp", address)[0] == 0
-    assert time_stamp.token_of(heads).exists()
+    assert token_of(heads).exists()
     code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
     assert code == 0
-    assert "by the time stamp of CN=Test CA" in time_stamp.verified(heads, root)
+    assert "by the time stamp of CN=Test CA" in verified(heads, root)
     heads.write_text(heads.read_text() + "\n")  # another file than was stamped
     code, shown = command(run, "--expect", str(heads), "--stamp-ca", str(root), "--json")
     assert code == 3
@@ -200,10 +199,8 @@ def test_a_stamp_of_another_authority_is_not_accepted(run: Path, tmp_path: Path,
     assert command(run, "--heads", str(heads), "--stamp", address)[0] == 0
     openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout",
             tmp_path / "other.key", "-out", other, "-subj", "/CN=Other CA")  # fmt: skip
-    with pytest.raises(
-        time_stamp.StampError, match=r"its certificates do not lead to one in .*other\.pem that was valid"
-    ):
-        time_stamp.verified(heads, other)
+    with pytest.raises(StampError, match=r"its certificates do not lead to one in .*other\.pem that was valid"):
+        verified(heads, other)
 
 
 @pytest.fixture
@@ -239,7 +236,7 @@ def test_an_answer_other_than_a_time_stamp_of_the_request_is_refused_and_nothing
     heads, earlier, (url, chosen) = tmp_path / "heads.json", tmp_path / "earlier.json", answers
     heads.write_text("heads")
     earlier.write_text("heads")
-    time_stamp.stamp(earlier, address)
+    stamp(earlier, address)
     query, refusal = tmp_path / "query", tmp_path / "refusal"
     openssl("ts", "-query", "-data", heads, "-sha256", "-tspolicy", "1.2.3.9", "-out", query)
     openssl("ts", "-reply", "-config", authority / "tsa.cnf", "-section", "tsa", "-queryfile", query, "-out",
@@ -249,15 +246,15 @@ def test_an_answer_other_than_a_time_stamp_of_the_request_is_refused_and_nothing
         (None, b"", "no time stamp: "),
         (200, b"<html>busy</html>", "not a time stamp: "),
         (200, refusal.read_bytes(), "the authority did not grant a time stamp"),
-        (200, time_stamp.token_of(earlier).read_bytes(), "the time stamp of another request: its nonce differs"),
+        (200, token_of(earlier).read_bytes(), "the time stamp of another request: its nonce differs"),
     ):
         chosen |= {"status": status, "body": body}
         with pytest.raises(RunError, match=f"^--stamp {url}: {why}") as caught:
-            time_stamp.stamp(heads, url)
+            stamp(heads, url)
         assert "\n" not in str(caught.value)
-        assert not time_stamp.token_of(heads).exists()
+        assert not token_of(heads).exists()
     with pytest.raises(RunError, match=r"^--stamp http://\[::1: no time stamp: "):
-        time_stamp.stamp(heads, "http://[::1")
+        stamp(heads, "http://[::1")
 
 
 def certificate(folder: Path, name: str, until: datetime, issuer: Path | None = None) -> None:
@@ -285,10 +282,10 @@ def test_a_stamp_whose_certificate_had_expired_or_does_not_chain_says_so(
     (authority / "other.cnf").write_text(config)
     openssl("ts", "-query", "-data", heads, "-sha256", "-cert", "-out", tmp_path / "query")
     openssl("ts", "-reply", "-config", authority / "other.cnf", "-section", "tsa", "-queryfile", tmp_path / "query",
-            "-out", time_stamp.token_of(heads))  # fmt: skip
+            "-out", token_of(heads))  # fmt: skip
     chain = r"its certificates do not lead to one in .* that was valid"
-    with pytest.raises(time_stamp.StampError, match=chain) as caught:
-        time_stamp.verified(heads, root)
+    with pytest.raises(StampError, match=chain) as caught:
+        verified(heads, root)
     assert ("expired" in str(caught.value)) == issued
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.verdict import Evidence, verdict
+from fedmq.audit.report import Evidence, verdict
 from fedmq.cli.audit import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml

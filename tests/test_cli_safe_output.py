@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fedmq.audit import policy
 from fedmq.audit.log_checks import Audit, Finding
-from fedmq.audit.verdict import Verdict
+from fedmq.audit.report import Verdict
 from fedmq.cli import main, operate, terminal
 from fedmq.cli.audit import print_audit
 from fedmq.cli.compare import display_progress

@@ -113,7 +113,7 @@ def test_the_live_display_keeps_each_metric_with_its_value_at_80_columns() -> No
     Console(file=screen, width=80).print(terminal.status_table(status, "1.5 min", title))
     shown = screen.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
-    for name in ("R@1 0.500", "R@5 0.500", "R@10 0.500", "mAP 0.500", "(of round 4)", "left 1.5 min", title):
+    for name in ("R@1 0.500", "R@5 0.500", "R@10 0.500", "mAP 0.500", "(of round 4)", "ETA 1.5 min", title):
         assert name in shown
 
 

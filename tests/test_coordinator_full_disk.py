@@ -42,7 +42,7 @@ record.states[2] = State(large)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 for write in (
     lambda: checkpoints.save(root / "run", record),
-    lambda: StateStore(root / "silo").keep(1, {"x": large}, settled=0),
+    lambda: StateStore(root / "silo").keep(1, {"x": large}, committed=0),
     lambda: write_atomically(root / "model.safetensors", lambda path: write_tensors(path, {"x": large})),
 ):
     try:
@@ -141,4 +141,4 @@ def test_a_full_disk_of_a_silo_ends_a_run_in_one_process_which_can_be_resumed(
 def test_a_path_where_no_state_can_be_written_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "silo").write_text("somebody's own")
     with pytest.raises(DiskError, match="a folder that can be written"):
-        StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, settled=0)
+        StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, committed=0)

@@ -134,7 +134,7 @@ def test_a_measurement_that_arrives_before_the_first_evaluation_waits_for_it(
 
     def slower(self: EvaluationRequests, message: Any) -> bool:
         was = measured(self, message)
-        if was and not self.asked:  # all silos are done
+        if was and not self.requested:  # all silos are done
             waited.append(len(self._early))
             while held:
                 evaluated(self, *held.pop(0))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedmq.storage import error_files
-from fedmq.storage.error_files import ErrorFile
+from fedmq.storage import logs as error_files
+from fedmq.storage.logs import ErrorFile
 from tests.command_line import completed
 
 METHOD = """

@@ -279,8 +279,8 @@ def test_a_folder_without_checkpoints_yields_none(tmp_path: Path) -> None:
 def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     assert store.before(1) == {}
-    store.keep(1, {"a": torch.tensor([1.0])}, settled=0)
-    store.keep(2, {"a": torch.tensor([2.0])}, settled=1)
+    store.keep(1, {"a": torch.tensor([1.0])}, committed=0)
+    store.keep(2, {"a": torch.tensor([2.0])}, committed=1)
     for again in (store, StateStore(tmp_path)):
         assert again.before(2)["a"].item() == 1.0
         assert again.before(3)["a"].item() == 2.0
@@ -289,7 +289,7 @@ def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None
 def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     for number in range(1, 6):
-        store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
+        store.keep(number, {"a": torch.tensor([float(number)])}, committed=number - 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "task-000000004.safetensors",
         "task-000000005.safetensors",
@@ -297,8 +297,8 @@ def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:
-    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, settled=0)
-    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, settled=0)
+    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, committed=0)
+    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, committed=0)
     (tmp_path / "task-2 (copy).safetensors").write_text("somebody's own")
     assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
     newest = tmp_path / "task-000000002.safetensors"
@@ -310,7 +310,7 @@ def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(t
 
 
 def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
-    StateStore(tmp_path / "none").keep(1, {}, settled=0)
+    StateStore(tmp_path / "none").keep(1, {}, committed=0)
     assert not (tmp_path / "none").exists()
 
 

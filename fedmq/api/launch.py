@@ -23,11 +23,11 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-import yaml
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import protocols
 from fedmq.api.results import Run
+from fedmq.config import yaml_files
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.config.user_files import UserFileError
@@ -193,7 +193,7 @@ def _as_file(scenario: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[P
         return
     # In the working directory, at which the relative paths of the mapping start.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix=".fedmq-", dir=Path.cwd(), encoding="utf-8") as file:
-        yaml.safe_dump(dict(scenario), file, sort_keys=False)
+        file.write(yaml_files.dump(dict(scenario)))
         file.flush()
         yield Path(file.name)
 

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedmq.audit.anchors import ends_to_change
 from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, RunFiles, check_run_folder, read_run_files
-from fedmq.audit.signature_checks import SignatureChecks, SignedLog
+from fedmq.audit.signatures import SignatureChecks, SignedLog, ends_to_change
 from fedmq.audit.starts import refused_starts
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from fedmq.audit.data_checks import LoggedData, check_data, never_sent
+from fedmq.audit.result_checks import LoggedData, TrafficChecks, check_data, never_sent
 from fedmq.audit.starts import Starts
-from fedmq.audit.traffic_checks import TrafficChecks
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError

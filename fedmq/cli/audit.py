@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedmq.audit.log_checks import Audit, Finding
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
-    from fedmq.audit.verdict import Verdict
+    from fedmq.audit.report import Verdict
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
@@ -140,11 +140,11 @@ def _audit(run: Path, options: _Options) -> bool:
         InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
             computed or the model cannot be probed.
     """
-    from fedmq.audit import dp_accounting, policy, time_stamp  # noqa: PLC0415 - --help does without
-    from fedmq.audit.known_keys import KnownKeys  # noqa: PLC0415
+    from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
+    from fedmq.audit.heads import differences, heads_of, stamp, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
-    from fedmq.audit.log_heads import differences, heads_of, write_heads  # noqa: PLC0415
-    from fedmq.audit.verdict import Evidence, verdict  # noqa: PLC0415
+    from fedmq.audit.report import Evidence, verdict  # noqa: PLC0415
+    from fedmq.audit.signatures import KnownKeys  # noqa: PLC0415
 
     policy_file, delta, probe = options.policy_file, options.delta, options.probe
     _check(options)
@@ -173,7 +173,7 @@ def _audit(run: Path, options: _Options) -> bool:
     if options.heads is not None:
         write_heads(heads, options.heads)
         if options.stamp is not None:
-            err.print(f"stamped at {time_stamp.stamp(options.heads, options.stamp)}", highlight=False)
+            err.print(f"stamped at {stamp(options.heads, options.stamp)}", highlight=False)
     reported = _report(run, options, audit, sentences)
     if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}
@@ -200,7 +200,7 @@ def _heads_line(audit: Audit) -> str:
 
 def _check(options: _Options) -> None:
     """Refuse options that do not belong together, before anything is audited."""
-    from fedmq.audit.log_heads import check_expected  # noqa: PLC0415 - --help does without
+    from fedmq.audit.heads import check_expected  # noqa: PLC0415 - --help does without
 
     if options.expect is not None:
         check_expected(options.expect)
@@ -213,16 +213,16 @@ def _check(options: _Options) -> None:
 
 def _stamped(options: _Options, audit: Audit) -> str | None:
     """Time and authority of the verified stamp of the expected heads; an invalid stamp becomes a finding."""
-    from fedmq.audit import time_stamp  # noqa: PLC0415 - --help does without
+    from fedmq.audit.heads import StampError, token_of, verified  # noqa: PLC0415 - --help does without
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415
 
     if options.stamp_ca is None or options.expect is None:
         return None
     try:
-        return time_stamp.verified(Path(options.expect), options.stamp_ca)
-    except time_stamp.StampError as error:
+        return verified(Path(options.expect), options.stamp_ca)
+    except StampError as error:
         what = f"no valid time stamp of {options.expect} by the authority of {options.stamp_ca}: {error}"
-        audit.findings.append(Finding(str(time_stamp.token_of(Path(options.expect))), what))
+        audit.findings.append(Finding(str(token_of(Path(options.expect))), what))
         return None
 
 
@@ -287,7 +287,7 @@ _FINDINGS_SHOWN = 50
 
 def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
     """Print the result of an audit, which ends with what holds and what does not."""
-    from fedmq.audit.verdict import outcome  # noqa: PLC0415 - --help does without
+    from fedmq.audit.report import outcome  # noqa: PLC0415 - --help does without
 
     console.print(_table(audit))
     for process, reasons in sorted(audit.refused.items()):

@@ -87,7 +87,7 @@ def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: boo
         if files:
             raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
         return None
-    from fedmq.audit.sites import sites_of  # noqa: PLC0415
+    from fedmq.audit.replay import sites_of  # noqa: PLC0415
 
     return sites_of(run, folder, files, None if quiet else bar())
 

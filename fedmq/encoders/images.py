@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedmq.encoders.greys import eight_bits_of
 from fedmq.errors import DataItemError, InputError
 from fedmq.packages import package
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests
 from fedmq.storage.regular_files import check_regular
 
 Pixels = npt.NDArray[np.uint8]

@@ -20,8 +20,7 @@ from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import Logger, LogOptions, open_log
+from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import Accepted

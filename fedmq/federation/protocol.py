@@ -213,7 +213,7 @@ class Reply:
         staleness: version at the merge minus ``base_version``.
         damping: h(staleness), 1 for a fresh reply.
         payloads: payloads of kinds already checked against :meth:`FederatedProtocol.uploads`.
-        rarity: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
+        participation_weight: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
         base: the state that its task was created from, to interpret a stale update; None if it is the state that the
             reply is merged into.
     """
@@ -224,13 +224,13 @@ class Reply:
     staleness: int
     damping: float
     payloads: tuple[Payload, ...]
-    rarity: float = 1.0
+    participation_weight: float = 1.0
     base: State | None = None
 
     @property
     def factor(self) -> float:
         """Factor of the reply's weight, applied before weights are normalised."""
-        return self.damping * self.rarity
+        return self.damping * self.participation_weight
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def heard(
+def fresh_rows(
     versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
 ) -> tuple[Tensor, Tensor]:
     """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].

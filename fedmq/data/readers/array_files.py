@@ -23,7 +23,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import Pixels, is_leftover
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests
 
 Array = npt.NDArray[Any]
 Role = Literal["image", "text", "labels"]

@@ -26,8 +26,7 @@ from fedmq.encoders.images import Files, Pictures, Pixels, decode_bytes, files_b
 from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
 from fedmq.packages import package
-from fedmq.storage.cache import key_of
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests, key_of
 from fedmq.storage.regular_files import check_regular
 
 ENDINGS = (".parquet", ".arrow")

@@ -20,8 +20,7 @@ from fedmq.data.readers.photo_folder import MAX_CAPTIONS, captions_in
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes, is_leftover
 from fedmq.encoders.stored_pictures import Rows
 from fedmq.errors import InputError
-from fedmq.storage.cache import key_of
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests, key_of
 from fedmq.storage.regular_files import check_regular, open_regular
 
 #: Maximum size of an archive, and of a picture in it [bytes].

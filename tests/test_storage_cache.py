@@ -10,8 +10,8 @@ import blake3
 import pytest
 
 from fedmq.errors import InputError
-from fedmq.storage import file_digests as digests
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage import cache as digests
+from fedmq.storage.cache import file_digests
 
 
 @pytest.fixture(autouse=True)

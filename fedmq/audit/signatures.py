@@ -1,4 +1,4 @@
-"""Check the signatures in message logs, and what each process declared at its start.
+"""Check the signatures in message logs, what each process declared at its start, and the keys that an auditor has.
 
 A process signs the head of its log with its Ed25519 key (:mod:`fedmq.wire.message_log`). The records before a signature
 cannot be changed without that key. Each message also carries its sender's head to the receiver, so that a sender
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from cryptography.exceptions import InvalidSignature
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.wire.keys import public_key_of
+from fedmq.wire.key_requests import known_keys
+from fedmq.wire.keys import former_keys, public_key_of
 from fedmq.wire.log_records import (
     GENESIS,
     LogRecord,
@@ -262,3 +263,85 @@ class SignatureChecks:
                     data = start.data if data is None else data
                     if start.data != data:
                         yield place, "declares and signs other data than the run's"
+
+
+def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageRecord]) -> dict[str, int]:
+    """Number of last records that could be changed without the keys of all processes, of each log that has some.
+
+    A record of the coordinator is anchored in the logs of all peers that received a later head; a record of another
+    process in the coordinator's log, and through it in the logs of all other peers.
+
+    Args:
+        logs: the signatures of each log.
+        received: messages as their receivers logged them.
+    """
+    if COORDINATOR not in logs:
+        return {name: log.records for name, log in sorted(logs.items())}
+    known = dict.fromkeys(logs.keys() - {COORDINATOR}, 0)  # records of the coordinator before a head
+    heads: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
+    for record in received:
+        sender, receiver = record.header.sender, record.header.receiver
+        place = logs[sender].hashes.get(record.head or "") if sender in logs else None
+        if place is None or receiver not in logs or record.n >= logs[receiver].signed:
+            continue
+        if sender == COORDINATOR:
+            known[receiver] = max(known[receiver], place + 1)
+        elif receiver == COORDINATOR:
+            heads[sender].append((place + 1, record.n))
+    anchored = {COORDINATOR: min(known.values(), default=0)}
+    for name, held in heads.items():
+        others = min((count for other, count in known.items() if other != name), default=logs[COORDINATOR].records)
+        anchored[name] = max((count for count, n in held if n < others), default=0)
+    ends = {name: log.records - anchored[name] for name, log in sorted(logs.items())}
+    return {name: count for name, count in ends.items() if count}
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Public keys by the name of their process, each as 64 hexadecimal digits.
+
+    Args:
+        accepted: the accepted keys, and those of the folder's own processes.
+        former: keys that were accepted before they were replaced or removed.
+    """
+
+    accepted: Mapping[str, str]
+    former: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> KnownKeys:
+        """Read a folder of keys.
+
+        A process that made its own key in this folder, as the coordinator does, is known by that key.
+
+        Raises:
+            InputError: the folder has no keys, or a file is damaged.
+        """
+        accepted = {name: key.public_bytes_raw().hex() for name, key in known_keys(directory).items()}
+        former = {
+            name: frozenset(key.public_bytes_raw().hex() for key in keys) - {accepted.get(name, "")}
+            for name, keys in former_keys(directory).items()
+        }
+        return cls(accepted, former)
+
+    def require_any(self, logs: Collection[str], directory: object) -> None:
+        """Refuse a folder that has no key of any of the processes.
+
+        Raises:
+            InputError: see above.
+        """
+        if not self.all.keys() & set(logs):
+            wanted = "a folder with public keys of the run's processes"
+            raise InputError(str(directory), f"no key of any of {', '.join(sorted(logs))}", wanted)
+
+    @property
+    def all(self) -> dict[str, frozenset[str]]:
+        """Accepted and former keys."""
+        found = {name: frozenset({key}) for name, key in self.accepted.items()}
+        return {
+            name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}
+        }
+
+    def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:
+        """Processes whose logs are signed, at least in part, with a key that is no longer accepted, sorted."""
+        return tuple(sorted(name for name, log in logs.items() if self.former.get(name, frozenset()) & {*log.keys}))

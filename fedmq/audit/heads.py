@@ -1,20 +1,132 @@
-"""Time stamps of heads files by an outside authority (RFC 3161): proof that these heads existed at a certain time."""
+"""The heads of a run's message logs, noted in a file that an outside authority may time-stamp, and compared later.
+
+A time stamp (RFC 3161) proves that the heads existed at a certain time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
+import json
+import re
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from pydantic import Field
 
+from fedmq.audit.log_checks import Audit, Finding
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.packages import package
-from fedmq.storage.regular_files import read_regular
-from fedmq.storage.run_folder import write_bytes
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.regular_files import is_file, read_regular
+from fedmq.storage.run_folder import write_bytes, write_text
 from fedmq.text import printable
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ALLOWED = "a file of heads that `fedmq audit RUN --heads FILE` wrote, or the digest that it printed"
+
+
+class Head(Stored):
+    """The head of one log.
+
+    Args:
+        records: number of records.
+        head: hash of the last one, computed from the records' content.
+        keys: fingerprints of the keys that the process signed with.
+    """
+
+    records: int = Field(ge=0)
+    head: str
+    keys: list[Digest]
+
+
+class Heads(Stored):
+    """The heads of all logs of a run.
+
+    Args:
+        run: the run's name; empty if no log is signed.
+        heads: heads by process.
+    """
+
+    run: str
+    heads: dict[str, Head]
+
+    @property
+    def text(self) -> str:
+        """The content of a heads file."""
+        return json.dumps(self.plain(), indent=2, sort_keys=True) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the file, a single digest for all logs."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def heads_of(audit: Audit) -> Heads:
+    """The heads of the logs that were audited."""
+    runs = [start.run for log in audit.signatures.values() for _, start in log.joined]
+    logs = audit.signatures.items()
+    heads = {
+        process: Head(records=log.records, head=log.head, keys=list(log.fingerprints)) for process, log in sorted(logs)
+    }
+    return Heads(run=runs[0] if runs else "", heads=heads)
+
+
+def write_heads(heads: Heads, path: Path) -> None:
+    """Write a heads file.
+
+    Raises:
+        InputError: it cannot be written there.
+        DiskError: the disk is full or broken.
+    """
+    write_text(path, heads.text)
+
+
+def differences(expected: str, audit: Audit) -> Iterator[Finding]:
+    """Compare logs with heads that were noted earlier. Records added since then do not count as a difference.
+
+    Args:
+        expected: a heads file; the digest of such a file, which only the same logs without further records have; or the
+            head of one log, which programs print at their end.
+        audit: the audit of the logs.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    present = heads_of(audit)
+    if _DIGEST.fullmatch(expected):
+        if present.digest != expected and not any(log.had(expected) for log in audit.signatures.values()):
+            yield Finding("--expect", f"no log has this head, and the digest of all heads is {present.digest}")
+        return
+    noted = read_json(Path(expected), Heads, _ALLOWED)
+    for process, head in sorted(noted.heads.items()):
+        log = audit.signatures.get(process)
+        if log is None:
+            yield Finding(f"{process}.jsonl", f"no such log, although {expected} has its head")
+        elif log.records < head.records:
+            yield Finding(
+                f"{process}.jsonl", f"has {log.records} records, but had {head.records} according to {expected}"
+            )
+        elif not log.had(head.head, head.records):
+            yield Finding(f"{process}.jsonl", f"its first {head.records} records are not those of {expected}")
+    for process in sorted(present.heads.keys() - noted.heads.keys()):
+        yield Finding(f"{process}.jsonl", f"a log of which {expected} has no head")
+
+
+def check_expected(expected: str) -> None:
+    """Refuse a value of ``--expect`` that is neither a digest nor a heads file, before anything is audited.
+
+    Raises:
+        InputError: see above.
+    """
+    if not _DIGEST.fullmatch(expected):
+        if not is_file(Path(expected)):
+            raise InputError("--expect", expected, _ALLOWED)
+        read_json(Path(expected), Heads, _ALLOWED)
+
 
 _TIMEOUT_SECONDS = 30.0
 #: Maximum size of an authority's response [bytes].

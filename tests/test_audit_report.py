@@ -30,6 +30,7 @@ from fedmq.cli import main as cli
 from fedmq.cli.audit import print_audit
 from fedmq.errors import InputError, RunError
 from tests.adversary_forged_logs import forge
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ ess_cert_id_alg = sha256
 
 
 def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

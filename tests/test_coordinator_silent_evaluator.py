@@ -25,6 +25,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import Metrics, Payload
 from tests.run_summaries import summary
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 
 class Silent:
@@ -37,7 +38,7 @@ class Silent:
         def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
             self.left -= 1
             if self.left < 0:
-                assert self.released.wait(60)
+                assert self.released.wait(PATIENCE)
             return answer(evaluator, payloads)
 
         def summary_then_released(*arguments: Any) -> RunSummary:

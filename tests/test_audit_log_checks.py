@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError

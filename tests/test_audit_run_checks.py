@@ -20,7 +20,7 @@ from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name

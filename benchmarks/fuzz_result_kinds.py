@@ -14,7 +14,7 @@ from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
 from coordinator.fault_injection import FaultInjector
 from coordinator.participation import read_trace
 from fedmq.clock import VirtualClock, WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone
 from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.fuzz_damage import Folder, Kind
 from benchmarks.fuzz_run_kinds import resolved_run, run_to_end, scenario_file
 from fedmq.clock import WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario, Training
 from fedmq.data.extract import store
 from fedmq.encoders.base import InputSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Training
 from fedmq.config.yaml_files import read_yaml

@@ -263,10 +263,10 @@ def _write(file: Path, text: str, refuse: Refuse, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
         err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
-    from fedmq.config import loader, yaml_files  # noqa: PLC0415
-    from fedmq.config.resolve import Source  # noqa: PLC0415
+    from fedmq.config import yaml_files  # noqa: PLC0415
+    from fedmq.config.resolve import Source, parse  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
-    scenario = loader.parse(yaml_files.parse(text), file)
+    scenario = parse(yaml_files.parse(text), file)
     refuse(resolved(Source(file, scenario)).scenario, None if quiet else bar())
     write_text(file, text)

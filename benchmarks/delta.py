@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.line import CONTEXT, MEGABYTES, PARAMETERS, coordinator_end, gather, link_of, started, two_branches
 from benchmarks.measure import Number, Result, spread
-from coordinator.reply_validation import check_reply
+from coordinator.updates import check_reply
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.wire.fields import all_finite

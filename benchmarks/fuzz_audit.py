@@ -1,10 +1,10 @@
 """Audit randomly damaged run folders: none may crash the audit or take more than two seconds of processor time.
 
-    python -m benchmarks.fuzz_audit --folders 10000
+    python -m benchmarks.fuzz_audit --run runs/smoke --folders 10000
 
-Each folder is a copy of a run, or of tests/fixtures/old_run, in which about ten files are mutated: bytes flipped, lines
-removed, repeated or swapped, JSON values replaced, files cut or exchanged. Prints the outcomes and the slowest folder,
-and the seed of every folder that failed. 10,000 folders are about 100,000 mutated files.
+Each folder is a copy of a run, in which about ten files are mutated: bytes flipped, lines removed, repeated or swapped,
+JSON values replaced, files cut or exchanged. Prints the outcomes and the slowest folder, and the seed of every folder
+that failed. 10,000 folders are about 100,000 mutated files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from fedmq.audit.report import Evidence, verdict
 from fedmq.errors import InputError
 from fedmq.wire.log_records import GENESIS, canonical, chain
 
-_OLD = Path(__file__).parent.parent / "tests" / "fixtures" / "old_run"
 _LIMIT_SECONDS = 2.0
 _FILES = 10
 
@@ -123,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folders", type=int, default=10_000, help="number of folders")
     parser.add_argument("--seed", type=int, default=0, help="of the first folder")
-    parser.add_argument("--run", type=Path, default=_OLD, help="the run folder to copy")
+    parser.add_argument("--run", type=Path, required=True, help="the run folder to copy")
     options = parser.parse_args()
     outcomes, files, slowest, failed = Counter[str](), 0, (0.0, 0), 0
     with tempfile.TemporaryDirectory() as place:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.fuzz_damage import Folder, Kind
 from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
-from coordinator.fault_injection import FaultInjector
+from coordinator.faults import FaultInjector
 from coordinator.participation import read_trace
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.config.resolve import load
@@ -50,7 +50,7 @@ def _finished() -> Folder:
 def _read_results(folder: Path) -> None:
     """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
     run = open_run(folder)
-    run_report.write(run, read_logs(run, damaged=False))
+    run_report.write(run, {}, read_logs(run, damaged=False))
     side_by_side.write([run, run], folder / "both.html")
     found = results.read(run)
     for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):

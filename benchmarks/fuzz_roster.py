@@ -20,11 +20,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.fuzz_mutations import golden_messages, mutated_body, mutated_bytes, mutated_msgpack
 from coordinator import handshakes
-from coordinator import roster as rosters
+from coordinator import sessions as rosters
 from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
-from coordinator.inquiries import Inquiries
+from coordinator.handshakes import Inquiries
 from coordinator.peers import Ready, Unusable
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.data.splits import SPLITS

@@ -22,7 +22,7 @@ import yaml
 import protocols
 from benchmarks.fuzz_damage import Folder, Kind
 from coordinator.admission import OwnDataAdmission
-from coordinator.in_process_peers import InProcessPeers
+from coordinator.peers import InProcessPeers
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.rounds import Phase
 from fedmq.audit import heads as time_stamp

@@ -268,7 +268,7 @@ def _followed() -> Folder:
 
 def _read_followed(folder: Path) -> None:
     """``fedmq board`` and the live page of a run."""
-    run = live_server.GrowingRun(RunFolder(folder / "run"))
+    run = live_server.GrowingRun(RunFolder(folder / "run"), {})
     run.update()
     json.loads(live_server._update(run))
     for row in live_server.rows_of(folder):

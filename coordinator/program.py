@@ -11,26 +11,22 @@ from pathlib import Path
 
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator import release
-from coordinator.absences import dismiss_all
+from coordinator import checkpoints, release
 from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.build_run_context import run_context_of
 from coordinator.counters import Counters
-from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.evaluation import EvaluationRequests
-from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.file_descriptors import allow_descriptors
-from coordinator.finish import finish
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
-from coordinator.inquiries import Inquiries
+from coordinator.gathering import admission_of, gathered, included
+from coordinator.handshakes import Inquiries
+from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
-from coordinator.peers import Peers
-from coordinator.roster import Roster
+from coordinator.peers import InProcessPeers, PeerFunction, Peers
 from coordinator.rounds import Phase, Rounds
-from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
+from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.sessions import Roster
+from coordinator.status import StatusReport
+from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
@@ -384,10 +380,14 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                run_report.write(run_context.folder)
+                run_report.write(run_context.folder, run_context.protocol.REPORTED)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
-            if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+            if (
+                not loop.stopping_for_late_silos
+                or not isinstance(roster, Roster)
+                or not isinstance(admission, OwnDataAdmission)
+            ):
                 if self.arguments.stop_silos:
                     self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)

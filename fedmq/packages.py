@@ -18,6 +18,10 @@ def versions() -> dict[str, str]:
     return {"fedmq": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
+class MissingPackageError(InputError):
+    """An optional package is not installed, which has nothing to do with the file that needs it."""
+
+
 def package(name: str, extra: str, what: str) -> Any:
     """Import an optional package.
 
@@ -27,11 +31,11 @@ def package(name: str, extra: str, what: str) -> Any:
         what: the option, key or file that needs it, for the error.
 
     Raises:
-        InputError: it is not installed; names the extra.
+        MissingPackageError: it is not installed; names the extra.
     """
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise InputError(
+        raise MissingPackageError(
             what, f"package {name} missing", f"run pip install -e '.[{extra}]' in fedmq's folder"
         ) from None

@@ -132,14 +132,14 @@ class StateStore:
                 raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
         return self._newest[1]
 
-    def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:
+    def keep(self, sequence: int, state: Mapping[str, torch.Tensor], committed: int) -> None:
         """Store the state after a task.
 
         Args:
             sequence: the task's number.
             state: the tensors, which must not change afterwards; nothing is written if neither this state nor an
                 earlier one has any.
-            settled: replies up to this task number are merged and checkpointed, so of the states up to it only the
+            committed: replies up to this task number are merged and checkpointed, so of the states up to it only the
                 newest is still needed.
 
         Raises:
@@ -154,7 +154,7 @@ class StateStore:
                 raise DiskError(str(error)) from error
             self._newest = sequence, contiguous
             before = [number for number in self._numbers if number != sequence]
-            for number in [number for number in before if number <= settled][:-1]:
+            for number in [number for number in before if number <= committed][:-1]:
                 self._path(number).unlink(missing_ok=True)
                 before.remove(number)
             self._numbers = sorted((*before, sequence))
@@ -234,12 +234,12 @@ class StateNotes:
             log.note(NoteKind.STATE_OLDER, task=last)
             print_line(f"{log.process}: {NoteKind.STATE_OLDER} than task {last}", error=True)
 
-    def after_task(self, number: int, settled: int = 0) -> None:
+    def after_task(self, number: int, committed: int = 0) -> None:
         """Note the first task after which the silo has a state, and a state that stayed in another folder.
 
         Args:
             number: the task's number.
-            settled: number of the last task whose reply is merged, 0 if none.
+            committed: number of the last task whose reply is merged, 0 if none.
         """
         if self._kept:
             return
@@ -247,8 +247,8 @@ class StateNotes:
             self._new_folder = False  # the method had no state yet
             return
         self._kept = True
-        if self._new_folder and settled:
+        if self._new_folder and committed:
             self._log.note(NoteKind.STATE_GONE)
-            what = f"{NoteKind.STATE_GONE}; its reply to task {settled} was sent from another folder than this --out"
+            what = f"{NoteKind.STATE_GONE}; its reply to task {committed} was sent from another folder than this --out"
             print_line(f"{self._log.process}: {what}", error=True)
         self._log.note(NoteKind.STATE_KEPT, task=number)

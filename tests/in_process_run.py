@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.fault_injection import ProcessCommand
+from coordinator.faults import ProcessCommand
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers

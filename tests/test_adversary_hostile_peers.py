@@ -19,9 +19,9 @@ from coordinator import loop as loop_module
 from coordinator.aggregation import merged_state
 from coordinator.evaluation import EvaluationRequests
 from coordinator.loop import Loop
-from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.rounds import Phase
 from coordinator.run_context import RunContext
+from coordinator.updates import LARGEST, check_reply
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
@@ -219,7 +219,7 @@ def test_a_measurement_from_a_silo_already_given_up_is_refused_and_the_audit_is_
     measured, early = EvaluationRequests.measured, list[bool]()
 
     def late(self: EvaluationRequests, message: Message) -> bool:
-        if message.header.sender == "silo-00" and "silo-00" in self.asked and not early:
+        if message.header.sender == "silo-00" and "silo-00" in self.requested and not early:
             early.append(True)
             self.give_up("silo-00")
         return measured(self, message)

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from coordinator.evaluation import EvaluationRequests
-from coordinator.reconnects import ReconnectThrottle
-from coordinator.roster import Roster
+from coordinator.liveness import ReconnectThrottle
 from coordinator.rounds import Phase
+from coordinator.sessions import Roster
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError

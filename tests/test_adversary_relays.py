@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
@@ -96,7 +96,7 @@ def test_noise_is_counted_but_only_some_of_each_connection_and_each_minute_is_lo
     (note,) = coordinator.records(NoteRecord)
     assert isinstance(note, NoteRecord)
     assert (note.text, note.facts["count"]) == (NoteKind.REFUSALS_COUNTED, 2000 - PER_MINUTE)
-    assert coordinator.roster.refused.total() == 2001
+    assert coordinator.sessions.refused.total() == 2001
 
 
 def test_noise_on_the_connection_of_a_session_is_not_attributed_to_its_silo(coordinator: Coordinator) -> None:
@@ -104,14 +104,14 @@ def test_noise_on_the_connection_of_a_session_is_not_attributed_to_its_silo(coor
     coordinator.take(b"a", hello)
     ready, _ = complete(initiated, coordinator.accepted, coordinator.wire.sent[-1][1], 0.0)
     coordinator.take(b"a", ready)
-    assert coordinator.roster.online(SILO)
+    assert coordinator.sessions.online(SILO)
     size = coordinator.log_path.stat().st_size
     for _ in range(10_000):
         coordinator.take(b"a", [ready[0], b"y" * 80])
     refused = coordinator.records(RefusedRecord)
     assert {record.peer for record in refused} == {"unknown"}  # type: ignore[attr-defined]
     assert coordinator.log_path.stat().st_size - size < 20_000
-    assert coordinator.roster.online(SILO)
+    assert coordinator.sessions.online(SILO)
 
 
 # ----------------------------------------------------------------------------------------------- copies of a hello
@@ -125,9 +125,9 @@ def test_copies_of_a_hello_that_arrive_first_do_not_lock_its_sender_out(coordina
     ready, _ = complete(initiated, coordinator.accepted, welcome, 0.0)
     assert address == b"silo"
     assert coordinator.take(b"relay-0", ready) is None
-    assert not coordinator.roster.online(SILO)
+    assert not coordinator.sessions.online(SILO)
     assert coordinator.take(b"silo", ready) is not None
-    assert coordinator.roster.online(SILO)
+    assert coordinator.sessions.online(SILO)
     kinds = Counter(record.kind for record in coordinator.records(HandshakeRecord))  # type: ignore[attr-defined]
     assert kinds == {Kind.HELLO: 1, Kind.WELCOME: 1, Kind.READY: 1}
 
@@ -198,7 +198,7 @@ def test_a_hello_of_version_1_gets_no_refusal(coordinator: Coordinator, monkeypa
     hello, _ = initiate(load_identity(coordinator.keys, SILO), COORDINATOR, "another-run", 0.0)
     coordinator.take(b"a", hello)
     assert not coordinator.wire.sent
-    assert coordinator.roster.refused == {"wrong_run": 1}
+    assert coordinator.sessions.refused == {"wrong_run": 1}
 
 
 # --------------------------------------------------------------------------------------------- what a silo reports

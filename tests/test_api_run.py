@@ -27,10 +27,10 @@ pytestmark = pytest.mark.slow
 INLINE = {"launcher": "inline", "progress": False}
 METHOD = '''"""A method from the user's own file."""
 
-from protocols.fedavg import FedAvg
+from protocols.fedavg import AnchoredFedAvg
 
 
-class Mine(FedAvg):
+class Mine(AnchoredFedAvg):
     """FedAvg under a name of its own."""
 
 

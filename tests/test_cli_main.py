@@ -29,6 +29,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
+from tests.run_summaries import summary
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
-    (other / "summary.json").write_text((Path(__file__).parent / "fixtures/old_run/summary.json").read_text())
+    (other / "summary.json").write_text(json.dumps(summary().plain()))
     assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
     assert "a finished run" in capfd.readouterr().err
 

@@ -112,14 +112,6 @@ def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:
         yaml_files.read_yaml(tmp_path / "large.yaml")
 
 
-@pytest.mark.parametrize("key", ["a[b", "str", "(x)"])
-def test_an_unknown_key_that_looks_like_a_type_is_named(tmp_path: Path, key: str) -> None:
-    (tmp_path / "x.yaml").write_text(f"name: x\n'{key}': 1\n")
-    with pytest.raises(InputError, match="a known key") as caught:
-        scenarios.load(tmp_path / "x.yaml")
-    assert caught.value.found == key
-
-
 def test_halves_of_a_character_are_refused_by_every_reader_and_pairs_are_joined(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text('up: {fields: {delta: ["\\ud83d\\ude00"]}}\n')

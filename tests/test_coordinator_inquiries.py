@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.inquiries import Inquiries
+from coordinator.handshakes import Inquiries
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
 from fedmq.errors import InputError, RemoteWireError, RunError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from coordinator import checkpoint_files
+from coordinator import checkpoints
 from coordinator.evaluation import UNDER_WAY, EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
@@ -216,14 +216,14 @@ def test_a_run_on_the_wall_clock_completes_and_has_no_virtual_seconds(tiny: Path
 def test_a_coordinator_with_a_slow_disk_reports_no_silo_as_lost(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, held = checkpoint_files.save, BEAT_SECONDS * LOST_BEATS + 0.5
+    real, held = checkpoints.save, BEAT_SECONDS * LOST_BEATS + 0.5
 
-    def slow(folder: Path, record: checkpoint_files.Checkpoint, disk: Callable[[], None]) -> None:
+    def slow(folder: Path, record: checkpoints.Checkpoint, disk: Callable[[], None]) -> None:
         real(folder, record, disk)
         if record.rounds.version == 2:
             time.sleep(held)
 
-    monkeypatch.setattr(checkpoint_files, "save", slow)
+    monkeypatch.setattr(checkpoints, "save", slow)
     outcome = run(resolved(tiny), tmp_path)
     assert outcome.phase is Phase.DONE
     assert outcome.summary.seconds.total > held

@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator import handshakes
-from coordinator import roster as rosters
+from coordinator import sessions as rosters
 from coordinator.admission import SimulatedAdmission
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire import rekeying

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator import loop
-from coordinator.inbox import Inbox
+from coordinator.faults import Inbox
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.federation.population import run_name

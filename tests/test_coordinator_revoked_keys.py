@@ -23,7 +23,6 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity, revoke
 from fedmq.wire.log_records import EventRecord, NoteKind, NoteRecord
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.sealed_sessions import seal_message
-from fedmq.wire.transports.registry import connect
 from tests import in_process_run, threaded_run
 from tests.log_causes import records
 from tests.own_data_threads import OwnRun
@@ -135,7 +134,7 @@ def test_a_resumed_run_does_not_wait_for_silos_given_up_before() -> None:
 def test_a_removed_key_is_out_within_a_second_in_every_phase(tmp_path: Path, phase: str) -> None:
     admission = None if phase == "joined" else OwnDataAdmission(("silo-00", "silo-01"), RUN, evaluator=False)
     for ends in opened_ends(tmp_path, admission=admission, names=("silo-00", "silo-01")):
-        connection, identity = connect("memory://limits"), load_identity(ends.keys, "silo-00")
+        connection, identity = ends.connect(), load_identity(ends.keys, "silo-00")
         hello, initiated = initiate(identity, COORDINATOR, RUN, 0.0)
         welcome = ends.passes(connection, hello)
         assert welcome is not None
@@ -156,7 +155,9 @@ def test_a_removed_key_is_out_within_a_second_in_every_phase(tmp_path: Path, pha
         assert admission is None or admission.missing == ("silo-00", "silo-01")
         ends.passes(connection, ready)  # the end of a handshake that began before
         assert not ends.roster.online("silo-00") and "silo-00" not in ends.roster.joining()
-        assert ends.session("silo-00", connect("memory://limits")) is None
+        again = ends.connect()
+        assert ends.session("silo-00", again) is None
+        again.close()
         assert ends.roster.refused["unknown_sender"] == 1
         connection.close()
 

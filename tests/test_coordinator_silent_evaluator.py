@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from coordinator import evaluator_limit, finish
 from coordinator.evaluation import UNDER_WAY
-from coordinator.evaluator_limit import EvaluatorLimit
+from coordinator.liveness import AnswerLimit
 from coordinator.rounds import Phase
 from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
@@ -47,8 +46,8 @@ class Silent:
             return made
 
         monkeypatch.setattr(Evaluator, "evaluate", answering)
-        monkeypatch.setattr(finish, "summary_of", summary_then_released)
-        monkeypatch.setattr(evaluator_limit, "LEAST_SECONDS", 0.5)
+        monkeypatch.setattr("coordinator.summary.summary_of", summary_then_released)
+        monkeypatch.setattr(AnswerLimit, "limit", 0.5)
 
 
 def evaluated(folder: Path) -> list[int]:
@@ -97,7 +96,7 @@ def test_rounds_continue_without_an_evaluator_that_stops_answering_and_it_is_sen
 
 
 def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_longest_evaluation() -> None:
-    limit = EvaluatorLimit(None)
+    limit = AnswerLimit(None)
     assert not limit.exceed(10_000.0), "nothing is requested"
     limit.requested(0.0)
     limit.requested(50.0)
@@ -109,7 +108,7 @@ def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_lon
     assert not limit.exceed(1999.0) and limit.exceed(2001.0) and limit.exceeded
     limit.answered(2002.0, more=False)
     assert not limit.exceeded and limit.seconds(9000.0) == 0.0
-    given = EvaluatorLimit(5.0)
+    given = AnswerLimit(5.0)
     given.requested(0.0)
     assert given.limit == 5.0 and given.exceed(6.0)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.absences import Absences
+from coordinator.liveness import Absences, TaskLimits
 from coordinator.rounds import PendingTask
-from coordinator.task_limits import TaskLimits
 from fedmq.config.scenario import Scenario
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder

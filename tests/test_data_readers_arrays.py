@@ -222,7 +222,7 @@ def test_a_split_stored_in_the_file_is_read_in_any_encoding(
         ("a.mat", np.array([0, 0, 0, 0, 1, 1, 2, 2.5]), r"float64 \[8\].*\[8\] of train, val, test"),
         ("a.mat", np.array(["train"] * 7 + ["tset"]), "'tset' in row 7"),
         ("a.mat", np.array([0] * 6 + [2]), r"\[1, 7\].*\[8\] of train"),
-        ("a.mat", {"inside": CODES}, r"split: found .*\[1, 1\].*\[8\] of train"),
+        ("a.mat", {"inside": CODES}, "split: found .*inside"),
         ("a.h5", np.array(["train"] * 8, dtype=object), "no test item"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_split_of_references_in_hdf5_is_refused(tmp_path: Path) -> None:
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5), LAll=np.eye(8, 4))
     with h5py.File(path, "a") as file:
         file.create_dataset("split", (8, 1), dtype=h5py.ref_dtype)
-    refused(path, r"split: found 'object \[8\]', allowed: \[8\] of train")
+    refused(path, "split: found 'an array of object'")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 
 from fedmq.config.scenario import Data
 from fedmq.data.prepare import prepare
+from fedmq.data.readers import array_formats
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
+from fedmq.packages import MissingPackageError
 from tests.array_files import FEATURES, matlab_hdf5, parts, refused, rows, saved
 
 h5py = pytest.importorskip("h5py")
@@ -165,7 +167,7 @@ def test_an_array_of_python_objects_is_never_unpickled(tmp_path: Path) -> None:
 def test_without_the_readers_package_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(InputError, match=r"package h5py missing.*\[formats\]"):
-        read_arrays(Data(name="pascal", path=tmp_path / "a.mat"))
+    with pytest.raises(MissingPackageError, match=r"package h5py missing.*\[formats\]"):
+        array_formats.list_arrays(str(path), "split")

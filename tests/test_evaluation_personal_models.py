@@ -134,7 +134,7 @@ def test_a_measurement_that_arrives_before_the_first_evaluation_waits_for_it(
 
     def slower(self: EvaluationRequests, message: Any) -> bool:
         was = measured(self, message)
-        if was and not self.asked:  # all silos are done
+        if was and not self.requested:  # all silos are done
             waited.append(len(self._early))
             while held:
                 evaluated(self, *held.pop(0))
@@ -188,7 +188,7 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     assert counted(again) == counted(whole)
 
     taken[0] = 0
-    monkeypatch.setattr("coordinator.inbox.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
+    monkeypatch.setattr("coordinator.faults.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
     notes = {each.text: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}

@@ -137,16 +137,10 @@ def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"unchanged": True},  # of a run of an older version
-        {"unusable_replies": {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}},
-    ],
-)
 def test_a_trial_whose_updates_were_refused_is_never_chosen(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    facts = {"unusable_replies": {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}}
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
 
     def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:

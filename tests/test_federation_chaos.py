@@ -210,11 +210,11 @@ def test_events_are_counted_across_the_restarts_of_a_run(tiny: Path, tmp_path: P
 def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coordinator import checkpoint_files, fault_injection
+    from coordinator import faults
 
     scenario = resolved(tiny, "rounds=3")
     whole = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
-    real = checkpoint_files.to_disk
+    real = faults.to_disk
     for fatal in range(1, 10):
         writes = Counter[str]()
 
@@ -224,7 +224,7 @@ def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
             if writes["all"] == fatal:
                 raise in_process_run.Killed
 
-        monkeypatch.setattr(fault_injection, "to_disk", dying)
+        monkeypatch.setattr(faults, "to_disk", dying)
         out = tmp_path / str(fatal)
         with pytest.raises(in_process_run.Killed):
             in_process_run.run(scenario, out)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from coordinator.fault_injection import _damaged
+from coordinator.faults import _damaged
 from coordinator.rounds import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset

@@ -39,7 +39,7 @@ def test_a_silo_in_a_new_folder_says_that_its_state_is_missing(
 def test_a_state_deleted_while_its_silo_runs_is_missed_and_no_older_one_is_used(tmp_path: Path) -> None:
     store, states = StateStore(tmp_path), {number: {"w": torch.full((2,), float(number))} for number in (1, 4, 7)}
     for number, state in states.items():
-        store.keep(number, state, settled=0)
+        store.keep(number, state, committed=0)
     for number in (4, 7):
         (tmp_path / f"task-{number:09d}.safetensors").unlink()
     assert torch.equal(store.before(8)["w"], states[7]["w"]), "still in memory"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.roster import Roster
 from coordinator.rounds import Phase
+from coordinator.sessions import Roster
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import Policy, check_policy, read_policy
 from fedmq.audit.policy_guard import PolicyGuard, guard_of

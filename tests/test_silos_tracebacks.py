@@ -17,11 +17,11 @@ METHOD = """
 from dataclasses import dataclass
 
 from protocols.parts.variant import variant
-from protocols.fedavg import FedAvgOptions
+from protocols.fedavg import AnchoredOptions
 
 
 @dataclass(frozen=True)
-class Options(FedAvgOptions):
+class Options(AnchoredOptions):
     pass
 
 

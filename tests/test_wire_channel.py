@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedmq.config.resolve import load as read_scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs.report import run_report
@@ -132,7 +133,10 @@ class Run:
         Raises:
             InputError: the run is not finished, or a log is damaged.
         """
-        run_report.write(self._files, read_logs(self._files, damaged=False))
+        import protocols  # noqa: PLC0415 - imports torch
+
+        captions = protocols.reported(read_scenario(self._files.scenario).protocol.name)
+        run_report.write(self._files, captions, read_logs(self._files, damaged=False))
         return self._files.report
 
     def model(

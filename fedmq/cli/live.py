@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,8 @@ from fedmq.cli.console import err
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
+    from fedmq.federation.protocol import ReportedValue
     from fedmq.storage.run_folder import RunFolder
 
 Live = Annotated[bool, typer.Option("--live", help="Serve a page with the run's charts on 127.0.0.1 during the run.")]
@@ -39,19 +41,27 @@ def add_board(app: typer.Typer) -> None:
         if not root.is_dir():
             raise InputError("FOLDER", str(root), "a folder of run folders, such as runs/")
         token = live_server.new_token()
-        with live_server.serving(live_server.board_app(root, token), port, token) as address:
+        with live_server.serving(live_server.board_app(root, token, _captions_of), port, token) as address:
             err.print(f"all runs of {root}: {address} (Ctrl-C ends it)", highlight=False, markup=False, soft_wrap=True)
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)
 
 
+def _captions_of(method: str) -> Mapping[str, ReportedValue]:
+    """How a page shows the values that a method reports of its merges."""
+    import protocols  # noqa: PLC0415 - imports torch
+
+    return protocols.reported(method)
+
+
 @contextlib.contextmanager
-def live_page(folder: RunFolder, port: int, *, live: bool) -> Iterator[None]:
+def live_page(folder: RunFolder, run: ResolvedRun, port: int, *, live: bool) -> Iterator[None]:
     """Serve the page of a run while the block runs, and print its address.
 
     Args:
         folder: the run folder.
+        run: the run.
         port: port on 127.0.0.1; 0 chooses a free one.
         live: whether to serve it at all.
 
@@ -64,6 +74,8 @@ def live_page(folder: RunFolder, port: int, *, live: bool) -> Iterator[None]:
     from fedmq.runs import live_server  # noqa: PLC0415 - most runs do without
 
     token = live_server.new_token()
-    with live_server.serving(live_server.live_app(folder, token), port, token) as address:
+    with live_server.serving(
+        live_server.live_app(folder, token, _captions_of(run.scenario.protocol.name)), port, token
+    ) as address:
         err.print(f"live: {address}", highlight=False, markup=False, soft_wrap=True)
         yield

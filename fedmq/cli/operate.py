@@ -97,9 +97,6 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
         found = "no scenario.yaml in it: the run has not started yet"
         raise InputError(str(run), found, "a run folder whose coordinator has been started")
     path = open_run(run).status
-    if not path.exists() and path.parent.joinpath("summary.json").exists():
-        found = "no status.json in it: the run has ended, and an earlier fedmq kept no status"
-        raise InputError(str(run), found, f"a run with a status; `fedmq report {run}` shows the results of this one")
     if not path.exists():
         found = "no status.json in it: the run has not started yet, or it ended before its silos had joined"
         raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")

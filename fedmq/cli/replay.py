@@ -58,8 +58,6 @@ def add_replay(app: typer.Typer) -> None:
         from fedmq.runs import results  # noqa: PLC0415
 
         resolved_run = resolved(source, adopt=False)
-        scenario = results.as_measured(resolved_run.scenario, results.read_summary(folder))
-        resolved_run = replace(resolved_run, scenario=scenario)
         replay.require_repeatable(resolved_run.scenario, folder)
         sites = _sites(resolved_run, folder, site or [], quiet=quiet)
         before = replay.read_record(folder)

@@ -72,7 +72,8 @@ def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bo
     Raises:
         InputError: the run is not finished, its files are invalid, or a log is damaged where that is refused.
     """
-    import protocols  # noqa: F401, PLC0415 - registers the objectives
+    import protocols  # noqa: PLC0415 - registers the objectives
+    from fedmq.config.resolve import load  # noqa: PLC0415
     from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
     from fedmq.runs import results  # noqa: PLC0415
@@ -88,5 +89,5 @@ def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bo
             report_data.write(release, progress)
     except InputError as error:
         reason = str(error)
-    run_report.write(folder, logged)
+    run_report.write(folder, protocols.reported(load(folder.scenario).protocol.name), logged)
     return reason

@@ -118,7 +118,7 @@ def scenario_command(
     if resume is None or extend is not None:
         _begin(folder, run.scenario, extended=extend is not None)
     with _tracked(run, folder):
-        with live_page(folder, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
+        with live_page(folder, run, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
             simulated = _launcher(inline=inline)(
                 run, folder, resume=resume is not None, status=status, data=data, logs=logs
             )

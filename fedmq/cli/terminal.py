@@ -120,7 +120,7 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  left {left}{refused}"
+        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  ETA {left}{refused}"
     )
 
 
@@ -139,7 +139,7 @@ def status_table(status: Status, left: str, title: str, custom: Sequence[Metric]
     waiting = max(0, status.online - status.training)
     bar = ProgressBar(total=status.rounds, completed=status.round, width=_MIDDLE)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
-    table.add_row("", bar, f"left {left}")
+    table.add_row("", bar, f"ETA {left}")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
     measured = [
         f"{metric.heading} {status.metrics[metric.name]:.3f}"

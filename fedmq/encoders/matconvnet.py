@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from fedmq.config.scenario import Backbone
 from fedmq.errors import InputError
-from fedmq.packages import package
+from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digest, key_of
-from fedmq.storage.mat_files import check_mat
+from fedmq.storage.mat_files import structs_of
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -43,23 +43,6 @@ def weights_digest(backbone: Backbone) -> str:
         InputError: the file does not exist.
     """
     return key_of("matconvnet", file_digest(_file(backbone)))
-
-
-def _plain(value: Any) -> Any:
-    """Convert MATLAB values: structs to dicts, cells to lists, strings to str; other arrays are unchanged.
-
-    scipy's own simplification also squeezes arrays: fc7's filters [1, 1, 4096, 4096] would lose their first two axes.
-    """
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype.names is not None:
-        structs = [{name: _plain(item[name]) for name in value.dtype.names} for item in value.ravel("F")]
-        return structs[0] if len(structs) == 1 else structs
-    if value.dtype == object:
-        return [_plain(item) for item in value.ravel("F")]
-    if value.dtype.kind == "U":
-        return "".join(value.ravel())
-    return value
 
 
 def _numbers(value: Any, count: int) -> list[int]:
@@ -175,17 +158,16 @@ def load(backbone: Backbone, device: str | torch.device) -> Network:
     Raises:
         InputError: scipy is not installed, or the file is not a MatConvNet network.
     """
-    path = _file(backbone)
-    reader = package("scipy.io", "formats", str(path))
+    path, allowed = _file(backbone), "a network of MatConvNet (.mat with layers)"
+    place = f"backbone.pretrained: {path}"
+    content = quarantine.read(structs_of, path, place=place, allowed=allowed, files=[path], libraries=["scipy.io"])
     try:
-        check_mat(path)
-        content = {name: _plain(value) for name, value in reader.loadmat(path).items()}
         normalisation = content.get("normalization") or content["meta"]["normalization"]
         mean = torch.from_numpy(np.asarray(normalisation["averageImage"], dtype=np.float32).copy()).to(device)
         mean = mean.permute(2, 0, 1) if mean.ndim == 3 else mean.view(-1, 1, 1)
         return Network([dict(layer) for layer in content["layers"]], mean).to(device)
     except InputError:
         raise
-    except Exception as error:  # scipy raises various exceptions, and any field may be missing
+    except Exception as error:  # any field may be missing, or hold something else
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"backbone.pretrained: {path}", reason, "a network of MatConvNet (.mat with layers)") from None
+        raise InputError(place, reason, allowed) from None

@@ -27,8 +27,7 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta
-from fedmq.data.readers.features import BROKEN_NPZ
-from fedmq.data.readers.npz_bounds import check_characters, check_npz
+from fedmq.data.readers.array_formats import read_array
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
@@ -36,6 +35,7 @@ from fedmq.evaluation import hamming
 from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, pictures_below, site_gallery
 from fedmq.retrieval.nearest import FAISS_FROM, faiss, flat_index
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
+from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.json_files import Stored, read_json
 
@@ -273,16 +273,11 @@ class Gallery:
         Raises:
             InputError: the file is damaged, or holds something else than ``gallery.json`` says.
         """
-        try:
-            check_npz(self.vectors)
-            with np.load(self.vectors, allow_pickle=False) as stored:
-                found: Array = stored[name]
-            if isinstance(found, np.ndarray):
-                check_characters(found)
-        except BROKEN_NPZ as error:
-            raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
-        # NumPy returns a member of the archive that is not an array as bytes.
-        about = (found.dtype.kind, *found.shape) if isinstance(found, np.ndarray) else ("bytes",)
+        arguments = (self.vectors, name, False, False)
+        found: Array = quarantine.read(
+            read_array, *arguments, place=str(self.vectors), allowed=_AGAIN, files=[self.vectors]
+        )
+        about = (found.dtype.kind, *found.shape)
         if about != (expected := self._described(name)) or not self._sound(name, found):
             shown = f"{about[0]} {list(about[1:])}, or other values"
             raise InputError(f"{self.vectors}: {name}", shown, f"{expected[0]} {list(expected[1:])} of {_AGAIN}")

@@ -1,36 +1,34 @@
-"""List the arrays in .mat, .h5 and .npz files and identify images, texts and labels of each part by their names.
+"""Arrays of .mat, .h5 and .npz files: images, texts and labels of each part are identified by the arrays' names.
 
 A name is split into words: ``I_tr``, ``train_imgs_deep`` and ``img_train`` are training images, ``LAll`` and ``Label``
-are the labels of all items. Image arrays of two dimensions are features, those of four are pixels. Nothing is
-unpickled, and truncated files are rejected.
+are the labels of all items. Image arrays of two dimensions are features, those of four are pixels.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.readers import sparse
-from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
+from fedmq.data.readers import array_formats
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import is_leftover
+from fedmq.encoders.images import Pixels, is_leftover
 from fedmq.errors import InputError
-from fedmq.packages import package
-from fedmq.storage.mat_files import check_mat
-from fedmq.storage.regular_files import check_regular
+from fedmq.storage import quarantine
+from fedmq.storage.cache import file_digests
 
 Array = npt.NDArray[Any]
 Role = Literal["image", "text", "labels"]
 
 ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
-HDF5 = b"\x89HDF\r\n\x1a\n"
 PARTS: Mapping[str, frozenset[str]] = {
     "train": frozenset({"tr", "tra", "train", "training"}),
     "val": frozenset({"val", "valid", "validation"}),
@@ -43,6 +41,8 @@ WORDS: Mapping[Role, frozenset[str]] = {
     "text": frozenset({"t", "y", "txt", "txts", "text", "texts", "tag", "tags", "sentence", "sentences", "bow"}),
     "image": frozenset({"i", "f", "x", "img", "imgs", "image", "images"}),
 }
+_FLAGS: tuple[Literal["matlab", "strings", "integers", "hdf5"], ...] = ("matlab", "strings", "integers", "hdf5")
+_LIBRARIES = ("h5py", "scipy.io", "scipy.sparse")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Stored:
         matlab: stored in HDF5 with reversed axes, as MATLAB does.
         strings: holds strings; a row of a MATLAB character array is one string.
         integers: has an integer dtype, if the file lists dtypes.
+        hdf5: the file is HDF5.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Stored:
     matlab: bool = False
     strings: bool = False
     integers: bool = False
+    hdf5: bool = False
 
     @property
     def place(self) -> str:
@@ -76,7 +78,8 @@ class Stored:
         Raises:
             InputError: the array is unreadable or holds Python objects.
         """
-        array: Array = guarded(self.path, self._read)
+        about = (self.key, self.matlab, self.strings)
+        array: Array = _from(self.path, self.place, array_formats.read_array, self.path, *about)
         return array
 
     def numbers(self) -> Array:
@@ -90,111 +93,12 @@ class Stored:
             raise InputError(self.place, f"dtype {array.dtype}", "real numbers")
         return array
 
-    def _read(self) -> Array:
-        if self.path.suffix.lower() == ".npz":
-            with np.load(self.path, allow_pickle=False) as opened:
-                array = np.asarray(opened[self.key])
-            check_characters(array)
-            return array
-        if is_hdf5(self.path):
-            h5py = package("h5py", "formats", str(self.path))
-            with h5py.File(self.path, "r") as opened:
-                node = opened[self.key]
-                if isinstance(node, h5py.Group):
-                    value = sparse.hdf5_dense(self.place, node)
-                elif h5py.check_string_dtype(node.dtype) is not None:
-                    return np.array(node.asstr()[()], dtype=np.str_)
-                else:
-                    value = np.asarray(node[()])
-            value = value.transpose() if self.matlab else value
-            return _strings(value) if self.strings else value
-        value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
-        if value.dtype == object and not hasattr(value, "toarray"):
-            # A MATLAB cell array; cells that are not strings are converted here and rejected by the caller.
-            return np.array([str(np.squeeze(cell)) for cell in value.reshape(-1)])
-        if hasattr(value, "toarray"):
-            # Tags are often stored as a sparse matrix. SciPy's own conversion does not check row indices.
-            sparse.bounded(self.place, *value.shape)
-            value = value.tocsc()
-            value = sparse.dense(self.place, value.shape[0], value.data, value.indices, value.indptr).transpose()
-        return np.asarray(value)
 
-
-def _strings(codes: Array) -> Array:
-    """Strings [n] from character codes [n, length], the way MATLAB stores them in HDF5."""
-    return np.array(["".join(map(chr, row)) for row in np.atleast_2d(codes).tolist()])
-
-
-def is_hdf5(path: Path) -> bool:
-    """Whether a file has the HDF5 signature at its start, or after the 512 bytes that MATLAB puts before it."""
-    with path.open("rb") as file:
-        head = file.read(520)
-    return head.startswith(HDF5) or head[512:] == HDF5
-
-
-def guarded(path: Path, work: Callable[[], Any]) -> Any:
-    """Run a reader of ``path`` and turn any exception into a one-line error.
-
-    Raises:
-        InputError: ``work`` raised any exception.
-    """
-    try:
-        return work()
-    except InputError:
-        raise
-    except Exception as error:  # SciPy, h5py, zipfile, zlib and NumPy raise various exceptions on a broken file
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
-
-
-def _arrays_in(path: Path, also: str) -> list[Stored]:
-    """List one file's arrays without reading them, and any entry ``also``, so that a bad one is not ignored."""
-    if path.suffix.lower() == ".npz":
-        with np.load(path, allow_pickle=False) as opened:
-            found = [(key, *npz_array(opened.zip, key)) for key in opened.files]
-        return [
-            Stored(path, key, shape, strings=kind.kind in "US", integers=kind.kind in "iu")
-            for key, shape, kind in found
-        ]
-    if is_hdf5(path):
-        h5py = package("h5py", "formats", str(path))
-        with h5py.File(path, "r") as opened:
-            if unnamed := [key for key in opened if not isinstance(key, str)]:
-                raise InputError(str(path), f"an array of the name {unnamed[0]!r}", "names in UTF-8")
-            datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
-            # Sparse arrays and MATLAB structs are groups. Structs are skipped; as `split` they are rejected.
-            groups = {
-                key: value
-                for key, value in opened.items()
-                if key not in datasets and ("MATLAB_sparse" in getattr(value, "attrs", ()) or key == also)
-            }
-            return [
-                _dataset(path, key, value, strings)
-                for key, value in datasets.items()
-                if (strings := h5py.check_string_dtype(value.dtype) is not None)
-                or value.dtype.kind in "iufb"
-                or key == also
-            ] + [
-                Stored(path, key, sparse.hdf5_shape(f"{path}: {key}", value), matlab=True)
-                for key, value in groups.items()
-            ]
-    check_mat(path)
-    listed = package("scipy.io", "formats", str(path)).whosmat(path)
-    return [
-        Stored(path, key, tuple(map(int, shape)), strings=kind == "char", integers=kind.startswith(("int", "uint")))
-        for key, shape, kind in listed
-        if kind not in ("cell", "struct", "object") or key == also
-    ]
-
-
-def _dataset(path: Path, key: str, value: Any, strings: bool) -> Stored:
-    """One array of an HDF5 file."""
-    shape, matlab = tuple(map(int, value.shape)), value.attrs.get("MATLAB_class")
-    integers = value.dtype.kind in "iu"
-    if matlab is None:
-        return Stored(path, key, shape, strings=strings, integers=integers)
-    characters = matlab == b"char" and not strings
-    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, strings or characters, integers)
+def _from(path: Path, place: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """What a function of ``array_formats`` reads from a file."""
+    allowed = f"a readable {path.suffix} file of plain arrays"
+    libraries = () if path.suffix.lower() in (".npz", ".safetensors") else _LIBRARIES
+    return quarantine.read(function, *arguments, place=place, allowed=allowed, files=[path], libraries=libraries)
 
 
 def list_arrays(path: Path, also: str = "split") -> list[Stored]:
@@ -207,15 +111,8 @@ def list_arrays(path: Path, also: str = "split") -> list[Stored]:
     Raises:
         InputError: the file is missing, truncated or unreadable.
     """
-    check = check_npz if path.suffix.lower() == ".npz" else _check_file
-    guarded(path, lambda: check(path))
-    arrays: list[Stored] = guarded(path, lambda: _arrays_in(path, also))
-    return arrays
-
-
-def _check_file(path: Path) -> None:
-    """Refuse a pipe or a device, which reading could wait for without end."""
-    check_regular(path, 1 << 62, "a file of arrays")
+    listed: list[array_formats.Listed] = _from(path, str(path), array_formats.list_arrays, path, also)
+    return [Stored(path, about["key"], tuple(about["shape"]), *(about[name] for name in _FLAGS)) for about in listed]
 
 
 def _array_files_in(folder: Path) -> list[Path]:
@@ -359,7 +256,7 @@ def _items_in_rows(by_role: StoredByRole, place: str, split: Stored | None) -> S
         }
 
     def unmarked(array: Stored) -> bool:
-        return not array.matlab and array.path.suffix.lower() != ".npz" and is_hdf5(array.path)
+        return array.hdf5 and not array.matlab
 
     shown = ", ".join(f"{array.key} {list(array.shape)}" for array in by_role.values())
     fits, columns = _consistent(by_role, split), turn(unmarked)
@@ -392,3 +289,96 @@ def parts_of(by_role: Mapping[tuple[str, Role], Stored], place: str) -> list[str
         allowed = "image and text under names like I_tr, T_tr, L_tr, I_te, T_te, L_te or IAll, TAll, LAll"
         raise InputError(place, f"{names}; no {lacking[0] if lacking else 'image'}", allowed)
     return parts
+
+
+# --- pixels ---------------------------------------------------------------------------------------------------------
+
+_OPENING = threading.Lock()
+_ALLOWED = "whole numbers 0 to 255 in three channels"
+
+
+@dataclass(frozen=True)
+class PixelArray:
+    """Pictures in one stored array, for ``stored_pictures.Rows``; pictures in an HDF5 file are read one by one.
+
+    Args:
+        stored: array of four dimensions: pictures first or last, and three channels before or after height and width.
+        n: number of pictures.
+    """
+
+    stored: Stored
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    @property
+    def place(self) -> str:
+        """Name of the array in error messages."""
+        return self.stored.place
+
+    def name(self, row: int) -> str:
+        """Name of one picture in error messages."""
+        return f"{self.place}[{row}]"
+
+    @cached_property
+    def stamp(self) -> str:
+        """The digest of the file, and the array's name."""
+        return f"{file_digests([self.stored.path])[0]}|{self.stored.key}"
+
+    @cached_property
+    def _all(self) -> Array:
+        return self.stored.read()
+
+    def _stored(self, row: int) -> Array:
+        """One picture with its axes as they are stored."""
+        if self.stored.hdf5:
+            path, shape = self.stored.path, self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
+            arguments = (path, self.stored.key, row, shape[0] != self.n)
+            array: Array = _from(path, self.name(row), array_formats.read_hdf5_row, *arguments)
+            return array
+        # Other files can only be read as a whole; the lock keeps threads from doing so several times.
+        with _OPENING:
+            images = self._all
+        if images.ndim != 4 or self.n not in (images.shape[0], images.shape[3]):
+            raise InputError(self.place, f"shape {list(images.shape)}", f"{self.n} pictures")
+        return images[row] if images.shape[0] == self.n else images[..., row]
+
+    def checked(self) -> PixelArray:
+        """Validate the array, so that it is reported once and not for each picture, and return it.
+
+        Raises:
+            InputError: there is no channel axis of size 3, or the dtype is not an integer type and the first, middle or
+                last picture has values other than integers from 0 to 255.
+        """
+        shape = self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
+        rest = shape[1:] if shape[0] == self.n else shape[:-1]
+        if 3 not in (rest[0], rest[2]) or 0 in shape:
+            raise InputError(self.place, f"shape {list(self.stored.shape)}", _ALLOWED)
+        if not self.stored.integers:
+            # MATLAB's default type is double. Checking every picture would take as long as the extraction.
+            for row in sorted({0, self.n // 2, self.n - 1}):
+                self.picture(row)
+        return self
+
+    def picture(self, row: int) -> Pixels:
+        """Read one picture: uint8 [height, width, 3].
+
+        Raises:
+            InputError: the picture cannot be read, or its values are not integers from 0 to 255.
+        """
+        picture = self._stored(row)
+        if picture.ndim != 3:
+            raise InputError(self.name(row), f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
+        # MATLAB stores arrays in HDF5 with reversed axes.
+        picture = picture.transpose() if self.stored.matlab else picture
+        picture = picture.transpose(1, 2, 0) if picture.shape[2] != 3 and picture.shape[0] == 3 else picture
+        place = self.name(row)
+        if picture.shape[2] != 3 or picture.dtype.kind not in "uif":
+            raise InputError(place, f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
+        if picture.dtype != np.uint8:
+            low, high = picture.min(), picture.max()
+            # The comparisons are false for NaN.
+            if not (low >= 0 and high <= 255 and (picture == np.round(picture)).all()):
+                raise InputError(place, f"{picture.dtype} values from {low:.6g} to {high:.6g}", _ALLOWED)
+        return np.ascontiguousarray(picture.astype(np.uint8))

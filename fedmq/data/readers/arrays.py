@@ -18,6 +18,7 @@ from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.data.readers.array_files import (
     ENDINGS,
+    PixelArray,
     Role,
     Stored,
     StoredByRole,
@@ -34,7 +35,6 @@ from fedmq.data.readers.folders import (
     wikipedia_split,
 )
 from fedmq.data.readers.label_arrays import label_array
-from fedmq.data.readers.pixel_arrays import PixelArray
 from fedmq.data.splits import SPLITS, split_codes
 from fedmq.encoders.images import is_leftover
 from fedmq.encoders.stored_pictures import Rows

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.numpy
 
 from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.prepared_arrays import first_rows
-from fedmq.data.readers.array_files import meaning
+from fedmq.data.readers.array_files import Stored, list_arrays, meaning
 from fedmq.data.readers.label_arrays import labels_of, unique_strings
-from fedmq.data.readers.npz_bounds import check_characters, check_npz, npz_array
 from fedmq.data.remarks import NOTHING, Remarks, of_vectors
 from fedmq.data.splits import draw_split, split_codes
 from fedmq.errors import InputError
@@ -67,53 +60,8 @@ class FeatureSet:
     remarks: Remarks = NOTHING
 
 
-#: Exceptions that NumPy and zipfile raise on a damaged .npz file.
-BROKEN_NPZ = (
-    OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError, AttributeError,
-    SyntaxError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
-)  # fmt: skip
-
-
 #: Range of the largest absolute value of a vector: the sum of its squares must neither overflow nor vanish.
 _SMALLEST, _LARGEST = 1e-12, 1e16
-
-
-def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
-    def read(key: str) -> Array:
-        with np.load(path, allow_pickle=False) as opened:
-            if f"{key}.npy" in opened.zip.namelist() and npz_array(opened.zip, key)[1].hasobject:
-                # Unpickling can execute arbitrary code.
-                allowed = "a plain array of numbers or strings; arrays of Python objects are pickles and are never read"
-                raise InputError(f"{path}: {key}", "an array of Python objects", allowed)
-            array: Array | bytes = opened[key]
-        if isinstance(array, bytes):  # what NumPy returns for a member of the archive that is not an array
-            raise TypeError("not an array")
-        check_characters(array)
-        return array
-
-    check_npz(path)
-    opened = np.load(path, allow_pickle=False)
-    if not isinstance(opened, np.lib.npyio.NpzFile):
-        raise InputError(str(path), "a single array", "a .npz file with keys image and text")
-    with opened:
-        return opened.files, read
-
-
-def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
-    with safetensors.safe_open(path, framework="numpy") as opened:
-        metadata, names = opened.metadata() or {}, list(opened.keys())
-    # Safetensors has no string arrays, but string metadata.
-    strings = {name: np.array(json.loads(text)) for name, text in metadata.items() if text.startswith("[")}
-
-    def read(key: str) -> Array:
-        if key in strings:
-            check_characters(strings[key])
-            return strings[key]
-        with safetensors.safe_open(path, framework="numpy") as opened:
-            array: Array = opened.get_tensor(key)
-        return array
-
-    return [*names, *strings], read
 
 
 def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
@@ -123,50 +71,32 @@ def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
         InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
             objects.
     """
-    openers = {".npz": _open_npz, ".safetensors": _open_safetensors}
-    if path.suffix not in openers:
+    if path.suffix not in (".npz", ".safetensors"):
         raise InputError(str(path), path.suffix or "no ending", ".npz or .safetensors")
     if not path.is_file():
         raise InputError(str(path), "no such file", "a file of features (.npz or .safetensors)")
-    broken = (*BROKEN_NPZ, safetensors.SafetensorError)
-    try:
-        names, read = openers[path.suffix](path)
-    except broken as error:
-        raise InputError(str(path), _line(error), f"a readable {path.suffix} file") from None
-    for name in names:
+    listed = {stored.key: stored for stored in list_arrays(path)}
+    for name in listed:
         near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
-        if name not in KNOWN and near and near[0] not in names:
+        if name not in KNOWN and near and near[0] not in listed:
             raise InputError(
                 f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
             )
-    for name in names:
-        if name not in (*KNOWN, column) and _is_part(name, read, broken):
+    for name, stored in listed.items():
+        if name not in (*KNOWN, column) and _is_part(stored):
             allowed = "image and text with all items, and split [n] with the part of each"
             raise InputError(f"{path}: {name}", "an array of a part of the items, which would be ignored", allowed)
-    if column is not None and (column in KNOWN or column not in names):
-        others = [name for name in names if name not in KNOWN]
+    if column is not None and (column in KNOWN or column not in listed):
+        others = [name for name in listed if name not in KNOWN]
         found = f"keys {', '.join(others)} in addition to the known ones" if others else "only the known keys"
         raise InputError(f"{path}: partition.column {column}", found, "a key of its own: strings or whole numbers [n]")
-    arrays = {}
-    for name in (name for name in (*KNOWN, *filter(None, [column])) if name in names):
-        try:
-            arrays[name] = read(name)
-        except broken as error:
-            raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
-    return arrays
+    return {name: listed[name].read() for name in (*KNOWN, *filter(None, [column])) if name in listed}
 
 
-def _is_part(name: str, read: Callable[[str], Array], broken: tuple[type[Exception], ...]) -> bool:
+def _is_part(stored: Stored) -> bool:
     """Whether a name such as ``image_test`` is that of the images or texts of one part, and the array holds vectors."""
-    part, role = meaning(name) or ("all", "labels")
-    try:
-        return part != "all" and role != "labels" and read(name).ndim > 1
-    except broken:  # damaged arrays of other names are ignored
-        return False
-
-
-def _line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    part, role = meaning(stored.key) or ("all", "labels")
+    return part != "all" and role != "labels" and len(stored.shape) > 1
 
 
 def _present(path: Path, arrays: Mapping[str, Array], n: int) -> Present | None:

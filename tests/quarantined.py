@@ -1,0 +1,69 @@
+"""What a reader in the quarantine may do, for tests: return values, fail, crash, hang and take memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedmq.errors import InputError
+
+
+def same(*values: Any) -> list[Any]:
+    """The arguments, and the number of the process."""
+    return [*values, os.getpid()]
+
+
+def strings() -> Any:
+    """An array of strings, one of which is no character."""
+    return np.array([0x110005, 3], np.uint32).view("U1")
+
+
+def objects() -> Any:
+    """An array of Python objects."""
+    return np.array([object()])
+
+
+def fails() -> None:
+    """Fail with a message of two lines."""
+    raise ValueError("broken\nin many ways")
+
+
+def refuses() -> None:
+    """Refuse what is read."""
+    raise InputError("another place", 3, "4")
+
+
+def crashes() -> None:
+    """Follow a null pointer."""
+    ctypes.string_at(0)
+
+
+def leaves() -> None:
+    """End the process."""
+    os._exit(9)
+
+
+def hangs() -> None:
+    """Compute for ever."""
+    while time.process_time() >= 0:
+        pass
+
+
+def sleeps(seconds: float) -> None:
+    """Wait without computing."""
+    time.sleep(seconds)
+
+
+def grows(size: int) -> int:
+    """Take memory."""
+    return len(np.ones(size, np.uint8))
+
+
+def writes(path: str) -> None:
+    """Write a file."""
+    Path(path).write_bytes(b"x" * 10_000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
-from tests.waiting import memory_uri
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 
@@ -208,11 +207,13 @@ def reported(folder: Path, keys: Path, answer: Callable[[list[memoryview]], obje
     listener, log = listen(uri), MessageLog(folder / "silo.jsonl", SILO, WallClock())
     link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, log, WallClock(), lambda: 0.0, told.append)
     link.start()
-    until = time.monotonic() + 10
-    while not told and time.monotonic() < until:
-        received = listener.receive(0.1)
-        if received is not None:
+
+    def answered() -> list[str]:
+        if (received := listener.receive(0.1)) is not None:
             listener.send(received[0], answer(received[1]))  # type: ignore[arg-type]
+        return told
+
+    wait_for(answered)
     link.close(0.5)
     listener.close()
     return told[0]
@@ -249,13 +250,13 @@ def test_a_welcome_to_an_earlier_hello_does_not_count_as_a_refusal(tmp_path: Pat
     link.start()
     received = None
     while len(hellos) < 2:
-        received = listener.receive(5.0)
+        received = listener.receive(PATIENCE)
         assert received is not None
         hellos.append(received[1])
     assert received is not None
     for hello in hellos:
         listener.send(received[0], respond(coordinator, accepted, RUN, hello, 0.0)[0])
-    ready = listener.receive(5.0)
+    ready = listener.receive(PATIENCE)
     link.close(0.5)
     listener.close()
     assert ready is not None

@@ -46,9 +46,7 @@ def refused(run: Path) -> str:
 def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
-    began = time.monotonic()
     assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
-    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("target", [None, "/dev/zero"])
@@ -96,12 +94,10 @@ def test_a_folder_of_logs_elsewhere_is_refused(run: Path, tmp_path: Path) -> Non
 def test_an_endless_line_is_refused_after_a_bounded_part_of_it(run: Path, name: str) -> None:
     with (run / name).open("r+b") as file:
         file.truncate(1 << 40)  # a terabyte of zeros that takes no space on disk
-    began = time.monotonic()
     if name == "metrics.jsonl":  # the audit continues with the other files
         assert any(f"more than {MAX_LINE:,} bytes" in finding.what for finding in audit_run(run).findings)
     else:
         assert f"more than {MAX_LINE:,} bytes" in refused(run)
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["summary.json", "model/config.json", "model/model.safetensors"])

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
@@ -34,6 +34,7 @@ from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Error, Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -99,7 +100,9 @@ with MessageLog(path, "silo-00", WallClock()) as log:
 @pytest.mark.slow
 def test_a_record_written_only_in_part_is_an_error_and_leaves_no_trace(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
-    done = subprocess.run([sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [f"{path}: could not be written: File too large"] * 2
     assert [json.loads(line).get("text") for line in lines(run, "silo-00")[3:]] == ["started", "resumed"]
@@ -466,7 +469,9 @@ def test_the_checking_script_in_the_docs_finds_what_the_audit_finds(run: Path, t
     log = run / "messages" / "silo-00.jsonl"
 
     def check() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, script, log], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [sys.executable, script, log], capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
 
     content = lines(run, "silo-00")
     assert check().stdout == f"3 records, last hash {json.loads(content[-1])['hash']}, not signed\n"
@@ -496,7 +501,9 @@ def test_the_checking_script_in_the_docs_checks_signatures(tmp_path: Path) -> No
 
     def check() -> tuple[int, str]:
         path = run / "messages" / "silo-00.jsonl"
-        done = subprocess.run([sys.executable, script, path], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, script, path], capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     signed = f"signed up to line 4 with the key SHA256 {fingerprint(key.public_key())}"

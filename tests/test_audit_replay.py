@@ -28,6 +28,7 @@ from tests.command_line import completed
 from tests.in_process_run import notes, run_restarted
 from tests.test_federation_faults import struck
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
 
@@ -253,7 +254,7 @@ def fedmq(*arguments: object, code: int = 0) -> str:
 
 def process_of(*arguments: object) -> str:
     """Run a command as a process of its own; returns what it printed."""
-    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -30,6 +30,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
 from tests.run_summaries import summary
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.slow
@@ -363,7 +364,7 @@ def test_options_of_methods_and_losses_are_explained(
 def test_output_to_a_full_device_fails_with_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "fedmq", *arguments]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == cli.FAILED
     assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"
 
@@ -483,7 +484,9 @@ def test_the_help_groups_the_commands_and_shows_first_what_a_newcomer_needs() ->
 def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
     slow = {"numpy", "pydantic", "torch", "pandas", "sklearn", "plotly"}
     code = f"import sys, fedmq.cli.main; print(sorted({slow} & sys.modules.keys()))"
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True
+    )
     assert ended.stdout == "[]\n"
 
 

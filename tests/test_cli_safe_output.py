@@ -25,7 +25,7 @@ from fedmq.audit import policy
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.audit.report import Verdict
 from fedmq.cli import main, operate, terminal
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.compare import display_progress
 from fedmq.cli.console import bar
 from fedmq.cli.search import hits_table

@@ -93,13 +93,13 @@ def test_a_few_aliases_are_read(tmp_path: Path) -> None:
 def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
-    started = time.perf_counter()
+    started = time.process_time()
     for reader in (yaml_files.read_yaml, scenarios.load, spec_file.read, read_policy):
         with pytest.raises(InputError, match=r"x\.yaml: line \d+: found .*alias"):
             reader(path)
     with pytest.raises(InputError, match="--set"):
         scenarios.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:

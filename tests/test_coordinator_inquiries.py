@@ -24,6 +24,7 @@ from fedmq.wire.messages import ANY_RUN
 from fedmq.wire.payloads import MAX_STATUS
 from tests.command_line import fedmq
 from tests.threaded_run import resolved, run_of
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def uri(tiny: Path, keys: Path) -> Iterator[str]:
     options = {"listening": note, "stop_wanted": over.is_set}
     thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
     thread.start()
-    assert listening.wait(60)
+    assert listening.wait(PATIENCE)
     yield found[0]
     over.set()
     thread.join()

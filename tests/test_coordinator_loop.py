@@ -29,7 +29,7 @@ from fedmq.wire.payloads import Metrics, Payload
 from silos.program import SiloArguments, run_silo
 from tests import in_process_run
 from tests.threaded_run import resolved, run, run_of
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ class SlowEvaluator:
 
         def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
             if not self.requests_seen:
-                assert self.enough.wait(60)
+                assert self.enough.wait(PATIENCE)
                 time.sleep(0.7)  # time for some thirty rounds if they did not wait
                 self.requests_seen = len(self.asked)
             return answer(evaluator, payloads)

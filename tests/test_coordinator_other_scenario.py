@@ -29,7 +29,7 @@ from fedmq.wire.scenario_query import OTHER_SCENARIO, ScenarioComparison, differ
 from silos.host import Host, HostArguments
 from silos.program import SiloArguments
 from tests.threaded_run import resolved, run_of
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 SILO = "silo-01"
 OTHER = ("training.learning_rate=0.5", "training.local_epochs=7", "missing_modality.silos={silo-01: text}")
@@ -63,7 +63,7 @@ def waiting_coordinator(tiny: Path, keys: Path, uri: str, out: Path) -> Iterator
     thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
     thread.start()
     try:
-        assert listening.wait(60)
+        assert listening.wait(PATIENCE)
         yield out
     finally:
         over.set()

@@ -17,7 +17,7 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import memory_uri, wait_for
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "former-0123456789ab"
 BEAT = Header(run=RUN, kind=Kind.HEARTBEAT, sender=SILO, receiver=COORDINATOR, sequence=0, sent_at=0.0)
@@ -47,7 +47,7 @@ class Ends:
         """Make a session; returns it with the frames of its ready."""
         hello, initiated = initiate(load_identity(self.keys, SILO), COORDINATOR, RUN, 0.0)
         self.send(hello)
-        frames = self.connection.receive(5.0)
+        frames = self.connection.receive(PATIENCE)
         assert frames is not None
         ready, session = complete(initiated, load_accepted(self.keys), frames, 0.0)
         self.send(ready)
@@ -56,7 +56,7 @@ class Ends:
 
     def send(self, frames: tuple[bytes, ...] | list[bytes]) -> None:
         self.connection.send(frames)
-        received = self.wire.receive(5.0)
+        received = self.wire.receive(PATIENCE)
         assert received is not None
         self.roster.take(*received)
 
@@ -146,7 +146,7 @@ def test_what_arrived_before_a_connection_broke_does_not_count_as_refused(tmp_pa
     session, _ = ends.join()
     for _ in range(2):
         ends.connection.send(seal_message(session, Message(BEAT)).frames)
-    queued = [ends.wire.receive(5.0) for _ in range(2)]
+    queued = [ends.wire.receive(PATIENCE) for _ in range(2)]
     ends.break_connection()
     for received in queued:
         assert received is not None

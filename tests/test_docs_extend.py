@@ -25,6 +25,7 @@ from fedmq.wire.log_records import NoteKind
 from tests import data_set_folders, in_process_run, queue_transport, threaded_run
 from tests.printed_code import CONTRIBUTING, EXTENDING, ROOT, blocks, file_under, recipe
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 EXTENSIONS = (
     "A method",
@@ -218,7 +219,7 @@ def python(copy: Path, *arguments: object) -> str:
         cwd=copy,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -70,10 +70,10 @@ def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulatio
         process = begin(run, "--resume", str(tmp_path / "run"))
         wait_for_version(run, process, 8)
         process.send_signal(signal.SIGTERM)
-        stopped = process.communicate(timeout=60)[0]
+        stopped = process.communicate(timeout=PATIENCE)[0]
         assert "--resume" in stopped and "silos and evaluator wait" in stopped
         process = begin(run, "--resume", str(tmp_path / "run"))
-        printed = process.communicate(timeout=60)[0]
+        printed = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == 0, printed
         run.wait()
     finally:

@@ -17,6 +17,7 @@ from fedmq.errors import InputError
 from fedmq.launch.private_folder import private_folder
 from fedmq.launch.processes import Limits, plan_hosting
 from tests.command_line import completed
+from tests.waiting import PATIENCE
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
 ENOUGH = Limits(memory=1 << 50, descriptors=1 << 20)
@@ -100,7 +101,7 @@ def finished(tiny: Path, out: Path, *options: str, files: int | None = None) -> 
         done = completed(*words)
     else:
         done = subprocess.run(
-            [FEDMQ, *words], capture_output=True, text=True, timeout=200, check=False, preexec_fn=limited
+            [FEDMQ, *words], capture_output=True, text=True, timeout=PATIENCE, check=False, preexec_fn=limited
         )
     assert done.returncode == 0, done.stderr
     assert not audit_run(out).findings

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 from silos.training_slots import Slots, slots_folder
+from tests.waiting import PATIENCE
 
 
 def made(version: int, *older: int) -> Checkpoint:
@@ -320,7 +320,7 @@ from pathlib import Path
 from silos.training_slots import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -330,10 +330,8 @@ def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     os.kill(holder.pid, signal.SIGKILL)
-    began = time.monotonic()
     with Slots(tmp_path / "r", 1).one():
-        assert time.monotonic() - began < 5
-    holder.wait()
+        holder.wait()
 
 
 @pytest.fixture
@@ -409,7 +407,7 @@ def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None
         thread = threading.Thread(target=wait)
         thread.start()
         assert not done.wait(0.2)
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     thread.join()
 
 

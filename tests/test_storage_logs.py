@@ -19,6 +19,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run, run_of
+from tests.waiting import PATIENCE
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -116,7 +117,7 @@ def test_all_processes_of_a_scenario_log_to_one_file(tiny: Path, tmp_path: Path)
     path = tmp_path / "run.log"
     options = ("--log-file", path, "--log-format", "json", "--quiet", "--out", tmp_path / "run")
     command = [sys.executable, "-m", "fedmq", "scenario", tiny, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stderr == ""
     found = lines(path)
     silos = {f"silo-0{index}" for index in range(4)}

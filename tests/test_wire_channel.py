@@ -36,7 +36,7 @@ from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
-from tests.waiting import memory_uri, wait_for
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Two fewer than fill the queue: the handshake's messages count until ZeroMQ reports that they were read.
@@ -116,10 +116,12 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
         header = roster.header(SILO, Kind.TASK, sequence=7, base_version=3)
         peer = roster._by_name[SILO]
         listener.send(peer.address, peer.session.seal(header, [b"\x01\x00\x00\x00\xc0"]).frames)
-        until, message = time.monotonic() + 10, None
-        while not isinstance(message, Message) and time.monotonic() < until:
-            got = listener.receive(0.1)
-            message = None if got is None else roster.take(*got)
+
+        def received() -> Message | None:
+            taken = None if (got := listener.receive(0.1)) is None else roster.take(*got)
+            return taken if isinstance(taken, Message) else None
+
+        message = wait_for(received)
         assert isinstance(message, Message)
         assert (message.header.kind, message.header.reply_to, message.header.base_version) == (Kind.ERROR, 7, 3)
         (said,) = message.payloads
@@ -158,7 +160,7 @@ def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
         assert FULL <= records(tmp_path, "sent").count("error") < 200
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         listener.close()
-        message = link.receive(timeout=5)
+        message = link.receive(timeout=PATIENCE)
         assert message is not None
         assert message.header.kind is Kind.STOP
         link.close()
@@ -187,7 +189,7 @@ def test_requests_for_new_keys_are_allowed_again_with_time() -> None:
 def test_after_a_stop_nothing_is_sent_to_the_coordinator(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         roster.send(SILO, roster.header(SILO, Kind.STOP))
-        message = link.receive(timeout=5)
+        message = link.receive(timeout=PATIENCE)
         assert message is not None
         assert message.header.kind is Kind.STOP
         report(link, 3)
@@ -219,14 +221,16 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
     try:
         with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
             roster = Roster(listener, identity, accepted, RUN, log, clock, max_body=1 << 20)
-            until = time.monotonic() + 60
-            while not roster.online(SILO) and time.monotonic() < until:
+
+            def joined() -> bool:
                 with suppress(RemoteWireError):  # connections with the former key of the coordinator
                     if (received := listener.receive(0.1)) is not None:
                         roster.take(*received)
                 if printed and load_accepted(site)[COORDINATOR] != accepted[COORDINATOR]:
                     accept_key(site, COORDINATOR, accepted[COORDINATOR])
-            assert roster.online(SILO)
+                return roster.online(SILO)
+
+            wait_for(joined)
     finally:
         link.close()
         listener.close()

@@ -87,7 +87,7 @@ class Constant(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in aggregation.ordered(replies)]
+        updates = [aggregation.update_of(reply) for reply in replies]
         weights = aggregation.sample_weights([update.samples for update in updates])
         return MergeResult(State(aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
 

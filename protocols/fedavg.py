@@ -137,12 +137,12 @@ class FedAvg(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        theta, _ = self.averaged(state.theta, aggregation.ordered(replies))
+        theta, _ = self.averaged(state.theta, replies)
         return MergeResult(State(theta, state.tensors, state.values))
 
     def averaged(self, theta: Tensor, replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
-        """The parameters [P] after a merge of replies in the fixed silo order, and the replies' weights float64 [M]."""
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
+        """The parameters [P] after a merge, and the replies' weights float64 [M]."""
+        updates = [aggregation.update_of(reply) for reply in replies]
         weights = self.weights(updates)
         return aggregation.merge_updates(theta, updates, weights, self.branches, self.options.branch_renorm), weights
 
@@ -189,7 +189,6 @@ class AnchoredFedAvg(FedAvg):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the updates and, with the same weights, the prototypes."""
-        replies = aggregation.ordered(replies)
         theta, weights = self.averaged(state.theta, replies)
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 

@@ -293,8 +293,7 @@ class FedBridge(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
-        replies = aggregation.ordered(replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
+        updates = [aggregation.update_of(reply) for reply in replies]
         factors = [update.factor * self._factor(update.silo, update.samples) for update in updates]
         weights = aggregation.sample_weights([update.samples for update in updates])
         weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))

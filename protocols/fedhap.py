@@ -38,7 +38,7 @@ from fedmq.federation.protocol import (
 from fedmq.federation.updates import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
-from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, DiscriminatorDelta, Payload
 from protocols import fedavg, objectives
 from protocols.objectives import triplet
 from protocols.parts import aggregation, class_prototypes, training
@@ -257,7 +257,6 @@ class FedHap(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
-        replies = aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
         if self.prototypes:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
@@ -276,7 +275,7 @@ class FedHap(FederatedProtocol):
         return replace(after, tensors={**after.tensors, _CHANGE: change})
 
     def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
-        updates = [aggregation.update_of(_as_delta(reply), self.layout) for reply in replies]
+        updates = [_discriminator_update(reply) for reply in replies]
         weights = self.fedavg.weights(updates)
         step = aggregation.weighted_sum([update.delta for update in updates], weights)
         return (change.double() + step).float()
@@ -328,10 +327,9 @@ class Terms:
         return discriminator.fooled(seen, labels, options.adv_g, options.eq8)
 
 
-def _as_delta(reply: Reply) -> Reply:
-    """The reply with its discriminator's update in place of the model's."""
-    payload = take(reply.payloads, DiscriminatorDelta)
-    return replace(reply, payloads=(Delta(payload.layout_digest, payload.buffer, payload.n_samples),))
+def _discriminator_update(reply: Reply) -> aggregation.Update:
+    sent = take(reply.payloads, DiscriminatorDelta)
+    return aggregation.Update(reply.silo, aggregation.read_only(sent.buffer), sent.n_samples, reply.factor)
 
 
 PROTOCOL = FedHap

@@ -28,7 +28,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.wire.payloads import Loss, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, personal_model, training
+from protocols.parts import personal_model, training
 from protocols.parts.options import check
 
 
@@ -87,7 +87,6 @@ class Alone(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Nothing to merge."""
-        aggregation.ordered(replies)
         return MergeResult(state)
 
     @classmethod

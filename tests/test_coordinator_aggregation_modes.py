@@ -127,7 +127,7 @@ def test_a_merge_of_half_a_cohort_decays_averages_by_the_square_root_of_the_rate
 def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> None:
     run_ = population("fedavg")
     first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
-    deltas = [aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
+    deltas = [aggregation.update_of(reply) for reply in (first, second)]
     weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
     step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
     merged = run_.protocol.merge(run_.state, [first, replace(second, participation_weight=3.0)], 0).state

@@ -14,13 +14,14 @@ from torch import Tensor
 from coordinator.aggregation import merged_state, reply_of
 from coordinator.run_context import CostModel, RunContext
 from fedmq.config.sections import Cost
+from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Representations
 from protocols.creamfl_public import GLOBAL, CreamFlPublic
 from protocols.parts.aggregation import update_of
-from tests.small_federation import SmallFederation, population
+from tests.small_federation import SmallFederation, equal_states, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
@@ -101,7 +102,7 @@ def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path
 
 
 def step_of(run: SmallFederation, reply: Reply) -> Tensor:
-    return update_of(reply, run.context.layout).delta.double()
+    return update_of(reply).delta.double()
 
 
 @pytest.mark.parametrize(
@@ -153,3 +154,20 @@ def test_public_representations_of_a_stale_silo_are_weighted_less() -> None:
         weights = score.softmax(0) * torch.tensor([1.0, 0.25])[:, None]
         weights = weights / weights.sum(0)
         torch.testing.assert_close(wanted[name], (weights[..., None] * own).sum(0))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "rcsr"])
+def test_the_order_of_arrival_does_not_change_a_merge_to_the_bit(tiny: Path, name: str) -> None:
+    run = population(name)
+    kept = setting(tiny, run, name, "aggregation={mode: sync}")
+    given = run.replies()
+    forward, backward = (merged_state(kept, run.state, arrived, 0)[0] for arrived in (given, given[::-1]))
+    assert equal_states(forward.state, backward.state)
+    assert forward.log == backward.log
+
+
+def test_one_task_of_a_silo_is_never_merged_twice(tiny: Path) -> None:
+    run = population("fedavg")
+    given = run.replies()
+    with pytest.raises(RemoteWireError):
+        merged_state(setting(tiny, run, "fedavg"), run.state, [*given, given[0]], 0)

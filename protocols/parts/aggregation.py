@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, ReportedValue, SiloFacts, take
+from fedmq.federation.protocol import Reply, ReportedValue, SiloFacts
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
-from fedmq.wire.fields import all_finite
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, Model, PartialDelta
 
@@ -34,11 +33,11 @@ LARGEST_WEIGHT = ReportedValue(
 
 @dataclass(frozen=True)
 class Update:
-    """A validated update from one reply.
+    """The update of one reply, as methods average it.
 
     Args:
         silo: the sender.
-        delta: float32 [P].
+        delta: float32 [P], of the whole model or of the method's shared layers.
         samples: number of local samples it was trained on.
         factor: weight factor of the reply, from its staleness and how rarely its silo replies.
     """
@@ -90,44 +89,10 @@ def ordered(replies: Sequence[Reply]) -> list[Reply]:
     return result
 
 
-def update_of(reply: Reply, layout: Layout) -> Update:
-    """Extract and validate the update of a reply.
-
-    Raises:
-        RemoteWireError: no Delta, a different layout, a wrong size or dtype, NaN or infinity, or ``n_samples`` below 1.
-    """
-    payload = take(reply.payloads, Delta)
-    if payload.layout_digest != layout.digest:
-        raise RemoteWireError("layout", f"{reply.silo.name}: delta of another layout")
-    if payload.buffer.dtype != np.float32 or payload.buffer.shape != (layout.size,):
-        actual = f"{payload.buffer.dtype} {payload.buffer.shape}"
-        raise RemoteWireError("layout", f"{reply.silo.name}: delta is {actual}, expected float32 ({layout.size},)")
-    if payload.n_samples < 1:
-        raise RemoteWireError("malformed", f"{reply.silo.name}: delta of no samples")
-    if not all_finite(payload.buffer):
-        raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
-    delta = read_only(payload.buffer)
-    return Update(reply.silo, delta, payload.n_samples, reply.factor)
-
-
-def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Update:
-    """Extract and validate a reply's update of some layers; its delta is float32 [size of ``layout.part(names)``].
-
-    Args:
-        reply: with a PartialDelta.
-        layout: layout of the whole model.
-        names: the shared layers, in the layout's order.
-
-    Raises:
-        RemoteWireError: no PartialDelta, different layers, a wrong size or dtype, NaN or infinity, or ``n_samples``
-            below 1.
-    """
-    payload = take(reply.payloads, PartialDelta)
-    part = layout.part(names)
-    if payload.layout_digest != layout.digest or payload.names != tuple(entry.name for entry in part.entries):
-        raise RemoteWireError("layout", f"{reply.silo.name}: partial delta of other layers")
-    delta = Delta(part.digest, payload.buffer, payload.n_samples)
-    return update_of(replace(reply, payloads=(delta,)), part)
+def update_of(reply: Reply) -> Update:
+    """The update of a reply, which the coordinator has validated and completed; its delta is read-only."""
+    payload = next(payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta))
+    return Update(reply.silo, read_only(payload.buffer), payload.n_samples, reply.factor)
 
 
 def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:

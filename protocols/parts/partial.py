@@ -94,11 +94,10 @@ class PartialFedAvg:
 
         Args:
             state: state before the merge.
-            replies: replies in any order.
-            weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
+            replies: replies in the fixed silo order.
+            weights: float64 [M] of the replies; None uses FedAvg's.
         """
-        layout, replies = self.context.layout, aggregation.ordered(replies)
-        updates = [aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
+        layout, updates = self.context.layout, [aggregation.update_of(reply) for reply in replies]
         if weights is None:
             weights = self.fedavg.weights(updates)
         else:

@@ -34,7 +34,8 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
-from fedmq.wire.log_records import MessageRecord, NoteKind, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
@@ -304,7 +305,7 @@ def fatally_failing(scenario: Scenario) -> Callable[[str, Path], None]:
             if open_message(session, frames)[0].header.kind is Kind.TASK:
                 break
         connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
-        wait_for(lambda: in_process_run.notes(keys.parent, NoteKind.ERROR_REPORTED))
+        wait_for(lambda: in_process_run.notes(keys.parent, LogEvent.ERROR_REPORTED))
         connection.close()
 
     return silo

@@ -14,7 +14,8 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import HelloRefusedError, complete, initiate, reject, respond
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
-from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import HandshakeRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
@@ -94,7 +95,7 @@ def test_noise_is_counted_but_only_some_of_each_connection_and_each_minute_is_lo
     assert len(coordinator.records(RefusedRecord)) == PER_MINUTE + 1
     (note,) = coordinator.records(NoteRecord)
     assert isinstance(note, NoteRecord)
-    assert (note.text, note.facts["count"]) == (NoteKind.REFUSALS_COUNTED, 2000 - PER_MINUTE)
+    assert (note.event, note.facts["count"]) == (LogEvent.REFUSALS_COUNTED, 2000 - PER_MINUTE)
     assert coordinator.sessions.refused.total() == 2001
 
 
@@ -236,7 +237,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     assert "does not accept this key of silo-00" in line
     assert words(load_identity(tmp_path / "keys", SILO)) in line
     notes = [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, NoteRecord)]
-    assert notes[0].text is NoteKind.HELLO_REFUSED
+    assert notes[0].event is LogEvent.HELLO_REFUSED
     assert notes[0].facts == {"reason": "unknown_sender", "detail": "this key is not accepted"}
 
 

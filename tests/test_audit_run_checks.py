@@ -161,7 +161,7 @@ def test_an_unfinished_run_has_no_findings(run: Path) -> None:
 
 def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
-    kill_before(run, "digests of the results")
+    kill_before(run, "result_digests")
     assert found(run) == []
 
 
@@ -193,7 +193,7 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     own = {name: theirs[name] for name in ("model_digest", "released_with")}
     edit(run / "summary.json", lambda summary: summary.update(own))
     flat = {"model_digest": own["model_digest"], **own["released_with"]}
-    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
+    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("event") == "released" else record)
     findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
     heads = [what for what in findings if what.startswith("carries a head")]
     assert len(heads) == len(peers(run))  # in its last messages

@@ -26,7 +26,7 @@ from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
 from tests.run_summaries import summary
@@ -263,7 +263,7 @@ def test_data_check_shows_which_silo_would_hold_which_data(
 def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
     assert fedmq(monkeypatch, "audit", tmp_path) == 0
     path.write_text(path.read_text().replace("started", "stopped"))
     assert fedmq(monkeypatch, "audit", tmp_path) == 3

@@ -216,10 +216,10 @@ def test_logs_for_operators_are_harmless_in_every_format(text: str) -> None:
 
 def test_message_logs_are_ascii(tmp_path: Path) -> None:
     from fedmq.clock import WallClock
-    from fedmq.wire.log_records import NoteKind
+    from fedmq.wire.log_events import LogEvent
 
     with MessageLog(tmp_path / "log", "coordinator", WallClock()) as log:
-        log.note(NoteKind.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
+        log.note(LogEvent.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
     assert_harmless((tmp_path / "log").read_text())
 
 

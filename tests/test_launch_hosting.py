@@ -140,7 +140,7 @@ def test_faults_of_a_hosted_silo_are_carried_out_on_its_host(tiny: Path, tmp_pat
     hosted, _ = finished(tiny, tmp_path / "hosted", *options, "--set", "silos.hosts=2")
     assert hosted["model_digest"] == own["model_digest"]
     record = (tmp_path / "hosted" / "messages" / "coordinator.jsonl").read_text()
-    assert '"text":"fault"' in record.replace(" ", "")
+    assert '"event":"fault"' in record.replace(" ", "")
 
 
 @pytest.mark.slow

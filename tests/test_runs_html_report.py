@@ -272,7 +272,7 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     # A silo that was lost for a while is sent its task again, and its second reply is discarded.
     lines = [json.loads(line) for line in photo_run.messages("coordinator").read_text().splitlines()]
     sent = next(each for each in lines if each.get("kind") == "task")
-    again = {"text": "reply discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
+    again = {"event": "reply_discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
     note = {key: sent[key] for key in ("hash", "n", "previous", "process", "run", "wall")} | {"action": "note", **again}
     task = facts.tasks[sent["receiver"], sent["sequence"]]
     before = dataclasses.replace(task)

@@ -26,7 +26,7 @@ from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 from silos.training_slots import Slots, slots_folder
@@ -111,12 +111,12 @@ def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written
 def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
         path.parent.rename(tmp_path / "moved")
-        log.note(NoteKind.RESUMED)  # it still has a name
+        log.note(LogEvent.RESUMED)  # it still has a name
         (tmp_path / "moved" / path.name).unlink()
         with pytest.raises(DiskError, match=r"silo-00\.jsonl: was deleted while silo-00 was writing it"):
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.ENDED)
         assert log.records == 2
 
 

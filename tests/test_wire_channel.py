@@ -18,14 +18,14 @@ from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
 from fedmq.wire.limits import RateLimit
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
-    EventRecord,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
+    TimelineRecord,
     read_log,
 )
 from fedmq.wire.message_log import MessageLog
@@ -101,8 +101,8 @@ def _kind(record: LogRecord) -> str:
             return record.kind
         case RefusedRecord():
             return record.reason
-        case NoteRecord() | EventRecord():
-            return record.text
+        case NoteRecord() | TimelineRecord():
+            return record.event
 
 
 def report(link: Channel, count: int) -> None:
@@ -135,7 +135,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 def test_the_coordinator_may_be_busy_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
-        assert NoteKind.COORDINATOR_SILENT not in records(tmp_path, "note")
+        assert LogEvent.HEARTBEAT_MISSED not in records(tmp_path, "note")
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -147,7 +147,7 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
         clock.ahead = 3 * BEAT_SECONDS
         serve_until(listener, roster, lambda: roster.online(SILO))
         assert roster.online(SILO)
-        assert records(tmp_path, "note") == [NoteKind.STOOD_STILL]
+        assert records(tmp_path, "note") == [LogEvent.PROCESS_SUSPENDED]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -176,7 +176,7 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
         assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
-    assert records(tmp_path, "note") == [NoteKind.TOO_MANY]
+    assert records(tmp_path, "note") == [LogEvent.RATE_LIMITED]
     assert records(tmp_path, "sent").count("rekey") >= 3
 
 

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from coordinator.peers import Ready
-from coordinator.roster import Roster
+from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity

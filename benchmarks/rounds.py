@@ -15,15 +15,14 @@ import torch
 
 from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, started, two_branches
 from benchmarks.measure import Number, Result, Stopwatch, spread
-from coordinator import checkpoint_files, reply_validation, roster
-from coordinator.cost import CostModel
+from coordinator import checkpoints, sessions, updates
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
-from coordinator.fault_injection import FaultInjector
+from coordinator.faults import FaultInjector
 from coordinator.loop import Loop
 from coordinator.rounds import Rounds
-from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
+from coordinator.run_context import CostModel, RunContext
+from coordinator.status import StatusReport
 from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario
 from fedmq.config.sections import Silos
@@ -168,13 +167,13 @@ def run(*, smoke: bool = False) -> Result:
                 with (
                     started(_silo, arguments),
                     watch.around(
-                        (roster, "seal_message", "sealing tasks"),
+                        (sessions, "seal_message", "sealing tasks"),
                         (type(listener), "send", "passing tasks to ZeroMQ"),
                         (Session, "open", "opening replies"),
-                        (roster, "decode_opened", "decoding replies"),
-                        (reply_validation, "check_reply", "checking replies"),
+                        (sessions, "decode_opened", "decoding replies"),
+                        (updates, "check_reply", "checking replies"),
                         (context.protocol, "merge", "merging"),
-                        (checkpoint_files, "save", "checkpoint, in total"),
+                        (checkpoints, "save", "checkpoint, in total"),
                         (os, "fsync", "of that in fsync"),
                     ),
                 ):

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 
-from coordinator.data_disputes import Disputes
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.agreement import FormatError, RunData, agreed_format, difference, run_data_of, unknown_name
@@ -25,6 +24,79 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
+
+
+class FormatConflicts:
+    """The formats that silos have stated, and which of them do not fit together.
+
+    Attributes:
+        formats: each silo's format, in the order in which they were stated.
+    """
+
+    def __init__(self) -> None:
+        self.formats: dict[str, DataFormat] = {}
+        self._against: dict[str, set[str]] = {}
+
+    def state(self, name: str, held: DataFormat) -> None:
+        """A silo states its data, for the first time or again."""
+        self.withdraw(name)
+        others = {other for other, format_ in self.formats.items() if difference(name, held, other, format_)}
+        self.formats[name], self._against[name] = held, others
+        for other in others:
+            self._against[other].add(name)
+
+    def withdraw(self, name: str) -> None:
+        """Forget what a silo stated."""
+        self.formats.pop(name, None)
+        for other in self._against.pop(name, ()):
+            self._against[other].discard(name)
+
+    @property
+    def open(self) -> str:
+        """How two silos that wait for further ones differ; empty if all fit together."""
+        for name, others in self._against.items():
+            for other in sorted(others):
+                return self._difference(name, other)
+        return ""
+
+    def _difference(self, name: str, other: str) -> str:
+        return difference(name, self.formats[name], other, self.formats[other]) or ""
+
+    def refused(self, *, complete: bool) -> dict[str, str]:
+        """The silos to refuse, with the line for their operators.
+
+        Args:
+            complete: whether all silos of the run have stated their data.
+        """
+        found = dict[str, str]()
+        for name, others in self._against.items():
+            better = [other for other in others if len(self._against[other]) < len(self._against[name])]
+            if better:
+                found[name] = self._outvoted(name, min(better, key=lambda other: (len(self._against[other]), other)))
+        if complete and not found:
+            order = list(self.formats)
+            for name, others in self._against.items():
+                earlier = [other for other in others if order.index(other) < order.index(name)]
+                if earlier:
+                    found[name] = self._undecided(name, min(earlier, key=order.index))
+        return found
+
+    def _outvoted(self, name: str, other: str) -> str:
+        silos = len(self.formats)
+        fits = [silos - len(self._against[each]) - 1 for each in (name, other)]
+        return (
+            f"{self._difference(name, other)}; {name} fits with {fits[0]} of the other silos that have stated their "
+            f"data, {other} with {fits[1]}. Correct the data of {name} and start it again; if {other} is wrong, "
+            "correct the data of the silos that agree with it, and start them again"
+        )
+
+    def _undecided(self, name: str, other: str) -> str:
+        return (
+            f"{self._difference(name, other)}, and no other silo shows which of them is wrong. If it is {name}, "
+            f"correct its data and start it again; if it is {other}, which stated its data first, stop {other}, "
+            f"correct its data, and start both again"
+        )
+
 
 _SHOWN = 12  # characters of a digest shown in a message
 _NAMED = 3  # silos named in a message
@@ -147,7 +219,7 @@ class OwnDataAdmission:
         stated: what each peer stated.
         late: what silos stated after the agreement that are not included yet.
         agreed: the agreed format; None until enough silos have stated theirs.
-        disputes: the formats stated before the agreement.
+        conflicts: the formats stated before the agreement.
 
     Raises:
         InputError: ``known`` belongs to other silos or another run.
@@ -166,7 +238,7 @@ class OwnDataAdmission:
         self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
         self.late: dict[str, tuple[DataStatement, DataFormat]] = {}
         self.agreed: DataFormat | None = None
-        self.disputes = Disputes()
+        self.conflicts = FormatConflicts()
         self._included: list[str] = []
         self._confirmable: list[list[str]] = []
         if known is not None:
@@ -199,7 +271,7 @@ class OwnDataAdmission:
     def agreeable(self) -> bool:
         """Whether silos can agree: all of them or the minimum have stated their data, which fit together."""
         enough = not self.missing or (self._minimum is not None and len(self._known) >= self._minimum)
-        return self.agreed is not None or (enough and not self.disputes.open)
+        return self.agreed is not None or (enough and not self.conflicts.open)
 
     def decide(self, name: str, message: Message) -> Admitted | Waiting | Agree:
         """Handle a statement or a confirmation; see :class:`Admission`."""
@@ -229,10 +301,10 @@ class OwnDataAdmission:
     def _state(self, name: str, statement: DataStatement, held: DataFormat) -> Waiting:
         """Record a statement before the agreement; returns the names of the silos that are refused because of it."""
         self.stated[name] = statement, held
-        self.disputes.state(name, held)
-        refused = self.disputes.refused(complete=not self.missing)
+        self.conflicts.state(name, held)
+        refused = self.conflicts.refused(complete=not self.missing)
         for each in refused:
-            self.disputes.withdraw(each)
+            self.conflicts.withdraw(each)
             del self.stated[each]
         return Waiting(refused)
 
@@ -240,7 +312,7 @@ class OwnDataAdmission:
         """Forget what a silo has stated, unless the silos have agreed on it; see :class:`Admission`."""
         self.late.pop(name, None)
         if self.agreed is None:
-            self.disputes.withdraw(name)
+            self.conflicts.withdraw(name)
             self.stated.pop(name, None)
 
     def _check_same(self, name: str, statement: DataStatement, held: DataFormat) -> None:

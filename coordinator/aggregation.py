@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
-from fedmq.errors import InputError, RunError
+from fedmq.errors import RunError
 from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
-from fedmq.federation.updates import damping, mixed, rarity
+from fedmq.federation.updates import damping, mixed, participation_weight
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Delta, Loss, PartialDelta
+from fedmq.wire.payloads import Loss
 from protocols.parts.missing_branch import completed
-from protocols.parts.robust import LEAST, robust_replies
+from protocols.parts.robust import robust_replies
 
 
 def reply_of(
@@ -49,7 +49,9 @@ def reply_of(
         completed(payload, run_context.context.layout, run_context.traits.shared_layers, silo)
         for payload in message.payloads
     )
-    return Reply(silo, sequence, base, age, factor, payloads, _rarity(run_context, silo.name, merged), states[base])
+    return Reply(
+        silo, sequence, base, age, factor, payloads, _participation_weight(run_context, silo.name, merged), states[base]
+    )
 
 
 def replies_of(
@@ -67,12 +69,14 @@ def replies_of(
     ]
 
 
-def _rarity(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
+def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
     """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
     aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
     if aggregation.mode == "sync" or aggregation.balance is None:
         return 1.0
-    return rarity(merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance)
+    return participation_weight(
+        merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance
+    )
 
 
 def losses_of(replies: Sequence[Reply]) -> dict[str, float]:
@@ -116,32 +120,6 @@ def merged_state(
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
     log = {**merged.log, "robust_left": float(len(unprotected))} if unprotected else merged.log
     return MergeResult(after, log), left_out
-
-
-def check_robust(run_context: RunContext) -> None:
-    """Refuse a robust rule if merges regularly, not just occasionally, have too few replies to compare.
-
-    Raises:
-        InputError: a merge has fewer than three replies, or fewer than three silos train a modality's module.
-    """
-    robust, plan, protocol = run_context.scenario.aggregation.robust, run_context.plan, run_context.protocol
-    judged = [silo for silo in run_context.context.silos if silo.name in plan.eligible]
-    judged = [silo for silo in judged if protocol.uploads(silo) & {Delta, PartialDelta}]
-    if robust.rule == "none" or (robust.rule == "norm_bound" and robust.bound is not None) or not judged:
-        return
-    allowed = f"at least {LEAST}, as with fewer no false one can be identified; or norm_bound with a bound"
-    if (wanted := plan.wanted(1)) < LEAST:
-        raise InputError(
-            f"aggregation.robust.rule: {robust.rule}",
-            f"merges of {wanted} {'reply' if wanted == 1 else 'replies'}",
-            allowed,
-        )
-    for modality in ("image", "text"):
-        silos = [silo.name for silo in judged if getattr(silo, modality)]
-        if robust.rule in ("median", "trimmed_mean") and 0 < len(silos) < LEAST:
-            what = "silo that trains" if len(silos) == 1 else "silos that train"
-            found = f"{len(silos)} {what} {modality}: {', '.join(silos)}"
-            raise InputError(f"aggregation.robust.rule: {robust.rule}", found, allowed)
 
 
 def merge_line(

@@ -7,9 +7,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coordinator.checkpoint_records import CountersRecord
 from fedmq.runs.run_records import UnusableReplies
+from fedmq.storage.json_files import Amount, Count, Stored
 from fedmq.wire.payloads import Payload, tensor_bytes
+
+
+class CountersRecord(Stored):
+    """The counters as a checkpoint stores them, see :class:`Counters`."""
+
+    up: dict[str, Count]
+    down: dict[str, Count]
+    sent: Count
+    received: Count
+    refused: dict[str, Count]
+    participations: dict[str, Count]
+    discarded: dict[str, Count]
+    failed: Count
+    failures: dict[str, Count]
+    unusable: dict[str, UnusableReplies]
+    errors: dict[str, str]
+    events: Count
+    seconds: dict[str, Amount]
+    silo_up: dict[str, Count]
+    silo_down: dict[str, Count]
 
 
 @dataclass

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from coordinator.evaluator_limit import EvaluatorLimit
-from coordinator.model_selection import BestModel, patience_over
+from coordinator.liveness import AnswerLimit
 from coordinator.own_heldout import OwnHeldOutRequests
 from coordinator.peers import Peers
+from coordinator.release import BestModel, patience_over
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
@@ -23,38 +23,15 @@ from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
 from fedmq.runs.status import ERROR_CHARACTERS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
-#: Minimum of the default time without an answer from any silo after which connected silos are given up [s].
-_LEAST_QUIET = 600.0
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
-
-
-class _Quiet:
-    """Measures the time without an answer from any silo, after which connected silos that do not answer are given up.
-
-    Args:
-        limit: that time [s]; None for ten times the longest wait between two answers, at least ten minutes.
-        unanswered: number of open requests.
-        now: stopwatch time [s].
-    """
-
-    def __init__(self, limit: float | None, unanswered: int, now: float) -> None:
-        self._limit, self._unanswered, self._since, self._longest = limit, unanswered, now, 0.0
-
-    def too_long(self, unanswered: int, now: float) -> bool:
-        """Whether there was no answer for too long."""
-        waited = now - self._since
-        if unanswered != self._unanswered:
-            self._unanswered, self._since, self._longest = unanswered, now, max(self._longest, waited)
-            return False
-        return waited > (max(_LEAST_QUIET, 10 * self._longest) if self._limit is None else self._limit)
 
 
 def _wrong_evaluation(
@@ -147,7 +124,7 @@ class EvaluationRequests:
         self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
-        self.limit = EvaluatorLimit(run_context.scenario.aggregation.task_limit)
+        self.limit = AnswerLimit(run_context.scenario.aggregation.task_limit)
         self.given_up: set[int] = set()
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
@@ -185,14 +162,14 @@ class EvaluationRequests:
         return patience_over(read_metrics(self._run_context.folder), patience)
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def requested(self) -> tuple[str, ...]:
         """Silos that have not answered an evaluation request for their personal models or on their held-out items."""
-        return tuple(dict.fromkeys((*self._requests, *sorted(self.own.owing))))
+        return tuple(dict.fromkeys((*self._requests, *sorted(self.own.outstanding_silos))))
 
     @property
-    def owed(self) -> int:
+    def outstanding(self) -> int:
         """Number of answers that silos owe."""
-        return len(self._requests) + self.own.owed
+        return len(self._requests) + self.own.outstanding
 
     @property
     def evaluators(self) -> tuple[str, ...]:
@@ -277,14 +254,14 @@ class EvaluationRequests:
         if self.best is not None and version in states:
             self.best.evaluated(version, payload, states[version])
 
-    def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
+    def ask_silos(self, gone: Container[str], version: int, state: State, committed: Mapping[str, int]) -> None:
         """Prepare requests to the silos of a personalised method to evaluate their personal models locally.
 
         Args:
             gone: silos that were given up; they get no request.
             version: version of the shared model.
             state: the method's state at that version.
-            settled: number of each silo's last settled task; the silo evaluates its state after that task.
+            committed: number of each silo's last committed task; the silo evaluates its state after that task.
         """
         protocol = self._run_context.protocol
         self.personal = {}
@@ -300,7 +277,7 @@ class EvaluationRequests:
             ]
             for name in sorted(name for name in able if name not in gone):
                 payloads = protocol.task(state, self._run_context.facts_at(name, version))
-                self._requests[name] = settled.get(name, 0), version, payloads
+                self._requests[name] = committed.get(name, 0), version, payloads
 
     def _has_pairs(self, name: str) -> bool:
         """Whether a silo has items of the evaluated split with both modalities, in a simulated partition."""
@@ -324,7 +301,7 @@ class EvaluationRequests:
 
     def _give_up_evaluator(self) -> None:
         """Stop waiting for the evaluator; silos' evaluations that are judged against its own are not kept."""
-        self._log.note(NoteKind.EVALUATOR_GIVEN_UP, peer=EVALUATOR, versions=", ".join(map(str, self.pending)))
+        self._log.note(LogEvent.EVALUATOR_ABSENT, peer=EVALUATOR, versions=", ".join(map(str, self.pending)))
         self.given_up.update(self.pending)
         self.pending.clear()
         for name, (version, _) in sorted(self._early.items()):
@@ -349,15 +326,19 @@ class EvaluationRequests:
         """
         clock = self._clock
         away = clock.stopwatch()
-        quiet = _Quiet(self._run_context.scenario.aggregation.task_limit, len(self.asked), away)
+        silos, unanswered = AnswerLimit(self._run_context.scenario.aggregation.task_limit), len(self.requested)
+        silos.requested(away)
         # During the run the evaluator may be late; silos' answers are validated against its first one.
         waits = final or self.decides
-        while (self.pending and waits) or self.crowded or self._requests or self._early or (final and self.asked):
+        while (self.pending and waits) or self.crowded or self._requests or self._early or (final and self.requested):
             if stop_wanted():
                 return False
             look()
-            if quiet.too_long(len(self.asked), clock.stopwatch()):
-                for name in filter(self._roster.online, self.asked):
+            if len(self.requested) != unanswered:
+                unanswered = len(self.requested)
+                silos.answered(clock.stopwatch(), more=True)
+            if silos.exceed(clock.stopwatch()):
+                for name in filter(self._roster.online, self.requested):
                     self.give_up(name, "it did not answer within the limit")
             if not self._roster.online(EVALUATOR):
                 self.limit.disconnected(clock.stopwatch())
@@ -393,7 +374,7 @@ class EvaluationRequests:
         self.own.give_up(name)
         if name not in self._requests:
             return
-        self._log.note(NoteKind.NOT_MEASURED, peer=name)
+        self._log.note(LogEvent.NOT_MEASURED, peer=name)
         self._lacks(name, self._requests[name][1], why)
         self._close(name, answered=False)
 
@@ -402,7 +383,7 @@ class EvaluationRequests:
         sequence, version, _ = self._requests.pop(name)
         self._over[name, sequence, version] = answered
 
-    def _owed(self, header: Header) -> bool:
+    def _is_outstanding(self, header: Header) -> bool:
         """Whether a message answers a silo's open request; a repeated task reply has another base version."""
         request = self._requests.get(header.sender)
         return request is not None and (header.reply_to, header.base_version) == request[:2]
@@ -418,13 +399,13 @@ class EvaluationRequests:
                 detail = f"version {header.base_version}: an evaluation of a personal model after the silo was given up"
                 self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
             return True
-        if not self._owed(header):
+        if not self._is_outstanding(header):
             return False
         name, version = header.sender, header.base_version
         payload = message.payloads[0] if message.payloads else None
         if isinstance(payload, Error | Refusal):
             text = text_of(message)[:ERROR_CHARACTERS]
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._log.note(LogEvent.ERROR_REPORTED, peer=name, error=text)
             self._lacks(name, version, text)
         elif self._run_context.scenario.data is None:
             wrong = _wrong_own_personal(payload, name, self._names, self._custom_metrics)
@@ -460,7 +441,7 @@ class EvaluationRequests:
             return False
         if header.sender == EVALUATOR and header.base_version in self.pending:
             self.unusable.add(header.base_version)
-        elif self._owed(header):
+        elif self._is_outstanding(header):
             self._lacks(header.sender, header.base_version, "refused: its evaluation could not be read")
             self._close(header.sender)
         else:

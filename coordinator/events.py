@@ -1,11 +1,15 @@
-"""Inputs and outputs of the rounds machine: events and actions, as frozen values."""
+"""Inputs and outputs of the rounds machine: events, actions, and what a checkpoint stores of it, as frozen values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from fedmq.federation.faults import FailureReason
+from fedmq.storage.json_files import Count, Stored
 
 
 class DiscardReason(StrEnum):
@@ -186,3 +190,22 @@ class Finish(_Action):
 
 
 Action = Send | SetDeadline | Merge | Discard | Finish
+
+
+# --------------------------------------------------------------------------------------------------- stored
+class RoundsRecord(Stored):
+    """The rounds machine between two rounds.
+
+    Args:
+        version: number of merges.
+        gone: silos that were given up.
+        flights: number, base version and round of each pending task, by silo.
+        sequences: number of each silo's last task.
+        losses: last training loss reported by each silo.
+    """
+
+    version: Count
+    gone: list[str]
+    flights: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
+    sequences: dict[str, Count]
+    losses: dict[str, float]

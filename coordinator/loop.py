@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.absences import Absences, await_silos
 from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
-from coordinator.checkpointing import Checkpointing
+from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import (
@@ -34,17 +33,14 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.fault_injection import FaultInjector
-from coordinator.inbox import Inbox
-from coordinator.outcomes import Outcomes, drawn_outcome
+from coordinator.faults import FaultInjector, Inbox
+from coordinator.liveness import Absences, ReconnectThrottle, await_silos
 from coordinator.peers import Peers, Ready, Unusable
-from coordinator.reconnects import ReconnectThrottle
-from coordinator.reply_validation import validate_reply
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
-from coordinator.task_errors import TaskErrors, nothing_merged, reason_of, says_diverged, text_of
-from coordinator.timeline import EntryKind, Timeline, event_of, note_event
+from coordinator.status import StatusReport
+from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
+from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validate_reply
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
@@ -52,7 +48,7 @@ from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 
@@ -81,7 +77,7 @@ class Loop:
 
     Attributes:
         saving: writes the checkpoints.
-        makes_room: the loop has stopped between two rounds for late silos.
+        stopping_for_late_silos: the loop has stopped between two rounds for late silos.
         phase_cause: number of the log record of the event that led to the present phase; None before the first one.
     """
 
@@ -103,22 +99,23 @@ class Loop:
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
-        self._seen, self.makes_room, self._limits, self._absences = set[str](), False, self.status.limits, Absences()
+        self._seen, self._expelled, self.stopping_for_late_silos = set[str](), set[str](), False
+        self._limits, self._absences = self.status.limits, Absences()
         self.phase_cause: int | None = None
-        self._expelled = set[str]()
         self._errors, self._reconnects = TaskErrors(self.counters.errors, self.counters.unusable), ReconnectThrottle()
         self._inbox = Inbox(self.roster, self.log, self.clock, self.fault_injector)
         self._began = self._checked = self._inbox.caught_up
         self._patience = self.run_context.scenario.aggregation.lost_after
+        injector, committed = self.fault_injector, self.rounds.committed
         self.saving = Checkpointing(
-            self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
+            self.run_context, self.clock, self.log, self.counters, self.roster, injector, committed
         )
         self._outcomes = Outcomes(
             self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
         )
         self._outcomes.schedule_saved(self.rounds.pending)
         if off := self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
-            record = self.log.note(NoteKind.OFF_AT_START, silos=", ".join(off))
+            record = self.log.note(LogEvent.OFF_AT_START, silos=", ".join(off))
             for name in off:
                 self._handle(Switched(name, on=False), record)
 
@@ -140,7 +137,7 @@ class Loop:
         if continues:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
-            self._start_on(StillConnected(here), self.log.note(NoteKind.STILL_CONNECTED, silos=", ".join(here)))
+            self._start_on(StillConnected(here), self.log.note(LogEvent.STILL_CONNECTED, silos=", ".join(here)))
         self.status.update(self.rounds, self._seen)  # the file exists even if the run fails at once
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
@@ -148,8 +145,8 @@ class Loop:
         if self.rounds.phase is Phase.DONE:
             if not self.counters.participations.total():
                 raise nothing_merged(self._errors, self.counters, self.rounds.version)
-            if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
-                self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
+            if not self._measure_personal(self.rounds.version, self.saving.committed, final=True):
+                self._handle(EvaluationAborted(), self.log.note(LogEvent.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
             await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
@@ -157,12 +154,12 @@ class Loop:
         self.status.update(self.rounds, self._seen, force=True)
         return self.rounds.phase
 
-    def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
+    def _measure_personal(self, version: int, committed: Mapping[str, int], *, final: bool) -> bool:
         """Have the silos evaluate their personal models, if any; false if a stop is requested meanwhile."""
         # Faults that make silos leave apply to tasks only: all silos take part in an evaluation.
         self.fault_injector.restart_stopped()
-        self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], settled)
-        for name in self.evaluation.asked:
+        self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], committed)
+        for name in self.evaluation.requested:
             if name in self._reconnects.waiting or not self.evaluation.ask(name):
                 self._absences.begin(name, self.clock.stopwatch())
         if not self.evaluation.wait(self._poll, self.stop_wanted, final=final):
@@ -181,8 +178,8 @@ class Loop:
 
     def _step(self) -> None:
         idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
-        self.makes_room = idle and self.late_silos() and not self.stop_wanted()
-        if self.makes_room or self.stop_wanted():
+        self.stopping_for_late_silos = idle and self.late_silos() and not self.stop_wanted()
+        if self.stopping_for_late_silos or self.stop_wanted():
             self._stop()
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
@@ -209,7 +206,9 @@ class Loop:
 
     def _stop(self) -> None:
         """Stop the rounds, as the operator requested or to include late silos."""
-        self._handle(Stop(), self.log.note(NoteKind.LATE_SILOS if self.makes_room else NoteKind.STOP_REQUESTED))
+        self._handle(
+            Stop(), self.log.note(LogEvent.LATE_SILOS if self.stopping_for_late_silos else LogEvent.STOP_REQUESTED)
+        )
 
     def _handle(self, event: Event, record: int | None) -> None:
         """Pass an event to the rounds machine and carry out its actions; ``record`` is the log record of its cause."""
@@ -236,7 +235,7 @@ class Loop:
             case Discard():
                 self._outcomes.discard(action)
             case Finish(cause=cause):
-                self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, caused_by=cause)
+                self.log.note(LogEvent.ALL_MERGED, version=self.rounds.version, caused_by=cause)
             case _:
                 assert_never(action)
 
@@ -278,7 +277,7 @@ class Loop:
         name, now = ready.name, self.clock.stopwatch()
         if ready.returned and name != EVALUATOR:
             self._limits.lost(name, now)
-            record = self.log.note(NoteKind.RETURNED, peer=name, caused_by=record)
+            record = self.log.note(LogEvent.RETURNED, peer=name, caused_by=record)
             self._handle(Lost(name), record)
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
             self._absences.begin(name, now)
@@ -288,7 +287,7 @@ class Loop:
         if name == EVALUATOR:
             self.evaluation.rejoined(self.states)
             return
-        if name in self.evaluation.asked:
+        if name in self.evaluation.requested:
             self.evaluation.ask(name, again=True)
         self._seen.add(name)
         self._join(name, record)
@@ -296,7 +295,7 @@ class Loop:
     def _join(self, name: str, cause: int | None) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
         self._limits.forget(name)
-        self._start_on(Joined(name), self.log.note(NoteKind.JOINED, peer=name, caused_by=cause))
+        self._start_on(Joined(name), self.log.note(LogEvent.JOINED, peer=name, caused_by=cause))
 
     def _start_on(self, event: Joined | StillConnected | WaitEnded, record: int) -> None:
         """Handle an event after which the rounds may start."""
@@ -311,12 +310,12 @@ class Loop:
             self._absences.begin(absent, now)
 
     def _on_message(self, message: Message, record: int | None) -> None:
-        header, owed = message.header, self.evaluation.owed
+        header, outstanding = message.header, self.evaluation.outstanding
         self._note_answer(header, record)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
         elif self.evaluation.measured(message):
-            if self.evaluation.owed < owed:
+            if self.evaluation.outstanding < outstanding:
                 self._limits.evaluated(self.clock.stopwatch())
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             self.counters.add_traffic("up", header.sender, message.payloads)
@@ -337,7 +336,7 @@ class Loop:
     def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
-        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
+        record = self.log.note(LogEvent.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
@@ -371,14 +370,14 @@ class Loop:
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._inbox.caught_up):
             self._on_peer_lost(name)
         patience = self._patience
-        for name in [name for name in self.evaluation.asked if self._absences.seconds(name, now) > patience]:
+        for name in [name for name in self.evaluation.requested if self._absences.seconds(name, now) > patience]:
             self.evaluation.give_up(name)
         self._fail_overdue()
         if self.rounds.awaited and now - self._began > patience:
-            self._start_on(WaitEnded(), self.log.note(NoteKind.WAIT_ENDED))
+            self._start_on(WaitEnded(), self.log.note(LogEvent.REJOIN_TIMEOUT))
         given_up = self._absences.give_up(patience, now, self.rounds.pending) if self.run_context.gives_up else {}
         for name, sequence in given_up.items():
-            record = self.log.note(NoteKind.STAYED_AWAY, peer=name)
+            record = self.log.note(LogEvent.SILO_ABSENT, peer=name)
             self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
         self.status.update(self.rounds, self._seen)
 
@@ -387,14 +386,14 @@ class Loop:
         if self.rounds.phase is not Phase.COLLECTING:
             return
         for task in self._limits.exceed(self._inbox.caught_up):  # judged as of then, as replies may be unread
-            record = self.log.note(NoteKind.OVERDUE, peer=task.silo, sequence=task.sequence)
+            record = self.log.note(LogEvent.TASK_OVERDUE, peer=task.silo, sequence=task.sequence)
             self._handle(Lost(task.silo), record)
             self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
 
     def _on_peer_lost(self, name: str, cause: int | None = None) -> None:
         """End a peer's session; ``cause`` is the number of the log record of why."""
         self.roster.drop(name)
-        record = self.log.note(NoteKind.PEER_LOST, peer=name, caused_by=cause)
+        record = self.log.note(LogEvent.PEER_LOST, peer=name, caused_by=cause)
         if name in self._facts:
             self._absences.begin(name, self.clock.stopwatch())
             self._limits.lost(name, self.clock.stopwatch())
@@ -437,7 +436,7 @@ class Loop:
             self._absences.begin(silo.name, self.clock.stopwatch())
             return
         payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
-        info = self.run_context.task_info(action.round, self.saving.durably_settled(silo.name))
+        info = self.run_context.task_info(action.round, self.saving.durably_committed(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
@@ -457,7 +456,7 @@ class Loop:
         if replies:
             merged, left_out = merged_state(self.run_context, merged.state, replies, round_)
             for name in left_out:
-                self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, caused_by=cause)
+                self.log.note(LogEvent.REPLY_LEFT_OUT, silo=name, version=self.rounds.version, caused_by=cause)
             self._errors.clear()
         for item in arrived:
             self._outcomes.remove(item.silo, item.sequence)
@@ -468,7 +467,7 @@ class Loop:
         waiting = self.clock.stopwatch()
         # The checkpoint depends on these evaluations; a stop may be requested meanwhile.
         if self.evaluation.personal_due(version):
-            measured = self._measure_personal(version, self.rounds.settled, final=False)
+            measured = self._measure_personal(version, self.rounds.committed, final=False)
         else:
             waits = self.evaluation.crowded or self.evaluation.decides
             measured = not waits or self.evaluation.wait(self._poll, self.stop_wanted, final=False)
@@ -485,8 +484,8 @@ class Loop:
         self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         last = version >= self.rounds.plan.rounds or self.evaluation.ends_after(version)
-        self.makes_room = not last and self.late_silos() and not self.stop_wanted()
-        if self.makes_room:
+        self.stopping_for_late_silos = not last and self.late_silos() and not self.stop_wanted()
+        if self.stopping_for_late_silos:
             self._stop()
         else:
             self._handle(Merged(version, last=last), cause)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
-from coordinator.task_errors import text_of
+from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.fairness import fairness_of, means, weighted_means
@@ -19,7 +19,7 @@ from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
 from fedmq.runs.status import ERROR_CHARACTERS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Error, Payload, Refusal, SiloMetrics
@@ -85,7 +85,7 @@ class OwnHeldOutRequests:
         silos = zip(run_context.context.silos, run_context.pairs, strict=True)
         self._items = {silo.name: count for silo, count in silos if count}
         self._payloads: dict[int, tuple[Payload, ...]] = {}
-        self._owing: dict[int, set[str]] = {}
+        self._outstanding: dict[int, set[str]] = {}
         self._answers: dict[int, dict[str, SiloMetrics]] = {}
         self._missing: dict[int, dict[str, str]] = {}
         self._sent: set[tuple[str, int]] = set()
@@ -94,23 +94,23 @@ class OwnHeldOutRequests:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions whose evaluation is not complete."""
-        return tuple(self._owing)
+        return tuple(self._outstanding)
 
     @property
-    def owing(self) -> frozenset[str]:
+    def outstanding_silos(self) -> frozenset[str]:
         """Silos that have not answered a request."""
-        return frozenset().union(*self._owing.values())
+        return frozenset().union(*self._outstanding.values())
 
     @property
-    def owed(self) -> int:
+    def outstanding(self) -> int:
         """Number of answers that silos owe."""
-        return sum(map(len, self._owing.values()))
+        return sum(map(len, self._outstanding.values()))
 
     def request(self, version: int, state: State) -> None:
         """Request the evaluation of a version from all silos with held-out pairs, unless it is done or pending."""
-        if version in self._owing or version in self._evaluated:
+        if version in self._outstanding or version in self._evaluated:
             return
-        self._owing[version] = set(self._items)
+        self._outstanding[version] = set(self._items)
         self._answers[version], self._missing[version] = {}, {}
         more = self._run_context.protocol.release(state)
         self._payloads[version] = (state.model(self._run_context.context.layout), *more)
@@ -125,8 +125,8 @@ class OwnHeldOutRequests:
             name: the silo.
             again: also those that were sent in an earlier session.
         """
-        for version, owing in self._owing.items():
-            if name in owing and (again or (name, version) not in self._sent):
+        for version, silos in self._outstanding.items():
+            if name in silos and (again or (name, version) not in self._sent):
                 header = self._roster.header(name, Kind.EVALUATE_SILO, sequence=version, base_version=version)
                 if self._roster.send(name, Message(header, self._payloads[version])):
                     self._sent.add((name, version))
@@ -139,11 +139,11 @@ class OwnHeldOutRequests:
         if header.kind is not Kind.SILO_RESULT and not withheld:
             return False
         name, version = header.sender, header.base_version
-        if name not in self._owing.get(version, ()):
+        if name not in self._outstanding.get(version, ()):
             return True  # a repeated answer, or one after the silo was given up
         if isinstance(answer, Error | Refusal):
             text = text_of(message)[:ERROR_CHARACTERS]
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._log.note(LogEvent.ERROR_REPORTED, peer=name, error=text)
             self._missing[version][name] = text
         elif isinstance(answer, SiloMetrics) and (wrong := self._wrong(name, answer)) is None:
             self._answers[version][name] = answer
@@ -151,7 +151,7 @@ class OwnHeldOutRequests:
             wrong = self._wrong(name, answer) if isinstance(answer, SiloMetrics) else "no metrics"
             self._missing[version][name] = f"refused: {wrong}"
             self._roster.refuse(name, RemoteWireError("unexpected", f"an evaluation with {wrong}"), 0)
-        self._owing[version].discard(name)
+        self._outstanding[version].discard(name)
         self._close_if_complete(version)
         return True
 
@@ -172,23 +172,23 @@ class OwnHeldOutRequests:
         name, version = header.sender, header.base_version
         if header.kind is not Kind.SILO_RESULT:
             return False
-        if name in self._owing.get(version, ()):
+        if name in self._outstanding.get(version, ()):
             self._missing[version][name] = "refused: its evaluation could not be read"
-            self._owing[version].discard(name)
+            self._outstanding[version].discard(name)
             self._close_if_complete(version)
         return True
 
     def give_up(self, name: str) -> None:
         """Complete the evaluations without a silo that stays away."""
-        for version in [version for version, owing in self._owing.items() if name in owing]:
-            self._log.note(NoteKind.NOT_MEASURED, peer=name)
+        for version in [version for version, silos in self._outstanding.items() if name in silos]:
+            self._log.note(LogEvent.NOT_MEASURED, peer=name)
             self._missing[version][name] = "it stayed away"
-            self._owing[version].discard(name)
+            self._outstanding[version].discard(name)
             self._close_if_complete(version)
 
     def _close_if_complete(self, version: int) -> None:
-        """Write the line of an evaluation once no silo owes an answer."""
-        if self._owing[version]:
+        """Write the line of an evaluation once all silos have answered."""
+        if self._outstanding[version]:
             return
         answers = {name: self._answers[version][name] for name in self._items if name in self._answers[version]}
         line = own_heldout_line(version, answers, self._missing[version])
@@ -197,5 +197,5 @@ class OwnHeldOutRequests:
             self.last = line
         self._evaluated.add(version)
         self._sent = {each for each in self._sent if each[1] != version}
-        for part in (self._owing, self._answers, self._missing, self._payloads):
+        for part in (self._outstanding, self._answers, self._missing, self._payloads):
             del part[version]

@@ -11,26 +11,22 @@ from pathlib import Path
 
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator import release
-from coordinator.absences import dismiss_all
+from coordinator import checkpoints, release
 from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.body_limits import largest_body, own_largest_body
-from coordinator.build_run_context import run_context_of
 from coordinator.counters import Counters
-from coordinator.data_agreement import admission_of, gathered, included
 from coordinator.evaluation import EvaluationRequests
-from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.file_descriptors import allow_descriptors
-from coordinator.finish import finish
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
-from coordinator.inquiries import Inquiries
+from coordinator.gathering import admission_of, gathered, included
+from coordinator.handshakes import Inquiries
+from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
-from coordinator.peers import Peers
-from coordinator.roster import Roster
+from coordinator.peers import InProcessPeers, PeerFunction, Peers
 from coordinator.rounds import Phase, Rounds
-from coordinator.run_context import RunContext
-from coordinator.status_report import StatusReport
+from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.sessions import Roster
+from coordinator.status import StatusReport
+from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
@@ -47,7 +43,7 @@ from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
@@ -160,7 +156,7 @@ def run_coordinator(
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None and population is not None:
-            log.note(NoteKind.INLINE)
+            log.note(LogEvent.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
@@ -171,7 +167,7 @@ def run_coordinator(
         if data is None:
             if arguments.stop_silos:
                 dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
-            return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
+            return _ended(log, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
@@ -181,7 +177,7 @@ def run_coordinator(
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
-    log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
+    log.note(LogEvent.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
 
 
@@ -289,7 +285,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     if saved:
         remove_unfinished(folder.root, folder.model)
-    kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
+    kind, version = (LogEvent.RESUMED, saved.rounds.version) if saved else (LogEvent.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
 
@@ -384,10 +380,14 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                run_report.write(run_context.folder)
+                run_report.write(run_context.folder, run_context.protocol.REPORTED)
                 return _ended(self.log, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
-            if not loop.makes_room or not isinstance(roster, Roster) or not isinstance(admission, OwnDataAdmission):
+            if (
+                not loop.stopping_for_late_silos
+                or not isinstance(roster, Roster)
+                or not isinstance(admission, OwnDataAdmission)
+            ):
                 if self.arguments.stop_silos:
                     self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
                 return _ended(self.log, phase, None, loop.phase_cause)

@@ -1,11 +1,11 @@
-"""Write the released model of a finished run: its parameters, its configuration and its model card.
+"""What a finished run releases: its model with its configuration and card, the best version, and personal models.
 
 The folder is enough to build and apply the model; it needs neither the run folder nor the training data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,91 @@ from typing import Literal
 import numpy as np
 import torch
 
-from coordinator.model_selection import BestModel
-from coordinator.run_context import RunContext
+from coordinator import checkpoints
+from coordinator.admission import OwnDataAdmission
+from coordinator.rounds import Rounds
+from coordinator.run_context import RunContext, run_context_of
 from fedmq.config.scenario import Scenario
 from fedmq.data import catalogue
+from fedmq.errors import InputError
+from fedmq.evaluation.metrics import HEADLINE
 from fedmq.federation.agreement import RunData
+from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
+from fedmq.retrieval.released_model import OtherModelError, Release
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.model_card import model_card
 from fedmq.runs.release import ReleaseConfig, ReleasedInputs
-from fedmq.runs.run_records import RunSummary
+from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.payload_digest import digest
-from fedmq.wire.payloads import Payload
+from fedmq.wire.payloads import Metrics, Payload
+
+
+def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
+    """Whether the last evaluations had no higher mean R@1 than one before them.
+
+    Args:
+        lines: lines of ``metrics.jsonl``.
+        patience: number of evaluations; None is never over.
+    """
+    if patience is None:
+        return False
+    evaluated = {line.version: line.metrics[HEADLINE] for line in lines if isinstance(line, EvaluationLine)}
+    values = [evaluated[version] for version in sorted(evaluated)]
+    return bool(values) and len(values) - 1 - values.index(max(values)) >= patience
+
+
+class BestModel:
+    """Keeps the version with the highest mean R@1 in ``best/`` of the run folder; the earliest of equal ones.
+
+    Args:
+        run_context: fixed facts of the run.
+        write: writes the released model of a state into a run folder; returns the model's digest.
+
+    Raises:
+        InputError: the record of an earlier process is damaged.
+    """
+
+    def __init__(self, run_context: RunContext, write: Callable[[RunFolder, State], str]) -> None:
+        self._folder, self._write = run_context.folder, write
+        self.best = read_best(self._folder)
+
+    @property
+    def _path(self) -> Path:
+        return best_path(self._folder)
+
+    def evaluated(self, version: int, metrics: Metrics, state: State) -> None:
+        """Keep a version if it is the best one so far.
+
+        Args:
+            version: number of merges.
+            metrics: metrics on the validation split.
+            state: the method's state at that version.
+        """
+        value = metrics.values[HEADLINE]
+        if self.best is not None and value <= self.best.value:
+            return
+        digest = self._write(RunFolder(self._path.parent), state)
+        self.best = BestVersion(version=version, metric=HEADLINE, value=value, model_digest=digest)
+        write_json(self._path, self.best.plain())
+
+
+def best_path(folder: RunFolder) -> Path:
+    """The record of the best version; its model is in ``model/`` next to it."""
+    return folder.root / "best" / "best.json"
+
+
+def read_best(folder: RunFolder) -> BestVersion | None:
+    """The best version of a run; None if none is kept.
+
+    Raises:
+        InputError: its record is damaged.
+    """
+    path = best_path(folder)
+    return read_json(path, BestVersion, "the record of a run's best version") if path.exists() else None
 
 
 def write_model(
@@ -119,3 +192,64 @@ def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     usual = path.stat().st_mode
     write_tensors(path, tensors)
     path.chmod(usual)
+
+
+def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:
+    """The request that had a silo evaluate its personal model.
+
+    It has the number of its last committed task, and the payloads of a task based on the final version.
+
+    Args:
+        release: the released run.
+        population: the silos and their data; of a run on sites' own data that of one site.
+        silo: name of the silo.
+
+    Raises:
+        InputError: the method has no personal models, or the checkpoint is missing, damaged or of other data.
+        OtherModelError: the checkpoint has another model than the released one.
+    """
+    scenario, folder = release.scenario, release.run
+    data = population.counted(scenario) if population.agreed is None else _agreed(release)
+    run_context, _ = run_context_of(scenario, data, folder)
+    if not run_context.traits.personalised:
+        method = scenario.protocol.label
+        allowed = f"the shared model: with this run's options silos of {method} have no personal models"
+        raise InputError(str(folder.root), f"no personal model of {silo}", allowed)
+    saved = checkpoints.load(folder.checkpoints)
+    if saved is None:
+        allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"
+        raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
+    checkpoints.check_fits(folder.checkpoints, saved, scenario.rounds, scenario.silo_names)
+    if saved.data not in ("", run_context.data):
+        found = f"data of other content than the run was made with ({run_context.data[:12]})"
+        raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
+    rounds = Rounds.from_record(run_context.plan, saved.rounds)
+    state = saved.states[rounds.version]
+    digest = run_context.context.layout.model_digest(state.theta.numpy())
+    if digest != release.digest:
+        raise OtherModelError(folder.checkpoints / f"version-{rounds.version:06d}", digest, release.digest)
+    sequence, version = rounds.committed.get(silo, 0), rounds.version
+    header = Header(
+        run=run_name(scenario),
+        kind=Kind.EVALUATE,
+        sender=COORDINATOR,
+        receiver=silo,
+        sequence=sequence,
+        sent_at=0.0,
+        base_version=version,
+    )
+    return Message(header, run_context.protocol.task(state, run_context.facts_at(silo, version)))
+
+
+def _agreed(release: Release) -> RunData:
+    """The facts about the data of a run on sites' own data.
+
+    Raises:
+        InputError: its agreement is missing, damaged or of another run.
+    """
+    scenario = release.scenario
+    known = read_json(release.run.agreement, AgreementRecord, "what the silos of this run agreed on")
+    minimum = scenario.participation.minimum
+    run = run_name(scenario)
+    admission = OwnDataAdmission(scenario.silo_names, run, evaluator=scenario.evaluator, known=known, minimum=minimum)
+    return admission.run_data(release.cache)

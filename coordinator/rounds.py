@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, assert_never
 
-from coordinator.checkpoint_records import RoundsRecord
 from coordinator.events import (
     Action,
     Arrived,
@@ -29,6 +28,7 @@ from coordinator.events import (
     Lost,
     Merge,
     Merged,
+    RoundsRecord,
     Send,
     SetDeadline,
     StillConnected,
@@ -428,8 +428,8 @@ class Rounds:
         return self.phase is Phase.COLLECTING and not self.pending and not self.gone
 
     @property
-    def settled(self) -> dict[str, int]:
-        """Number of each silo's last settled task: the last one whose outcome is known."""
+    def committed(self) -> dict[str, int]:
+        """Number of each silo's last committed task: the last one whose outcome is known."""
         pending = self.pending
         return {s: pending[s].sequence - 1 if s in pending else last for s, last in self.sequences.items()}
 

@@ -3,19 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from coordinator.cost import CostModel
+import torch
+
+import protocols
 from coordinator.events import Action, Send
-from coordinator.participation import Trace, sampling_of
+from coordinator.participation import Trace, cohort_size, sampling_of, trace_of
 from coordinator.rounds import RoundsPlan
+from fedmq import seeds
 from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Cost
+from fedmq.errors import InputError
+from fedmq.federation import updates
+from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Traits
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.run_records import EvaluatedItems
+from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
+from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import TaskInfo
+from fedmq.wire.payloads import Delta, Loss, PartialDelta, Payload
+from protocols.parts.robust import LEAST
+
+
+def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:
+    """Slowdown factor of each silo by its device class; 1 for silos without a class.
+
+    Classes are first assigned the silos they name. Then each class in turn is assigned ``round(share * N)`` of the
+    remaining silos, in an order drawn from the seed.
+
+    Args:
+        cost: the scenario's cost section.
+        seed: the scenario's seed.
+        silos: all silos in their fixed order.
+    """
+    result = {silo: each.slowdown for each in cost.classes.values() for silo in each.silos}
+    left = sorted((silo for silo in silos if silo not in result), key=lambda silo: seeds.derive(seed, "device", silo))
+    for each in cost.classes.values():
+        count = round(each.share * len(silos))
+        result |= dict.fromkeys(left[:count], each.slowdown)
+        left = left[count:]
+    return {silo: result.get(silo, 1.0) for silo in silos}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Task durations from device classes, log-normal speeds within them, jitter per task, and a lossy link.
+
+    Args:
+        cost: the scenario's cost section.
+        seed: the scenario's seed.
+        silos: all silos in their fixed order.
+        epochs: local epochs per task.
+        down_bytes: nominal size of a task [bytes].
+        up_bytes: nominal size of a reply [bytes].
+    """
+
+    cost: Cost
+    seed: int
+    silos: tuple[str, ...]
+    epochs: int
+    down_bytes: int
+    up_bytes: int
+
+    @cached_property
+    def _slowdowns(self) -> dict[str, float]:
+        return slowdowns(self.cost, self.seed, self.silos)
+
+    def speed(self, silo: str) -> float:
+        """The silo's slowdown factor; its median over the silos of a class is the slowdown of the class."""
+        spread = float(seeds.numpy_generator(self.seed, "speed", silo).lognormal(0.0, self.cost.speed_sigma))
+        return self._slowdowns[silo] * spread
+
+    def jitter(self, silo: str, sequence: int) -> float:
+        """Random factor of this task's compute time; its median is 1."""
+        generator = seeds.numpy_generator(self.seed, "jitter", silo, sequence)
+        if self.cost.jitter == "pareto":
+            # NumPy draws from the Lomax distribution, i.e. Pareto minus 1; the median of Pareto is 2^(1/tail).
+            return float((1.0 + generator.pareto(self.cost.jitter_tail)) / 2 ** (1 / self.cost.jitter_tail))
+        return float(generator.lognormal(0.0, self.cost.jitter_sigma))
+
+    def duration(self, silo: str, sequence: int, samples: int) -> float:
+        """Virtual time from sending a task to the arrival of its reply [s].
+
+        Args:
+            silo: the silo's name.
+            sequence: number of the task.
+            samples: training samples of the silo.
+        """
+        cost = self.cost
+        compute = cost.seconds_per_sample * samples * self.epochs * self.speed(silo) * self.jitter(silo, sequence)
+        down = self.down_bytes / (cost.down_bandwidth or cost.bandwidth)
+        up = self.up_bytes / (cost.up_bandwidth or cost.bandwidth)
+        lost_down, lost_up = self._lost(silo, sequence)
+        # A lost copy costs its transfer time and a round trip before it is sent again.
+        resends = lost_down * (down + 2 * cost.latency) + lost_up * (up + 2 * cost.latency)
+        return compute + 2 * cost.latency + down + up + resends
+
+    def _lost(self, silo: str, sequence: int) -> tuple[int, int]:
+        """Number of copies of the task and of its reply that are lost before one arrives."""
+        if self.cost.loss == 0.0:
+            return 0, 0
+        down, up = seeds.numpy_generator(self.seed, "loss", silo, sequence).geometric(1.0 - self.cost.loss, 2) - 1
+        return int(down), int(up)
 
 
 @dataclass(frozen=True)
@@ -101,15 +196,15 @@ class RunContext:
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
 
-    def task_info(self, round_: int, settled: int) -> TaskInfo:
+    def task_info(self, round_: int, committed: int) -> TaskInfo:
         """The description that a task carries.
 
         Args:
             round_: number of the round.
-            settled: number of the silo's last durably settled task; it may delete older personal states.
+            committed: number of the silo's last durably committed task; it may delete older personal states.
         """
         rate = self.scenario.training.rate_at(round_, self.scenario.schedule_rounds)
-        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=settled, learning_rate=rate)
+        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=committed, learning_rate=rate)
 
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:
         """Virtual time at which a task's outcome is known, considering the silo's availability [s]."""
@@ -131,3 +226,165 @@ class RunContext:
         tasks.sort(key=lambda task: -work[task.silo])
         waiting = iter(tasks)
         return [next(waiting) if isinstance(action, Send) else action for action in actions]
+
+
+def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
+    """The fixed facts of a run, and the initial parameters (float32 [P]).
+
+    Args:
+        scenario: the resolved scenario.
+        data: the run's data, with the numbers of items.
+        folder: the run folder.
+
+    Raises:
+        InputError: the method, the data and the scenario's options do not fit together.
+    """
+    _check_labels(scenario, data)
+    try:
+        model = data.build_model(scenario, "cpu", ())
+    except FieldError as error:
+        found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
+        raise InputError("objective", found, f"a network that can be sent: {error}") from None
+    context = data.context(scenario, model)
+    method = protocols.create(scenario.protocol, context)
+    eligible = sum(map(method.eligible, data.silos))
+    if not eligible:
+        allowed = f"at least one silo that {scenario.protocol.label} can select"
+        place = "missing_modality" if scenario.data is not None else "the silos' modalities"
+        raise InputError(place, "no such silo", allowed)
+    minimum = scenario.participation.minimum
+    if minimum is not None and minimum > eligible:
+        allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
+        raise InputError("participation.minimum", minimum, allowed)
+    context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
+    size = model.layout.nbytes
+    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
+    trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
+    path = scenario.participation.trace
+    digests = data.digest, "" if path is None else file_digest(path)
+    method = protocols.create(scenario.protocol, context)
+    split, counts = scenario.evaluation.split, data.evaluated
+    samples, pairs = _samples(scenario, data, method), data.pairs(split)
+    _check_own_galleries(scenario, data)
+    evaluated = None if counts is None else EvaluatedItems(split=split, images=counts[0], captions=counts[1])
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests, pairs, evaluated)
+    if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
+        context = replace(context, whole_rounds=False)
+        method = protocols.create(scenario.protocol, context)
+        run_context = replace(run_context, protocol=method, context=context)
+    sent = sent_kinds(run_context)
+    if scenario.privacy.clip_norm is not None and not any(set(updates.TRANSFORMED) & kinds for kinds in sent):
+        allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
+        raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
+    if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
+        allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
+        raise InputError("participation.kind", "power_of_choice", allowed)
+    check_robust(run_context)
+    return run_context, model.flat.detach().clone()
+
+
+def selectable(scenario: Scenario, data: RunData) -> tuple[str, ...]:
+    """The silos that the method can select, by what they hold at the start of the run.
+
+    Args:
+        scenario: the resolved scenario.
+        data: the run's data.
+    """
+    context = data.context(scenario, data.build_model(scenario, "cpu", ()))
+    method = protocols.create(scenario.protocol, context)
+    return tuple(silo.name for silo in data.silos if method.eligible(silo))
+
+
+def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tuple[int, ...]:
+    """Number of items that each silo trains on; if faults change its modalities, the largest number.
+
+    Raises:
+        InputError: a silo that the method can select has nothing to train on.
+    """
+    script, unpaired = FaultSchedule(scenario.faults, scenario.seed, data.silos), method.traits().unpaired
+    contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
+    for silo in data.silos:
+        found = {state: data.trained(state, unpaired) for state in script.phases(silo, scenario.rounds)}
+        samples.append(max(found.values()))
+        if not method.eligible(silo):
+            continue
+        for state in found:
+            held = data.training_items(state).dataset
+            if not held:
+                what = "both modalities" if state.paired else "an image" if state.image else "captions"
+                raise InputError(
+                    "faults: modality_gained", f"{silo.name} without an item that has {what}", "other silos"
+                )
+        # A silo that lost a modality from the first round on never trains as it is described.
+        if silo.paired and contrasts and found.get(silo) == 1:
+            what = f"{silo.name} with a single pair, which has no negatives"
+            raise InputError("partition.least", what, "2 or more, fewer silos, or more data")
+    return tuple(samples)
+
+
+def _check_own_galleries(scenario: Scenario, data: RunData) -> None:
+    """Refuse a gallery of a silo's own that has a single pair, in which every model finds the right item."""
+    pairs = data.pairs(scenario.evaluation.split)
+    lone = [silo.name for silo, count in zip(data.silos, pairs, strict=True) if count == 1]
+    if scenario.evaluation.silo_gallery == "own" and lone:
+        found = f"own with {lone[0]}, whose gallery has a single pair, so R@1 is 1 for any model"
+        raise InputError("evaluation.silo_gallery", found, "whole, fewer silos, or more held-out items")
+
+
+def _check_labels(scenario: Scenario, data: RunData) -> None:
+    """Refuse an objective base that needs labels if no training item has one."""
+    base = scenario.objective.base
+    if data.label_names and not data.labelled and OBJECTIVES.find(base).needs_labels:
+        raise InputError("data", "training items without any label", f"labels, for objective.base {base}")
+
+
+def sent_kinds(run_context: RunContext) -> list[frozenset[type[Payload]]]:
+    """Payload kinds that each eligible silo uploads."""
+    protocol, silos = run_context.protocol, run_context.context.silos
+    return [protocol.uploads(silo) for silo in silos if protocol.eligible(silo)]
+
+
+#: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
+LEAST_BODY = 1 << 26
+#: Maximum accepted body of a run whose silos have their own data, before the model is known [bytes].
+_OWN_BODY = 1 << 28
+
+
+def own_largest_body(scenario: Scenario) -> int:
+    """Largest accepted message body [bytes] of a run whose model depends on what the silos state."""
+    return MAX_BODY if scenario.backbone.end_to_end or scenario.backbone.adapter_site == "blocks" else _OWN_BODY
+
+
+def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
+    """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
+
+    Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
+    """
+    tensors = run_context.traits.reply_bytes
+    return max(least, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
+
+
+def check_robust(run_context: RunContext) -> None:
+    """Refuse a robust rule if merges regularly, not just occasionally, have too few replies to compare.
+
+    Raises:
+        InputError: a merge has fewer than three replies, or fewer than three silos train a modality's module.
+    """
+    robust, plan, protocol = run_context.scenario.aggregation.robust, run_context.plan, run_context.protocol
+    judged = [silo for silo in run_context.context.silos if silo.name in plan.eligible]
+    judged = [silo for silo in judged if protocol.uploads(silo) & {Delta, PartialDelta}]
+    if robust.rule == "none" or (robust.rule == "norm_bound" and robust.bound is not None) or not judged:
+        return
+    allowed = f"at least {LEAST}, as with fewer no false one can be identified; or norm_bound with a bound"
+    if (wanted := plan.wanted(1)) < LEAST:
+        raise InputError(
+            f"aggregation.robust.rule: {robust.rule}",
+            f"merges of {wanted} {'reply' if wanted == 1 else 'replies'}",
+            allowed,
+        )
+    for modality in ("image", "text"):
+        silos = [silo.name for silo in judged if getattr(silo, modality)]
+        if robust.rule in ("median", "trimmed_mean") and 0 < len(silos) < LEAST:
+            what = "silo that trains" if len(silos) == 1 else "silos that train"
+            found = f"{len(silos)} {what} {modality}: {', '.join(silos)}"
+            raise InputError(f"aggregation.robust.rule: {robust.rule}", found, allowed)

@@ -14,7 +14,7 @@ from fedmq.config.registry import Registry
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
-from fedmq.federation.protocol import Context, FederatedProtocol, Traits, check_traits, class_problem
+from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits, check_traits, class_problem
 from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
 from protocols import objectives
 
@@ -71,6 +71,15 @@ def traits_of(scenario: Scenario) -> Traits:
     """
     kind = load(scenario.protocol.name)
     return kind.traits_of(options_of(kind, scenario.protocol.options))
+
+
+def reported(name: str) -> Mapping[str, ReportedValue]:
+    """How reports show the numbers that a method reports of its merges; a user's file is not executed for a report.
+
+    Raises:
+        InputError: the method is unknown.
+    """
+    return load(name).REPORTED if name in METHODS.names() else {}
 
 
 def summary(name: str) -> str:

@@ -38,5 +38,5 @@ PROTOCOL = variant(
     CentralOptions,
     eligible=lambda silo: silo.index == 0,
     traits=lambda _: Traits(pooled=True),
-    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"),
+    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau),
 )

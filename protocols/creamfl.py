@@ -53,7 +53,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class CreamFlOptions(fedavg.FedAvgOptions):
+class CreamFlOptions(fedavg.AnchoredOptions):
     """Options of CreamFL, in addition to those of FedAvg.
 
     Args:
@@ -65,7 +65,7 @@ class CreamFlOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "inter|intra": ("contrast_tau",),
         "inter|intra|kd": ("bank_ema",),
     }

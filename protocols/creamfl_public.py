@@ -119,7 +119,7 @@ class CreamFlPublic(FederatedProtocol):
         refuse_other_bases("creamfl_public", context)
         self.options = options
         self.context = context
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
+        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
         public = context.public()
         if public is None:
             raise InputError("protocol.name", "creamfl_public", "creamfl, as the data set marks no public items")

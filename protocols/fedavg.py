@@ -1,13 +1,14 @@
 """FedAvg: averages the silos' updates, weighted by their numbers of samples (McMahan et al., 2017).
 
-Paired silos train the base loss, by default InfoNCE. ``protocols/parts/anchoring.py`` defines what a silo with one
-modality trains under InfoNCE.
+:class:`FedAvg` is the method itself. Silos train the base loss, by default InfoNCE, which needs pairs: under it a silo
+with one modality idles. :class:`AnchoredFedAvg`, which ``protocol: fedavg`` runs, adds what the baselines of the RCSR
+paper do with such silos; ``single_modality: idle`` turns it off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -29,21 +30,43 @@ from fedmq.federation.protocol import (
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import objectives
 from protocols.parts import aggregation, training
-from protocols.parts.anchoring import Anchoring, InfoNceOptions
+from protocols.parts.anchoring import Anchoring, AnchoringOptions
 from protocols.parts.losses import info_nce
+from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
-class FedAvgOptions(InfoNceOptions):
+class FedAvgOptions:
     """Options of FedAvg.
 
     Args:
+        tau: temperature of InfoNCE; applies to the base ``info_nce`` only.
         branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum.
         weighting: weight updates by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH do.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"objective.base=info_nce": ("tau",)}
+
+    tau: float = 0.07
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "samples"
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+
+
+@dataclass(frozen=True)
+class AnchoredOptions(AnchoringOptions, FedAvgOptions):
+    """Options of FedAvg with anchored silos."""
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
+        **AnchoringOptions.OF,
+    }
+
+    def __post_init__(self) -> None:
+        FedAvgOptions.__post_init__(self)
+        AnchoringOptions.__post_init__(self)
 
 
 def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor:
@@ -54,7 +77,7 @@ def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor
 
 
 class FedAvg(FederatedProtocol):
-    """FedAvg, see the module docstring."""
+    """FedAvg: every silo trains the downloaded model for some epochs; the coordinator adds the average update."""
 
     Options: ClassVar[type[Any]] = FedAvgOptions
 
@@ -63,23 +86,22 @@ class FedAvg(FederatedProtocol):
         self.context = context
         self.branches = aggregation.branch_slices(context.layout)
         self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
-        self.anchoring = Anchoring(options, context)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update and the loss; with anchoring also prototypes."""
-        return frozenset({Delta, Loss}) | self.anchoring.uploads
+        """The update and the loss."""
+        return frozenset({Delta, Loss})
 
     def initial(self, theta: Tensor) -> State:
         """The initial model."""
-        return State(theta, self.anchoring.initial())
+        return State(theta)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The global model, and prototypes if silos with one modality are anchored."""
-        return (state.model(self.context.layout), *self.anchoring.download(state.tensors))
+        """The global model."""
+        return (state.model(self.context.layout),)
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs."""
@@ -102,25 +124,27 @@ class FedAvg(FederatedProtocol):
             local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, resumable=True
         )
         update = training.delta_payload(self.context, outcome, len(local.dataset))
-        up = (update, Loss(outcome.loss), *self.anchoring.report(local, task))
-        return Trained(up, {} if work is None else work.kept(), outcome.loss)
+        return Trained((update, Loss(outcome.loss)), {} if work is None else work.kept(), outcome.loss)
 
     def work(self, local: Local, task: Task) -> training.Work | None:
-        """The silo's training on the base loss; None if it has no loss, or none yet."""
+        """The silo's training on the base loss; None if it has nothing to minimise."""
         if self.base is not None:
             return objectives.begin(self.base, local, self.context, task)
         if not local.silo.paired:
-            return self.anchoring.work(local, task)
+            return None
         loss = partial(paired_loss, tau=self.options.tau)
         return training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        replies = aggregation.ordered(replies)
+        theta, _ = self.averaged(state.theta, aggregation.ordered(replies))
+        return MergeResult(State(theta, state.tensors, state.values))
+
+    def averaged(self, theta: Tensor, replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
+        """The parameters [P] after a merge of replies in the fixed silo order, and the replies' weights float64 [M]."""
         updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
-        theta = aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
-        return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
+        return aggregation.merge_updates(theta, updates, weights, self.branches, self.options.branch_renorm), weights
 
     def weights(self, updates: Sequence[aggregation.Update]) -> Tensor:
         """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
@@ -129,4 +153,45 @@ class FedAvg(FederatedProtocol):
         return aggregation.damped(aggregation.sample_weights(samples), factors)
 
 
-PROTOCOL = FedAvg
+class AnchoredFedAvg(FedAvg):
+    """FedAvg with anchored silos, see ``protocols/parts/anchoring.py``."""
+
+    Options: ClassVar[type[Any]] = AnchoredOptions
+
+    def __init__(self, options: AnchoredOptions, context: Context) -> None:
+        super().__init__(options, context)
+        self.anchoring = Anchoring(options, context)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update, the loss and the silo's prototypes."""
+        return super().uploads(silo) | self.anchoring.uploads
+
+    def initial(self, theta: Tensor) -> State:
+        """The initial model, and no prototype yet."""
+        return State(theta, self.anchoring.initial())
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The global model and the global prototypes."""
+        return (*super().task(state, silo), *self.anchoring.download(state.tensors))
+
+    def trained(
+        self, local: Local, task: Task, *, extra: training.Extra | None = None, lambda_s: float = 0.0
+    ) -> Trained:
+        """FedAvg's local epochs, then the silo's prototypes."""
+        result = super().trained(local, task, extra=extra, lambda_s=lambda_s)
+        return replace(result, payloads=(*result.payloads, *self.anchoring.report(local, task)))
+
+    def work(self, local: Local, task: Task) -> training.Work | None:
+        """FedAvg's, and that of an anchored silo."""
+        if local.silo.paired or self.base is not None:
+            return super().work(local, task)
+        return self.anchoring.work(local, task)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+        """Average the updates and, with the same weights, the prototypes."""
+        replies = aggregation.ordered(replies)
+        theta, weights = self.averaged(state.theta, replies)
+        return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
+
+
+PROTOCOL = AnchoredFedAvg

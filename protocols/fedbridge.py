@@ -32,6 +32,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -188,12 +189,13 @@ class FedBridge(FederatedProtocol):
     """FedBridge, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedBridgeOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {"centroids": centroids.KNOWN}
 
     def __init__(self, options: FedBridgeOptions, context: Context) -> None:
         refuse_other_bases("fedbridge", context)
         self.options = options
         self.context = context
-        plain = fedavg.FedAvgOptions(tau=options.tau, single_modality="idle", branch_renorm=options.branch_renorm)
+        plain = fedavg.FedAvgOptions(tau=options.tau, branch_renorm=options.branch_renorm)
         self.fedavg = fedavg.FedAvg(plain, context)
         self.onset = round(options.warmup * context.rounds)
 

@@ -32,6 +32,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -70,7 +71,7 @@ class FedCafeOptions:
         alpha: weight of eq 5; only with ``loss_e``.
         eta: weight of eq 6; only with ``loss_c``.
         gamma: weight of eq 7, called mu in the released code; only with ``loss_d``. At the paper's value 1, the term is
-            C times larger with ``normalised`` than with ``code``; docs/results/fedcafe_scale.md compares both.
+            C times larger with ``normalised`` than with ``code``.
         kl: form of eq 7: ``normalised``, KL(L / |L| || L') per sample; ``code``, as in the released code, on raw labels
             and averaged over classes too, which is about C times smaller; ``printed``, in the printed order, on
             smoothed labels.
@@ -222,6 +223,10 @@ class FedCafe(FederatedProtocol):
     """FedCAFE, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCafeOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {
+        "weight_largest": aggregation.LARGEST_WEIGHT,
+        "difference_mean": ReportedValue("Mean difference between silos", "difference", "Mean over pairs of replies."),
+    }
 
     def __init__(self, options: FedCafeOptions, context: Context) -> None:
         base = context.objective.base

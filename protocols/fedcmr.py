@@ -136,7 +136,7 @@ class FedCmr(FederatedProtocol):
         if not names:
             allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer and labels"
             raise InputError("objective.base", context.objective.base, allowed)
-        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -211,7 +211,7 @@ class FedCmr(FederatedProtocol):
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
         before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        versions, known = aggregation.fresh_rows(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

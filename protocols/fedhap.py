@@ -55,7 +55,7 @@ _STEADY = 0.05
 
 
 @dataclass(frozen=True)
-class FedHapOptions(fedavg.FedAvgOptions):
+class FedHapOptions(fedavg.AnchoredOptions):
     """Options of FedHAP, in addition to those of FedAvg; ``weighting`` defaults to ``uniform``.
 
     Args:
@@ -77,7 +77,7 @@ class FedHapOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "discriminator": ("lambda_d", "eq8", "adv_g", "adv_input", "disc_hidden", "share_disc"),
         "proto_triplet|discriminator": ("proto_counts", "hysteresis"),
     }
@@ -144,7 +144,7 @@ class FedHap(FederatedProtocol):
     def __init__(self, options: FedHapOptions, context: Context) -> None:
         self.options = options
         self.context = context
-        self.fedavg = fedavg.FedAvg(options, context)
+        self.fedavg = fedavg.AnchoredFedAvg(options, context)
         self.prototypes = options.proto_triplet or options.discriminator
         if self.prototypes and not context.label_names:
             raise InputError("protocol.name", "fedhap", "a method that needs no labels: the data set has no labels")

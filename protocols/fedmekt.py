@@ -25,7 +25,7 @@ from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
-class FedMektOptions(fedavg.FedAvgOptions):
+class FedMektOptions(fedavg.AnchoredOptions):
     """Options of FedMEKT, in addition to those of FedAvg.
 
     Args:
@@ -35,7 +35,7 @@ class FedMektOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "weight": ("temperature",),
     }
 

@@ -19,7 +19,7 @@ TOP = (*_TOP, "shared.head.", "shared.base.", "shared.enhance.", "shared.label."
 
 
 @dataclass(frozen=True)
-class FedPerOptions(fedavg.FedAvgOptions):
+class FedPerOptions(fedavg.AnchoredOptions):
     """Options of FedPer, in addition to those of FedAvg.
 
     Args:

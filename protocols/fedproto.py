@@ -106,7 +106,7 @@ class FedProto(FederatedProtocol):
         self.options = options
         self.context = context
         self.columns = fine_columns(context.label_names)
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
+        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """All silos are eligible."""

@@ -14,7 +14,7 @@ from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
-class FedProxOptions(fedavg.FedAvgOptions):
+class FedProxOptions(fedavg.AnchoredOptions):
     """Options of FedProx, in addition to those of FedAvg.
 
     Args:

@@ -154,7 +154,7 @@ class FedScmr(FederatedProtocol):
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
         # Both terms need pairs: EnhanceNets that single-modality silos left untrained must not dilute the average.
         apart = options.loss_cs or options.loss_ccs
-        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names, modules=apart)
+        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names, modules=apart)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -248,7 +248,9 @@ class FedScmr(FederatedProtocol):
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
+        versions, known = aggregation.fresh_rows(
+            before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age
+        )
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}

@@ -35,7 +35,7 @@ _UNEQUAL = ("dcmh", "shdch")
 
 
 @dataclass(frozen=True)
-class FedUchOptions(fedavg.FedAvgOptions):
+class FedUchOptions(fedavg.AnchoredOptions):
     """Options of FedUCH, in addition to those of FedAvg.
 
     Args:
@@ -49,7 +49,7 @@ class FedUchOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "contrast": ("mu", "contrast_tau"),
         "distill": ("phi", "kd", "kd_temperature"),
         "kd=kl": ("kd_temperature",),

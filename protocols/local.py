@@ -58,7 +58,7 @@ class Alone(FederatedProtocol):
     def __init__(self, options: AloneOptions, context: Context) -> None:
         self.options = options
         self.context = context
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
+        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """All silos are eligible."""

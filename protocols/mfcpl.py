@@ -59,7 +59,7 @@ GIVEN, GIVEN_SIZES, HEARD = "given_centroids", "given_centroids_sizes", "given_c
 
 
 @dataclass(frozen=True)
-class MfcplOptions(fedavg.FedAvgOptions):
+class MfcplOptions(fedavg.AnchoredOptions):
     """Options of MFCPL, in addition to those of FedAvg.
 
     Args:
@@ -71,7 +71,7 @@ class MfcplOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "cmpc": ("proto_tau",),
     }
 
@@ -149,7 +149,7 @@ class Mfcpl(FederatedProtocol):
     def __init__(self, options: MfcplOptions, context: Context) -> None:
         self.options = options
         self.context = context
-        self.fedavg = fedavg.FedAvg(options, context)
+        self.fedavg = fedavg.AnchoredFedAvg(options, context)
         self.columns = fine_columns(context.label_names)
         self.classes = len(self.columns) or options.classes
         self.pseudo = not context.label_names

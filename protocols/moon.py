@@ -26,7 +26,7 @@ from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
-class MoonOptions(fedavg.FedAvgOptions):
+class MoonOptions(fedavg.AnchoredOptions):
     """Options of MOON, in addition to those of FedAvg.
 
     Args:
@@ -37,7 +37,7 @@ class MoonOptions(fedavg.FedAvgOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.FedAvgOptions.OF,
+        **fedavg.AnchoredOptions.OF,
         "mu": ("contrast_tau", "buffer"),
     }
 

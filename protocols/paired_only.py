@@ -33,5 +33,5 @@ class PairedOnlyOptions:
 PROTOCOL = variant(
     PairedOnlyOptions,
     eligible=lambda silo: silo.paired,
-    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"),
+    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau),
 )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from fedmq.errors import InputError
 from fedmq.wire.layout import Layout
-from protocols.fedavg import FedAvgOptions
+from protocols.fedavg import AnchoredOptions
 from protocols.parts.partial import averaging
 
 #: Name prefix of the adapters' middle layers.
 SHARED = "shared.adapters."
 
 
-def middle_layers(options: FedAvgOptions, layout: Layout) -> tuple[str, ...]:
+def middle_layers(options: AnchoredOptions, layout: Layout) -> tuple[str, ...]:
     """Names of the adapters' middle layers, in the layout's order.
 
     Raises:
@@ -30,4 +30,4 @@ def middle_layers(options: FedAvgOptions, layout: Layout) -> tuple[str, ...]:
     return shared
 
 
-PROTOCOL = averaging(FedAvgOptions, middle_layers, first_round_selects_all=True)
+PROTOCOL = averaging(AnchoredOptions, middle_layers, first_round_selects_all=True)

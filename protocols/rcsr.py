@@ -28,6 +28,7 @@ from fedmq.federation.protocol import (
     Local,
     MergeResult,
     Reply,
+    ReportedValue,
     SiloFacts,
     State,
     Task,
@@ -103,6 +104,28 @@ class Rcsr(FederatedProtocol):
     """RCSR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = RcsrOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {
+        "router_loss": ReportedValue("Loss of the router", "loss", "Objective of the router that weights the replies."),
+        "fair_value": ReportedValue(
+            "Loss with the fairness weights",
+            "loss",
+            "Weighted mean of the silos' losses; silos with a high loss have a large weight. "
+            "If it falls, the worst-served silos improve.",
+        ),
+        "weight_entropy": ReportedValue(
+            "Entropy of the aggregation weights",
+            "entropy",
+            "Sum of -w ln w over the weights w. High: all replies count equally. Low: a few replies dominate "
+            "the merge.",
+        ),
+        "weight_largest": aggregation.LARGEST_WEIGHT,
+        "weight_single": ReportedValue(
+            "Weight of silos with one modality",
+            "weight",
+            "Sum of the aggregation weights of the replies from silos that lack a modality.",
+        ),
+        "centroids": centroids.KNOWN,
+    }
 
     def __init__(self, options: RcsrOptions, context: Context) -> None:
         refuse_other_bases("rcsr", context)

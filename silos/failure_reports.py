@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from fedmq.errors import FedmqError
 from fedmq.federation.participant import reportable
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import QUIET, Logger
+from fedmq.storage.logs import QUIET, ErrorFile, Logger
 from fedmq.text import print_line, printable
 from fedmq.wire.messages import Header
 

@@ -16,7 +16,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.population import Population
 from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
-from fedmq.runs.results import as_measured, read_summary
+from fedmq.runs.results import read_summary
 from fedmq.storage.cache import key_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
@@ -93,7 +93,7 @@ def _lost(release: Release, silo: Silo, found: Retriever) -> bool:
         return True
     if _alike(reported, shared.figures):
         return False
-    heldout = HeldOut.load(as_measured(release.scenario, summary), silo.population)
+    heldout = HeldOut.load(release.scenario, silo.population)
     return not _alike(reported, heldout.measured(found.encoders, binary=found.binary, names=(name,)).per_silo[name])
 
 

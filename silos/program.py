@@ -29,15 +29,14 @@ from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm,
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import QUIET, Logger, LogLevel, LogOptions, open_log
+from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload, SiloMetrics
@@ -371,7 +370,7 @@ def _log_and_channel(
     if arguments.policy is not None:
         forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
     log = MessageLog(path, arguments.name, clock, logger=logger)
-    log.note(NoteKind.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run)
     uri, warn, plain = arguments.connect, logger.warning, arguments.scenario.model_dump(mode="json")
     return log, Channel(
         uri,

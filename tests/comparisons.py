@@ -41,10 +41,11 @@ def digest_of(recall: float) -> str:
 def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached: float = 3.0) -> None:
     """Write the files of a finished run of two merges, evaluated before and after."""
     per_silo = {"silo-00": {"mean_r1": recall}, "silo-01": {"mean_r1": recall / 2}}
+    silo = {"modalities": ["image", "text"], "samples": 9, "participations": 1, "tasks": 1, "heldout": 3}
     lines: list[dict[str, Any]] = [
         {"kind": "evaluation", "version": 0, "metrics": {"mean_r1": 0.1}, "per_silo": per_silo},
-        {"kind": "merge", "version": 1, "now": 1.5},
-        {"kind": "merge", "version": 2, "now": reached},
+        {"kind": "merge", "version": 1, "now": 1.5, "replies": [], "staleness": []},
+        {"kind": "merge", "version": 2, "now": reached, "replies": [], "staleness": []},
         {"kind": "evaluation", "version": 2, "metrics": {"mean_r1": recall}, "per_silo": per_silo},
     ]
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -61,11 +62,9 @@ def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached:
                 "processes": {"silos": 2},
                 "protocol": "fedavg",
                 "seed": 0,
+                "rounds": 2,
                 "versions": 2,
-                "per_silo": {
-                    name: {"modalities": ["image", "text"], "samples": 9, "participations": 1, **own}
-                    for name, own in per_silo.items()
-                },
+                "per_silo": {name: silo | own for name, own in per_silo.items()},
                 "versions_of": {"fedmq": "0.1.0"},
             }
         )

@@ -81,3 +81,15 @@ def tiny(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of the tiny scenario with the signed logs of all processes; copy it to change it."""
+    from tests import threaded_run
+
+    folder, scenario = tmp_path_factory.mktemp("finished") / "tiny", threaded_run.resolved(tiny)
+    folder.mkdir()
+    (folder / "scenario.yaml").write_text(scenario.dump())
+    assert threaded_run.run(scenario, folder).summary is not None
+    return folder

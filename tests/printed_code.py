@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+EXTENDING = sorted((ROOT / "docs" / "howto" / "extend").glob("*.md"))
 
 
 class Block(NamedTuple):
@@ -32,3 +33,9 @@ def blocks(page: Path, heading: str) -> list[Block]:
 def file_under(page: Path, heading: str) -> str:
     """The file that a document prints under a heading: the first block that begins with a docstring."""
     return next(block.code for block in blocks(page, heading) if block.code.startswith('"""'))
+
+
+def recipe(heading: str) -> Path:
+    """The page about extending fedmq that has a heading."""
+    (page,) = [page for page in EXTENDING if f"\n## {heading}\n" in page.read_text(encoding="utf-8")]
+    return page

@@ -1,9 +1,9 @@
-"""The transport that CONTRIBUTING.md prints, registered in this process; it knows nothing of ZeroMQ."""
+"""The transport that docs/howto/extend prints, registered in this process; it knows nothing of ZeroMQ."""
 
 from __future__ import annotations
 
 from fedmq.wire.transports.registry import register
-from tests.printed_code import CONTRIBUTING, file_under
+from tests.printed_code import file_under, recipe
 
-exec(compile(file_under(CONTRIBUTING, "A transport"), CONTRIBUTING.name, "exec"), globals())
+exec(compile(file_under(recipe("A transport"), "A transport"), "docs/howto/extend", "exec"), globals())
 register("queue", globals()["TRANSPORT"])

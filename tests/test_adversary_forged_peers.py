@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.cost import CostModel
-from coordinator.reply_validation import validate_reply
 from coordinator.rounds import PendingTask
-from coordinator.run_context import RunContext
+from coordinator.run_context import CostModel, RunContext
+from coordinator.updates import validate_reply
 from fedmq.config.sections import Cost
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.storage.run_folder import RunFolder

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordinator import body_limits
-from coordinator.reply_validation import LONGEST, check_reply
 from coordinator.rounds import Phase
+from coordinator.updates import LONGEST, check_reply
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import RemoteWireError
 from fedmq.experiments import tables
@@ -24,7 +23,8 @@ from fedmq.federation.protocol import Reply
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import NoteKind, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import RefusedRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import (
     ClassPrototypes,
@@ -108,7 +108,7 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
     outcome = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}", poison, "participation=1.0"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, NoteKind.TASK_FAILED)} == {
+    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, LogEvent.TASK_FAILED)} == {
         ("silo-00", "malformed")
     }
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
@@ -351,7 +351,7 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
                     reply_to=1, base_version=0)  # fmt: skip
     size = codec.body_size(codec.encode_body(Message(header, (reply,))))
-    assert size <= body_limits.largest_body(run_context, least=0) < 2 * size
+    assert size <= run_context.largest_body(run_context, least=0) < 2 * size
 
 
 def test_methods_without_a_public_set_keep_their_size_limit() -> None:
@@ -360,7 +360,7 @@ def test_methods_without_a_public_set_keep_their_size_limit() -> None:
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
         run_context: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
-        assert body_limits.largest_body(run_context) == limit
+        assert run_context.largest_body(run_context) == limit
 
 
 # --------------------------------------------------------------------------- updates, losses and counts

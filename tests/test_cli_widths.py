@@ -22,19 +22,17 @@ from fedmq.runs.result_limits import gallery_of
 from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from tests.run_summaries import summary
+from tests.run_summaries import release_config, summary
 
 WAYS = ("i2t", "t2i", "mean")
 PERFECT = {f"{way}_r{k}": 1.0 for k in (1, 5, 10) for way in WAYS}
-CONFIG = ReleaseConfig(
-    backbone={"name": "lite"}, objective={"base": "info_nce"}, protocol="fedavg", dim=8, layout_digest="0" * 64,
-    model_digest="ab" * 32, data_digest="cd" * 32, released_with={},
-)  # fmt: skip
+CONFIG = release_config(backbone={"name": "lite"}, data_digest="cd" * 32)
 
 
 def of_photos(images: int, captions: int) -> RunSummary:
     """A run with a perfect score."""
-    silo = {"modalities": ["image", "text"], "samples": 12, "participations": 3, "heldout": 1200, "mean_r1": 1.0}
+    silo: dict[str, object] = {"modalities": ["image", "text"], "samples": 12, "participations": 3, "tasks": 3}
+    silo |= {"heldout": 1200, "mean_r1": 1.0}
     return summary(
         metrics=PERFECT,
         evaluated=EvaluatedItems(split="test", images=images, captions=captions),
@@ -115,7 +113,7 @@ def test_the_live_display_keeps_each_metric_with_its_value_at_80_columns() -> No
     Console(file=screen, width=80).print(terminal.status_table(status, "1.5 min", title))
     shown = screen.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
-    for name in ("R@1 0.500", "R@5 0.500", "R@10 0.500", "mAP 0.500", "(of round 4)", "left 1.5 min", title):
+    for name in ("R@1 0.500", "R@5 0.500", "R@10 0.500", "mAP 0.500", "(of round 4)", "ETA 1.5 min", title):
         assert name in shown
 
 

@@ -108,14 +108,17 @@ def test_a_run_does_not_resume_with_a_changed_user_file(
         ("x = 1\n\nimport no_such_module\n", r"half\.py: line 3: found \"ModuleNotFoundError: No module"),
         ("x = 1\n", r"half\.py: found 'no PROTOCOL', allowed: PROTOCOL = \.\.\., a subclass of"),
         ("PROTOCOL = 3\n", r"half\.py: PROTOCOL: found 'an object of type int, no class'"),
-        (METHOD.replace("Half(FedAvg)", "Half"), r"half\.py: PROTOCOL: found 'class Half, which is no subclass of Fed"),
+        (
+            METHOD.replace("Half(AnchoredFedAvg)", "Half"),
+            r"half\.py: PROTOCOL: found 'class Half, which is no subclass of Fed",
+        ),
         (
             "from fedmq.federation.protocol import FederatedProtocol\n"
-            + METHOD.replace("Half(FedAvg)", "Half(FederatedProtocol)"),
+            + METHOD.replace("Half(AnchoredFedAvg)", "Half(FederatedProtocol)"),
             r"half\.py: PROTOCOL: found 'class Half without __init__, eligible, initial, task, train, uploads'",
         ),
         (
-            METHOD.replace("share: float = 0.5", "share: str").replace("(FedAvgOptions)", ""),
+            METHOD.replace("share: float = 0.5", "share: str").replace("(AnchoredOptions)", ""),
             "without a default for share",
         ),
         (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are not a dataclass'"),

@@ -81,7 +81,7 @@ def test_a_wrong_site_that_states_its_data_first_is_refused_once_two_others_agre
     found = admission()
     assert decide(found, "silo-02", NARROW) == Waiting()
     assert decide(found, "silo-00") == Waiting()
-    assert found.disputes.open == "silo-02 has image features of width 7, silo-00 has 12"
+    assert found.conflicts.open == "silo-02 has image features of width 7, silo-00 has 12"
     refused = decide(found, "silo-01").refused
     assert set(refused) == {"silo-02"}
     assert (
@@ -111,7 +111,7 @@ def test_two_against_two_wait_until_all_have_stated_and_sites_of_one_modality_do
     decide(found, "silo-01")
     alone = message("silo-02", Kind.STATEMENT, replace(stated("silo-02").payloads[0], mask=2), captions)  # type: ignore[type-var]
     assert found.decide("silo-02", alone) == Waiting()
-    assert found.disputes.open
+    assert found.conflicts.open
     assert set(decide(found, "silo-03").refused) == {"silo-00"}
 
 

@@ -22,7 +22,7 @@ from fedmq.config.scenario import ProtocolChoice
 from fedmq.config.sections import Staleness
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, State
-from fedmq.federation.updates import damping, hinge, mixed, polynomial, rarity
+from fedmq.federation.updates import damping, hinge, mixed, participation_weight, polynomial
 from fedmq.launch.supervisor import simulate_inline
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
@@ -90,10 +90,10 @@ def test_damping_functions_give_the_values_of_fedasync() -> None:
 
 
 def test_rarity_is_relative_to_the_mean_count_and_clipped_at_the_cut_off() -> None:
-    assert rarity(7, 7.0, 10.0) == 1.0
-    assert rarity(0, 5.0, 10.0) == 6.0
-    assert rarity(0, 99.0, 10.0) == 10.0
-    assert rarity(99, 4.0, 10.0) == 0.1
+    assert participation_weight(7, 7.0, 10.0) == 1.0
+    assert participation_weight(0, 5.0, 10.0) == 6.0
+    assert participation_weight(0, 99.0, 10.0) == 10.0
+    assert participation_weight(99, 4.0, 10.0) == 0.1
 
 
 def test_mixing_at_rate_one_is_exactly_the_merged_value() -> None:
@@ -130,7 +130,7 @@ def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> 
     deltas = [aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
     weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
     step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
-    merged = run_.protocol.merge(run_.state, [first, replace(second, rarity=3.0)], 0).state
+    merged = run_.protocol.merge(run_.state, [first, replace(second, participation_weight=3.0)], 0).state
     assert torch.allclose(merged.theta - run_.state.theta, step, atol=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> 
 def test_rarity_changes_the_merge_of_every_method_that_weights_replies(name: str) -> None:
     run_ = population(name)
     replies = run_.replies()
-    tilted = [replace(replies[0], rarity=4.0), *replies[1:]]
+    tilted = [replace(replies[0], participation_weight=4.0), *replies[1:]]
     plain, rare = (run_.protocol.merge(run_.state, each, 0).state for each in (replies, tilted))
     unweighted = {"local", "fedproto"}  # local merges nothing, fedproto only tables of class means
     assert equal_states(plain, rare) is (name in unweighted or len(replies) == 1)
@@ -263,7 +263,7 @@ def test_intermittently_available_silos_reply_only_while_they_are_on(
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     if interrupted == "wait":  # no task fails in this mode, so each merge waits for its last reply
         assert all(any(trace.on(silo, line["now"]) for silo in line["replies"]) for line in merges(tmp_path))
-    assert ("went off" in notes(tmp_path)) == (interrupted == "lost")
+    assert ("went_off" in notes(tmp_path)) == (interrupted == "lost")
     if mode != "sync":
         assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == first["model_digest"]
 

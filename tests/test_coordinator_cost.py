@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from coordinator.cost import CostModel, slowdowns
+from coordinator.run_context import CostModel, slowdowns
 from fedmq.config import loader as scenarios
 from fedmq.config.sections import COST_PRESETS, Cost
 from fedmq.errors import InputError

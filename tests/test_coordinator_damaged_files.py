@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator.checkpoint_files import Checkpoint
-from coordinator.checkpoint_records import CheckpointRecord, RoundsRecord
+from coordinator import checkpoints
+from coordinator.checkpoints import Checkpoint, CheckpointRecord
 from coordinator.counters import Counters
+from coordinator.events import RoundsRecord
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.federation.protocol import State
@@ -24,6 +24,8 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_tensors
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
+
+MERGE = {"kind": "merge", "version": 1, "now": 1.0, "replies": [], "staleness": []}
 
 
 def saved(folder: Path) -> Path:
@@ -158,10 +160,10 @@ def test_a_log_that_is_no_regular_file_is_refused(what: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "key"),
     [
-        ({"kind": "merge", "version": -1, "now": 1.0}, "version"),
-        ({"kind": "merge", "version": 1, "now": -1.0}, "now"),
-        ({"kind": "merge", "version": 1, "now": 1.0, "loss": float("inf")}, "loss"),
-        ({"kind": "merge", "version": 1, "now": 1.0, "wall": "2026-02-31T00:00:00+00:00"}, "wall"),
+        (MERGE | {"version": -1}, "version"),
+        (MERGE | {"now": -1.0}, "now"),
+        (MERGE | {"loss": float("inf")}, "loss"),
+        (MERGE | {"wall": "2026-02-31T00:00:00+00:00"}, "wall"),
         ({"kind": "evaluation", "version": 1, "metrics": {"mean_r10": -1.0}, "per_silo": {}}, "metrics"),
         ({"kind": "evaluation", "version": 1, "metrics": {}, "per_silo": {"a": {"map": 2.0}}}, r"per_silo\.a"),
         ({"kind": "own_heldout", "version": 1, "per_silo": {"a": {"items": 2, "mean_r1": 3.0}}}, r"per_silo\.a"),
@@ -177,7 +179,7 @@ def test_a_line_of_metrics_with_impossible_values_is_refused(line: dict[str, obj
 
 def test_values_of_losses_and_of_user_defined_metrics_may_be_negative(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    merge = {"kind": "merge", "version": 1, "now": 0.0, "loss": -1.0, "losses": {"mean_r1": -1.0}}
+    merge = MERGE | {"loss": -1.0, "losses": {"mean_r1": -1.0}}
     evaluation = {"kind": "evaluation", "version": 1, "metrics": {"mean_r1": 0.5, "users_own": -3.0}, "per_silo": {}}
     folder.metrics.write_text("".join(json.dumps(each) + "\n" for each in (merge, evaluation)))
     assert len(read_metrics(folder)) == 2

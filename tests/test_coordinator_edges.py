@@ -14,17 +14,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from coordinator import checkpoint_files as checkpoints
-from coordinator.checkpoint_records import RoundsRecord
+from coordinator import checkpoints
 from coordinator.counters import Counters
-from coordinator.events import Failed, Send
-from coordinator.fault_injection import FaultInjector, ProcessCommand
-from coordinator.in_process_peers import InProcessPeers
+from coordinator.events import Failed, RoundsRecord, Send
+from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
+from coordinator.peers import InProcessPeers
 from coordinator.rounds import Phase
-from coordinator.task_errors import TaskErrors
 from coordinator.timeline import EntryKind, Timeline
+from coordinator.updates import TaskErrors
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock, WallClock
@@ -115,17 +114,17 @@ def test_a_checkpoint_is_renamed_after_its_files_are_synced_and_before_its_paren
 def test_a_silo_may_delete_only_states_settled_by_the_second_newest_checkpoint(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled_by_task, real = dict[tuple[str, int], int](), Silo.answer
+    committed_by_task, real = dict[tuple[str, int], int](), Silo.answer
 
     def watched(silo: Silo, message: Message) -> object:
         assert message.task is not None
-        settled_by_task[silo.facts.name, message.header.sequence] = message.task.settled
+        committed_by_task[silo.facts.name, message.header.sequence] = message.task.settled
         return real(silo, message)
 
     monkeypatch.setattr(Silo, "answer", watched)
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=0", *IID), tmp_path)
-    assert {sequence for _, sequence in settled_by_task} == {1, 2, 3, 4}
-    assert all(settled == max(0, sequence - 2) for (_, sequence), settled in settled_by_task.items())
+    assert {sequence for _, sequence in committed_by_task} == {1, 2, 3, 4}
+    assert all(settled == max(0, sequence - 2) for (_, sequence), settled in committed_by_task.items())
 
 
 def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(

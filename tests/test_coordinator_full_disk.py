@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from coordinator.rounds import Phase
 from fedmq.errors import DiskError, RunError
 from fedmq.storage import run_folder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from silos.personal_state import StateStore
 from tests import in_process_run, threaded_run
 from tests.in_process_run import notes
@@ -27,7 +27,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import torch
-from coordinator import checkpoint_files
+from coordinator import checkpoints
 from fedmq.errors import DiskError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import write_tensors, write_atomically
@@ -35,21 +35,21 @@ from silos.personal_state import StateStore
 from tests.test_storage_crashes import made
 
 root, size = Path(sys.argv[1]), 1 << 16
-checkpoint_files.save(root / "run", made(1))
+checkpoints.save(root / "run", made(1))
 large = torch.zeros(size)
 record = made(2)
 record.states[2] = State(large)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 for write in (
-    lambda: checkpoint_files.save(root / "run", record),
-    lambda: StateStore(root / "silo").keep(1, {"x": large}, settled=0),
+    lambda: checkpoints.save(root / "run", record),
+    lambda: StateStore(root / "silo").keep(1, {"x": large}, committed=0),
     lambda: write_atomically(root / "model.safetensors", lambda path: write_tensors(path, {"x": large})),
 ):
     try:
         write()
     except RunError as error:
         print(type(error).__name__, error)
-print(checkpoint_files.load(root / "run").rounds.version)
+print(checkpoints.load(root / "run").rounds.version)
 """
 
 
@@ -105,10 +105,10 @@ def test_a_checkpoint_on_a_full_disk_is_tried_three_times_and_the_run_can_be_res
     fail_writes(monkeypatch, "version-000002", 4)
     with pytest.raises(RunError, match=r"checkpoint could not be written: .*No space left"):
         in_process_run.run(resolved(tiny), out)
-    assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 3
+    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 3
     assert not list((out / "checkpoints").glob(".version-*"))
     assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == uninterrupted
-    assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 4
+    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 4
 
 
 @pytest.mark.slow
@@ -141,4 +141,4 @@ def test_a_full_disk_of_a_silo_ends_a_run_in_one_process_which_can_be_resumed(
 def test_a_path_where_no_state_can_be_written_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "silo").write_text("somebody's own")
     with pytest.raises(DiskError, match="a folder that can be written"):
-        StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, settled=0)
+        StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, committed=0)

@@ -47,7 +47,7 @@ def test_a_run_ends_with_a_summary_and_a_report_without_a_silo_that_never_joined
     absent = read_summary(run.folder).per_silo["silo-02"]
     assert "0 to" not in terminal._heldout(read_summary(run.folder))
     assert (absent.modalities, absent.samples, absent.participations, absent.items) == ([], 0, 0, {})
-    run_report.write(run.folder)
+    run_report.write(run.folder, {})
     assert "silo-02" in run.folder.report.read_text()
 
 

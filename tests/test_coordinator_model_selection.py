@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.model_selection import patience_over
+from coordinator.release import patience_over
 from coordinator.rounds import Phase
 from fedmq.api.model import load
 from fedmq.audit.log_checks import audit_run

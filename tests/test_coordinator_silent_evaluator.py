@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from coordinator import evaluator_limit, finish
 from coordinator.evaluation import UNDER_WAY
-from coordinator.evaluator_limit import EvaluatorLimit
+from coordinator.liveness import AnswerLimit
 from coordinator.rounds import Phase
 from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import outcome, terminal
+from fedmq.cli import terminal
 from fedmq.evaluation.program import Evaluator
 from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
@@ -26,6 +25,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import Metrics, Payload
 from tests.run_summaries import summary
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 
 class Silent:
@@ -38,7 +38,7 @@ class Silent:
         def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
             self.left -= 1
             if self.left < 0:
-                assert self.released.wait(60)
+                assert self.released.wait(PATIENCE)
             return answer(evaluator, payloads)
 
         def summary_then_released(*arguments: Any) -> RunSummary:
@@ -47,8 +47,8 @@ class Silent:
             return made
 
         monkeypatch.setattr(Evaluator, "evaluate", answering)
-        monkeypatch.setattr(finish, "summary_of", summary_then_released)
-        monkeypatch.setattr(evaluator_limit, "LEAST_SECONDS", 0.5)
+        monkeypatch.setattr("coordinator.summary.summary_of", summary_then_released)
+        monkeypatch.setattr(AnswerLimit, "limit", 0.5)
 
 
 def evaluated(folder: Path) -> list[int]:
@@ -97,7 +97,7 @@ def test_rounds_continue_without_an_evaluator_that_stops_answering_and_it_is_sen
 
 
 def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_longest_evaluation() -> None:
-    limit = EvaluatorLimit(None)
+    limit = AnswerLimit(None)
     assert not limit.exceed(10_000.0), "nothing is requested"
     limit.requested(0.0)
     limit.requested(50.0)
@@ -109,7 +109,7 @@ def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_lon
     assert not limit.exceed(1999.0) and limit.exceed(2001.0) and limit.exceeded
     limit.answered(2002.0, more=False)
     assert not limit.exceeded and limit.seconds(9000.0) == 0.0
-    given = EvaluatorLimit(5.0)
+    given = AnswerLimit(5.0)
     given.requested(0.0)
     assert given.limit == 5.0 and given.exceed(6.0)
 
@@ -123,10 +123,10 @@ def test_the_display_names_the_evaluator_that_the_run_waits_for() -> None:
 
 
 def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
+    terminal._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
     assert not capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        outcome._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
+        terminal._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
     assert ended.value.code == 1
     assert capsys.readouterr().err.splitlines() == [
         "the evaluator did not answer within the limit: version 0, 2 not evaluated; the metrics above are of an "

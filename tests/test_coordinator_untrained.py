@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from rich.console import Console
 
 from fedmq.cli.terminal import print_summary
 from fedmq.errors import RunError
-from fedmq.experiments import tables
 from fedmq.runs.report import run_report
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import read_status
@@ -96,7 +94,7 @@ def test_a_silo_whose_replies_are_all_refused_is_named_in_the_last_line(
     last = screen_of(written, tmp_path).splitlines()[-1]
     assert last.startswith("silo-01: none of its replies was merged: 2 refused, 0 errors")
     assert "unexpected: a reply with" in last
-    run_report.write(RunFolder(tmp_path))
+    run_report.write(RunFolder(tmp_path), {})
     assert (
         '<p class="remark">silo-01: none of its replies was merged: 2 refused' in (tmp_path / "report.html").read_text()
     )
@@ -148,17 +146,3 @@ def test_a_summary_names_the_silos_that_never_took_part() -> None:
     assert not summary(unusable_replies={"silo-00": lost}).never_merged
     silo = summary().per_silo["silo-00"].model_copy(update={"participations": 0})
     assert summary(per_silo={"silo-00": silo}, unusable_replies={"silo-00": lost}).never_merged == {"silo-00": lost}
-
-
-def test_a_table_names_rows_whose_model_no_update_changed() -> None:
-    def row(name: str, **facts: bool) -> Any:
-        outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([summary(), summary(**facts)])}
-        entry = SimpleNamespace(method=name, name=name, candidates=(None,))
-        return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=(), diverged=())
-
-    plan: Any = SimpleNamespace(seeds=(0, 1), across=None)
-    notes = tables.notes_of([row("fedavg"), row("idle", unchanged=True)], plan, False, False)
-    assert [note for note in notes if "changed the model" in note] == [
-        "no silo's update changed the model of at least one seed: idle"
-    ]
-    assert not any("changed the model" in note for note in tables.notes_of([row("fedavg")], plan, False, False))

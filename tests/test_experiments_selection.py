@@ -28,7 +28,6 @@ class Trial:
         refused: refused replies of the first and of the second silo.
         errors: errors that they reported.
         scripted: refused replies of scripted attacks.
-        unchanged: whether no update changed the model; only older versions wrote such a summary.
     """
 
     recall: int
@@ -36,12 +35,11 @@ class Trial:
     refused: tuple[int, int]
     errors: tuple[int, int]
     scripted: int
-    unchanged: bool
 
     @property
     def accepted(self) -> bool:
         """Whether it finished and each silo trained whenever it was selected."""
-        return self.done and not self.unchanged and not sum(self.refused) and not sum(self.errors)
+        return self.done and not sum(self.refused) and not sum(self.errors)
 
     def write(self, folder: RunFolder) -> None:
         if not self.done:
@@ -57,7 +55,7 @@ class Trial:
             for silo, (refused, errors) in enumerate(zip(self.refused, self.errors, strict=True))
             if refused or errors or self.scripted
         }
-        told = {"unusable_replies": unusable, "unchanged": self.unchanged}
+        told = {"unusable_replies": unusable}
         folder.summary.write_text(json.dumps({**json.loads(folder.summary.read_text()), **told}))
 
 
@@ -69,7 +67,6 @@ trials = st.builds(
     refused=st.tuples(number, number),
     errors=st.tuples(number, number),
     scripted=number,
-    unchanged=st.sampled_from([False, False, False, True]),
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fedmq.audit.sites import sites_of
+from fedmq.audit.replay import sites_of
 from fedmq.cli.scenarios import resolved_file
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.aggregation import merged_state, reply_of
-from coordinator.cost import CostModel
-from coordinator.run_context import RunContext
+from coordinator.run_context import CostModel, RunContext
 from fedmq.config.sections import Cost
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
@@ -65,7 +64,11 @@ def test_a_reply_two_versions_old_is_weighted_by_the_scenarios_damping(tiny: Pat
     kept = setting(tiny, run, "fedavg", "aggregation.mode=buffered", kind)
     stale, fresh = replies(run, kept, (0, 2), Counter())
     assert (stale.sequence, stale.base_version, stale.staleness) == (7, 0, 2)
-    assert (stale.damping, stale.rarity, stale.factor) == (pytest.approx(worth), 1.0, pytest.approx(worth))
+    assert (stale.damping, stale.participation_weight, stale.factor) == (
+        pytest.approx(worth),
+        1.0,
+        pytest.approx(worth),
+    )
     assert (fresh.staleness, fresh.damping, fresh.factor) == (0, 1.0, 1.0)
 
 
@@ -86,7 +89,7 @@ def test_rarity_is_relative_to_all_eligible_silos_not_only_merged_ones(
         tiny, run, "fedavg", "aggregation={mode: buffered, balance: 8}", "aggregation.staleness.exponent=0.5"
     )
     reply = replies(run, kept, (0, 0), Counter(merged))[silo]
-    assert reply.rarity == pytest.approx(worth)
+    assert reply.participation_weight == pytest.approx(worth)
     assert reply.factor == pytest.approx(worth * POLYNOMIAL)
 
 
@@ -94,7 +97,7 @@ def test_rarity_is_relative_to_all_eligible_silos_not_only_merged_ones(
 def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path, changes: str) -> None:
     run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
-    assert [reply.rarity for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
+    assert [reply.participation_weight for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
 
 
 def step_of(run: SmallFederation, reply: Reply) -> Tensor:

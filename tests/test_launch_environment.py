@@ -25,6 +25,7 @@ from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri
 from fedmq.wire.transports.shared_connections import MAX_BRANCHES
+from tests.waiting import PATIENCE
 
 #: Open files of a host per silo: its message log, and its log for operators.
 PER_SILO = 2
@@ -144,7 +145,7 @@ def test_a_comparison_runs_with_a_long_folder_for_temporary_files(tiny: Path, tm
     done = subprocess.run(
         [sys.executable, "-m", "fedmq", "compare", str(tiny), *words, *places, "--quiet"],
         env={**os.environ, "TMPDIR": str(folder_of(tmp_path, 120 + len(str(tmp_path))))},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "learning_rate=0.001" in done.stdout

@@ -17,6 +17,7 @@ from fedmq.errors import InputError
 from fedmq.launch.private_folder import private_folder
 from fedmq.launch.processes import Limits, plan_hosting
 from tests.command_line import completed
+from tests.waiting import PATIENCE
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
 ENOUGH = Limits(memory=1 << 50, descriptors=1 << 20)
@@ -100,7 +101,7 @@ def finished(tiny: Path, out: Path, *options: str, files: int | None = None) -> 
         done = completed(*words)
     else:
         done = subprocess.run(
-            [FEDMQ, *words], capture_output=True, text=True, timeout=200, check=False, preexec_fn=limited
+            [FEDMQ, *words], capture_output=True, text=True, timeout=PATIENCE, check=False, preexec_fn=limited
         )
     assert done.returncode == 0, done.stderr
     assert not audit_run(out).findings
@@ -139,7 +140,7 @@ def test_faults_of_a_hosted_silo_are_carried_out_on_its_host(tiny: Path, tmp_pat
     hosted, _ = finished(tiny, tmp_path / "hosted", *options, "--set", "silos.hosts=2")
     assert hosted["model_digest"] == own["model_digest"]
     record = (tmp_path / "hosted" / "messages" / "coordinator.jsonl").read_text()
-    assert '"text":"fault"' in record.replace(" ", "")
+    assert '"event":"fault"' in record.replace(" ", "")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from fedmq.launch.slurm_cluster import LocalJobs, SlurmCluster, SlurmJobs, Slurm
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 submitit = pytest.importorskip("submitit")
 #: The tests wait for what happens, which takes long on a busy machine.
@@ -157,7 +158,7 @@ def test_a_job_that_is_killed_has_died_and_its_log_is_named(
     assert process.is_alive()
     process.kill()
     process.kill()  # a second time, as at the end of a run
-    process.join(600)
+    process.join(PATIENCE)
     (log,) = (tmp_path / "jobs").glob("silo-00-*.log")
     assert process.exitcode == DIED
     assert "silo-00: job " in (said := capfd.readouterr().err)

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 import protocols
-from coordinator.reply_validation import check_reply
+from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.protocol import Local, Reply, State, Task

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import io as scipy_io
 
-from coordinator.reply_validation import check_reply
+from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.label_levels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec

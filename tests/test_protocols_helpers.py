@@ -19,7 +19,7 @@ from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
 from fedmq.models.hash_networks import Tower
 from fedmq.wire.payloads import ClassPrototypes, Loss
 from protocols import fedcmr, fedhap, plfedcmh
-from protocols.fedavg import FedAvg, FedAvgOptions
+from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from protocols.objectives.shdch import Level, swept_codes
 from protocols.parts import centroids, class_prototypes, clusters, prototypes, robust, training
 from tests.replies import payload_of, silo_of
@@ -115,7 +115,7 @@ def test_batches_hold_every_item_once_and_none_is_smaller_than_a_contrast_needs(
 
 def test_a_last_batch_of_one_pair_is_joined_to_the_batch_before_it() -> None:
     run = population("fedavg", kinds=((True, True),), sizes=[9], training=Training(batch_size=8, local_epochs=1))
-    work = FedAvg(FedAvgOptions(), run.context).work(
+    work = AnchoredFedAvg(AnchoredOptions(), run.context).work(
         Local(run.context.silos[0], run.shares[0], run.model, {}), Task(1, 0, 0, 1e-3, ())
     )
     assert work is not None
@@ -170,7 +170,7 @@ def test_fedcmr_reports_the_last_parts_mean_loss_and_stores_only_its_displacemen
         starts.append(base.clone())
         return real(local, context, task, base, *rest)
 
-    monkeypatch.setattr(fedcmr._training, "train_epochs", watched)
+    monkeypatch.setattr(fedcmr.training, "train_epochs", watched)
     silo = run.eligible[0]
     trained = run.train(silo)
     assert len(starts) == 2
@@ -178,9 +178,9 @@ def test_fedcmr_reports_the_last_parts_mean_loss_and_stores_only_its_displacemen
     assert told == trained.loss > 0
     protocol: Any = run.protocol
     layout, shared = run.context.layout, protocol.partial.shared
-    end = fedcmr._aggregation.extract(run.model.flat.detach(), layout, shared)
+    end = fedcmr.aggregation.extract(run.model.flat.detach(), layout, shared)
     torch.testing.assert_close(
-        trained.state[fedcmr._DISPLACEMENT], end - fedcmr._aggregation.extract(starts[1], layout, shared)
+        trained.state[fedcmr._DISPLACEMENT], end - fedcmr.aggregation.extract(starts[1], layout, shared)
     )
     assert not torch.equal(starts[0], starts[1])
 

@@ -27,7 +27,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Payload
-from protocols.fedavg import FedAvg, FedAvgOptions
+from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from protocols.parts import training
 from protocols.parts.variant import variant
 from tests import in_process_run
@@ -37,9 +37,9 @@ from tests.threaded_run import resolved
 #: A method in a user's file: FedAvg with extra attributes whose names resemble traits.
 MINE = '''"""Mine: FedAvg with attributes of any name."""
 
-from protocols.fedavg import FedAvg
+from protocols.fedavg import AnchoredFedAvg
 
-class Mine(FedAvg):
+class Mine(AnchoredFedAvg):
     layers = ("a", "b")
     personalised = True
     pooled = True
@@ -71,7 +71,7 @@ def test_a_methods_attributes_may_have_any_names(mine: Callable[[str], str], tin
     assert "personal" not in summary
 
 
-class Claiming(FedAvg):
+class Claiming(AnchoredFedAvg):
     """FedAvg with the traits that a test sets."""
 
     said = Traits()
@@ -99,7 +99,7 @@ def test_a_trait_that_a_method_does_not_satisfy_is_refused_in_one_line(now: Trai
     kind = type("Claims", (Claiming,), {"said": now, "said_before": before})
     context = population("fedavg").context
     with pytest.raises(InputError, match=told) as caught:
-        check_traits("mine", kind(FedAvgOptions(), context), FedAvgOptions(), context)
+        check_traits("mine", kind(AnchoredOptions(), context), AnchoredOptions(), context)
     assert str(caught.value).startswith("protocol mine: traits: ")
     assert "\n" not in str(caught.value)
 
@@ -135,9 +135,12 @@ class Undecided:
     [
         (int, "class int, which is no subclass of FederatedProtocol"),
         ("mine", "an object of type str, no class"),
-        (type("Mine", (FedAvg,), {"Options": int}), "class Mine, whose Options are not a dataclass"),
-        (type("Mine", (FedAvg,), {"Options": Undecided}), "Options are a dataclass without a default for strength"),
-        (FedAvg, None),
+        (type("Mine", (AnchoredFedAvg,), {"Options": int}), "class Mine, whose Options are not a dataclass"),
+        (
+            type("Mine", (AnchoredFedAvg,), {"Options": Undecided}),
+            "Options are a dataclass without a default for strength",
+        ),
+        (AnchoredFedAvg, None),
     ],
 )
 def test_class_problem_explains_why_an_object_is_not_a_method(given: object, told: str | None) -> None:
@@ -147,7 +150,7 @@ def test_class_problem_explains_why_an_object_is_not_a_method(given: object, tol
 
 def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
     run = population("fedavg")
-    assert run.protocol.traits() == Traits() == type(run.protocol).traits_of(FedAvgOptions())
+    assert run.protocol.traits() == Traits() == type(run.protocol).traits_of(AnchoredOptions())
     assert run.protocol.release(run.state) == ()
     after = run.protocol.merge(run.state, run.replies(), 0).state
     assert run.protocol.mix_state(run.state, after, 0.5) is after
@@ -156,7 +159,7 @@ def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
 
 # --------------------------------------------------------------------------- variants
 @dataclass(frozen=True)
-class SmallOptions(FedAvgOptions):
+class SmallOptions(AnchoredOptions):
     """Options of FedAvg with short embeddings: FedAvg's and
 
     Args:
@@ -199,19 +202,19 @@ def test_a_personalised_variant_must_define_encoders() -> None:
     def encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
         raise AssertionError("not measured here")
 
-    def personal(options: FedAvgOptions) -> Traits:
+    def personal(options: AnchoredOptions) -> Traits:
         return Traits(personalised=True)
 
     with pytest.raises(InputError, match="personalised without encoders"):
-        made(variant(FedAvgOptions, traits=personal), FedAvgOptions())
-    run = made(variant(FedAvgOptions, traits=personal, encoders=encoders), FedAvgOptions())
+        made(variant(AnchoredOptions, traits=personal), AnchoredOptions())
+    run = made(variant(AnchoredOptions, traits=personal, encoders=encoders), AnchoredOptions())
     assert run.protocol.traits().personalised
 
 
 def test_a_method_in_a_file_is_created_by_its_reference(mine: Callable[[str], str]) -> None:
     name = mine('"""Mine: paired silos alone."""\nfrom protocols.parts.variant import variant\n'
-         "from protocols.fedavg import FedAvgOptions\n"
-         "PROTOCOL = variant(FedAvgOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
+         "from protocols.fedavg import AnchoredOptions\n"
+         "PROTOCOL = variant(AnchoredOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
     context = population("fedavg").context
     method = protocols.create(ProtocolChoice(name=name, tau=0.1), context)
     assert [silo.index for silo in context.silos if method.eligible(silo)] == [0, 3]

@@ -29,14 +29,15 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval import gallery, gallery_data, search
 from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
-from fedmq.runs.release import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
 from tests.command_line import completed, fedmq
+from tests.run_summaries import release_config
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 faiss = pytest.importorskip("faiss")
 
@@ -63,8 +64,10 @@ def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, s
     beside = {}
     if memory is not None:
         beside["memory"] = digest(remember(root, memory))
-    config = ReleaseConfig(
+    config = release_config(
         backbone=scenario.backbone.model_dump(mode="json"),
+        objective=scenario.objective.model_dump(mode="json"),
+        layout=[entry.name for entry in model.layout.entries],
         protocol=scenario.protocol.name,
         dim=model.dim,
         layout_digest=model.layout.digest,
@@ -492,7 +495,7 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
 
     def in_a_fresh_process(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fedmq", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
     def results(
         *arguments: object, command: Callable[..., subprocess.CompletedProcess[str]] = completed

@@ -121,7 +121,7 @@ def test_a_picture_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp
     data["examples"][0]["query"]["image"] = image
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=r"report_data\.json"):
-        run_report.write(folder)
+        run_report.write(folder, {})
 
 
 def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path
     folder = _copy(photo_run, tmp_path)
     path = folder.root / "report_data.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_digest": "0" * 64}))
-    run_report.write(folder)
+    run_report.write(folder, {})
     assert "What is retrieved" not in folder.report.read_text()
 
 
@@ -168,7 +168,7 @@ def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Pat
 
 
 def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFolder) -> None:
-    run_report.write(photo_run)
+    run_report.write(photo_run, {})
     section = photo_run.report.read_text().partition('<h2 id="privacy">')[2].partition("<h2")[0]
     found = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
     audit = audit_run(photo_run.root)
@@ -204,7 +204,15 @@ def test_a_headline_claims_a_change_only_beyond_what_chance_explains() -> None:
 def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -> None:
     found = ({"silo-00": 2.0, "silo-01": 0.0}, {"silo-00": 1.0, "silo-01": 0.5})
     lines = [
-        MergeLine(kind="merge", version=version, now=0.0, loss=sum(losses.values()) / 2, losses=losses)
+        MergeLine(
+            kind="merge",
+            version=version,
+            now=0.0,
+            replies=list(losses),
+            staleness=[0, 0],
+            loss=sum(losses.values()) / 2,
+            losses=losses,
+        )
         for version, losses in enumerate(found, 1)
     ]
     mean, each = figures.losses(lines)
@@ -232,7 +240,7 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     for example in data["examples"]:
         example["rank"] = 1
     path.write_text(json.dumps(data))
-    run_report.write(folder)
+    run_report.write(folder, {})
     page = folder.report.read_text()
     assert "6 test images, 6 captions</h1>" in page
     assert '<p class="remark">R@10 is not shown: with 6 items to retrieve from, any model reaches 1</p>' in page
@@ -264,7 +272,7 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     # A silo that was lost for a while is sent its task again, and its second reply is discarded.
     lines = [json.loads(line) for line in photo_run.messages("coordinator").read_text().splitlines()]
     sent = next(each for each in lines if each.get("kind") == "task")
-    again = {"text": "reply discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
+    again = {"event": "reply_discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
     note = {key: sent[key] for key in ("hash", "n", "previous", "process", "run", "wall")} | {"action": "note", **again}
     task = facts.tasks[sent["receiver"], sent["sequence"]]
     before = dataclasses.replace(task)

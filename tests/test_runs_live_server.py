@@ -19,12 +19,14 @@ from typing import Any
 import httpx
 import pytest
 
+import protocols
 from fedmq.errors import InputError
 from fedmq.runs import live_server
 from fedmq.runs.live_server import GrowingRun
 from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 TOKEN = "secret-token"
 
@@ -45,7 +47,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def board(finished: Path) -> Iterator[str]:
     """The address of the board."""
-    with live_server.serving(live_server.board_app(finished, TOKEN), 0, TOKEN) as address:
+    with live_server.serving(live_server.board_app(finished, TOKEN, protocols.reported), 0, TOKEN) as address:
         yield address.partition("?")[0].rstrip("/")
 
 
@@ -98,7 +100,7 @@ def test_a_port_in_use_is_one_clear_error(finished: Path) -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(InputError, match="a free port"),
-            live_server.serving(live_server.board_app(finished, TOKEN), port, TOKEN),
+            live_server.serving(live_server.board_app(finished, TOKEN, protocols.reported), port, TOKEN),
         ):
             pass
 
@@ -108,7 +110,7 @@ def test_a_growing_run_reads_only_what_is_new_and_gives_the_figures_of_the_whole
 ) -> None:
     source, folder = RunFolder(finished / "done"), RunFolder(tmp_path / "run")
     (folder.root / "messages").mkdir(parents=True)
-    growing = GrowingRun(folder)
+    growing = GrowingRun(folder, {})
     assert not growing.update()
     assert growing.figures() == []
     for original, copy in (
@@ -121,7 +123,7 @@ def test_a_growing_run_reads_only_what_is_new_and_gives_the_figures_of_the_whole
                 file.write(content[start : start + 3000])
             growing.update()
     assert not growing.update()
-    whole = GrowingRun(source)
+    whole = GrowingRun(source, {})
     whole.update()
     assert [figure.plain() for figure in growing.figures()] == [figure.plain() for figure in whole.figures()]
     titles = [figure.title for figure in whole.figures()]
@@ -142,7 +144,7 @@ def test_a_report_that_is_no_text_or_no_file_does_not_fail_the_board(finished: P
     (tmp_path / "run").mkdir()
     shutil.copy(finished / "done" / "scenario.yaml", tmp_path / "run")
     (tmp_path / "run" / "report.html").write_bytes(b"\xff<p>")
-    with live_server.serving(live_server.board_app(tmp_path, TOKEN), 0, TOKEN) as address:
+    with live_server.serving(live_server.board_app(tmp_path, TOKEN, protocols.reported), 0, TOKEN) as address:
         found = httpx.get(f"{address.partition('?')[0]}run/run", params={"token": TOKEN})
         assert (found.status_code, found.content) == (200, b"\xff<p>")
 
@@ -151,7 +153,7 @@ def test_connections_beyond_a_number_are_closed_those_that_wait_for_a_request_fi
     def open_connection() -> socket.socket:
         return socket.create_connection((live_server.HOST, int(address.rpartition(":")[2].partition("/")[0])), 10)
 
-    with live_server.serving(live_server.live_app(RunFolder(tmp_path), TOKEN), 0, TOKEN) as address:
+    with live_server.serving(live_server.live_app(RunFolder(tmp_path), TOKEN, {}), 0, TOKEN) as address:
         stream = open_connection()
         stream.sendall(f"GET /events?token={TOKEN} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert stream.recv(12) == b"HTTP/1.1 200"
@@ -189,14 +191,14 @@ def test_a_running_scenario_streams_its_figures(tiny: Path, tmp_path: Path) -> N
         assert last["status"]["rounds"] == 300
     finally:
         program.terminate()
-        program.wait(60)
+        program.wait(PATIENCE)
 
 
 def _updates(address: str) -> list[dict[str, Any]]:
     """The first few updates of a stream, until one has figures of a merge."""
     found: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 60
-    with httpx.stream("GET", address, timeout=60) as response:
+    deadline = time.monotonic() + PATIENCE
+    with httpx.stream("GET", address, timeout=PATIENCE) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 found.append(json.loads(line.removeprefix("data: ")))

@@ -25,7 +25,6 @@ from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
 from tests.threaded_run import resolved, run_of
 
-OLD = Path(__file__).parent / "fixtures" / "old_run"
 NAMES = ("csv", "tensorboard", "mlflow", "wandb")
 
 
@@ -163,10 +162,10 @@ class Failing:
         raise AssertionError
 
 
-def test_a_failing_tracker_is_given_up_in_one_line_and_old_lines_without_a_time_are_passed_on(
-    tiny: Path, tmp_path: Path
+def test_a_failing_tracker_is_given_up_in_one_line_and_the_others_receive_the_run(
+    finished: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    folder = RunFolder(Path(shutil.copytree(OLD, tmp_path / "run")))
+    folder = RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
     run, notices = run_of(resolved(tiny, "track=[mlflow, csv]")), list[str]()
     with tracking(run, folder, notices.append, {"mlflow": Failing, "csv": TRACKERS["csv"]}):
         pass
@@ -219,9 +218,9 @@ def test_lines_of_a_run_have_the_real_time_and_a_replay_ignores_it(tiny: Path, t
     ],
 )
 def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
-    tiny: Path, tmp_path: Path, sent: dict[str, object], found: str
+    finished: Path, tiny: Path, tmp_path: Path, sent: dict[str, object], found: str
 ) -> None:
-    folder, notices = RunFolder(Path(shutil.copytree(OLD, tmp_path / "run"))), list[str]()
+    folder, notices = RunFolder(Path(shutil.copytree(finished, tmp_path / "run"))), list[str]()
     (folder.root / "trackers").mkdir()
     (folder.root / "trackers" / "state.json").write_text(json.dumps({"trackers": {"csv": sent}}))
     with tracking(run_of(resolved(tiny, "track=csv")), folder, notices.append):

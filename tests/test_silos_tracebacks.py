@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from fedmq.storage import error_files
-from fedmq.storage.error_files import ErrorFile
+from fedmq.storage import logs as error_files
+from fedmq.storage.logs import ErrorFile
 from tests.command_line import completed
 
 METHOD = """
 from dataclasses import dataclass
 
 from protocols.parts.variant import variant
-from protocols.fedavg import FedAvgOptions
+from protocols.fedavg import AnchoredOptions
 
 
 @dataclass(frozen=True)
-class Options(FedAvgOptions):
+class Options(AnchoredOptions):
     pass
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator import checkpoint_files
-from coordinator.checkpoint_files import Checkpoint
-from coordinator.checkpoint_records import RoundsRecord
+from coordinator import checkpoints
+from coordinator.checkpoints import Checkpoint
 from coordinator.counters import Counters
-from coordinator.fault_injection import FaultInjector
+from coordinator.events import RoundsRecord
+from coordinator.faults import FaultInjector
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.federation.faults import FaultSchedule
@@ -27,10 +26,11 @@ from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 from silos.training_slots import Slots, slots_folder
+from tests.waiting import PATIENCE
 
 
 def made(version: int, *older: int) -> Checkpoint:
@@ -111,12 +111,12 @@ def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written
 def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
         path.parent.rename(tmp_path / "moved")
-        log.note(NoteKind.RESUMED)  # it still has a name
+        log.note(LogEvent.RESUMED)  # it still has a name
         (tmp_path / "moved" / path.name).unlink()
         with pytest.raises(DiskError, match=r"silo-00\.jsonl: was deleted while silo-00 was writing it"):
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.ENDED)
         assert log.records == 2
 
 
@@ -158,8 +158,8 @@ def test_files_that_killed_processes_left_unfinished_are_removed(tmp_path: Path)
 
 
 def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
-    checkpoint_files.save(tmp_path, made(7, 5))
-    loaded = checkpoint_files.load(tmp_path)
+    checkpoints.save(tmp_path, made(7, 5))
+    loaded = checkpoints.load(tmp_path)
     assert loaded is not None
     assert (loaded.rounds.version, loaded.now, loaded.due, loaded.counters) == (
         7,
@@ -174,76 +174,76 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_the_last_two_checkpoints_are_kept_and_older_states_are_linked_without_copying(tmp_path: Path) -> None:
-    checkpoint_files.save(tmp_path, made(1))
-    checkpoint_files.save(tmp_path, made(2, 1))
-    checkpoint_files.save(tmp_path, made(3, 1))
+    checkpoints.save(tmp_path, made(1))
+    checkpoints.save(tmp_path, made(2, 1))
+    checkpoints.save(tmp_path, made(3, 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000002", "version-000003"]
     shared = [tmp_path / f"version-00000{number}" / "state-000001.safetensors" for number in (2, 3)]
     assert shared[0].stat().st_ino == shared[1].stat().st_ino
-    loaded = checkpoint_files.load(tmp_path)
+    loaded = checkpoints.load(tmp_path)
     assert loaded is not None
     assert torch.equal(loaded.states[1].theta, torch.ones(3))
 
 
 def test_the_last_two_checkpoints_are_chosen_by_number_with_any_number_of_digits(tmp_path: Path) -> None:
     for number in range(999_998, 1_000_002):
-        checkpoint_files.save(tmp_path, made(number))
-    loaded = checkpoint_files.load(tmp_path)
+        checkpoints.save(tmp_path, made(number))
+    loaded = checkpoints.load(tmp_path)
     assert loaded is not None
     assert loaded.rounds.version == 1_000_001
     assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
 
 
 def test_a_crash_while_writing_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint_files.save(tmp_path, made(1))
+    checkpoints.save(tmp_path, made(1))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "write_tensors", full)
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
     with pytest.raises(RunError, match="No space left"):
-        checkpoint_files.save(tmp_path, made(2))
-    loaded = checkpoint_files.load(tmp_path)
+        checkpoints.save(tmp_path, made(2))
+    loaded = checkpoints.load(tmp_path)
     assert loaded is not None
     assert loaded.rounds.version == 1
     assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    folder = checkpoint_files.save(tmp_path, made(1))
+    folder = checkpoints.save(tmp_path, made(1))
     (folder / "state-000001.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="version-000001"):
-        checkpoint_files.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, carried: bool) -> None:
-    folder = checkpoint_files.save(tmp_path, made(1))
+    folder = checkpoints.save(tmp_path, made(1))
     other = tmp_path / "other"
-    checkpoint_files.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
+    checkpoints.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
     # Replaced in place under a killed run: a valid file that the next checkpoint links to.
     changed = folder / "state-000001.safetensors"
     changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
     if carried:
-        folder = checkpoint_files.save(tmp_path, made(2, 1))
+        folder = checkpoints.save(tmp_path, made(2, 1))
     with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the previous one"):
-        checkpoint_files.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(Counters().to_record().plain()))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
-    checkpoint_files.save(tmp_path, made(1))
+    checkpoints.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"
     content = json.loads(path.read_text())
     del content["tally"][name]
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
-        checkpoint_files.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 @pytest.mark.parametrize("names", [("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)])
 def test_a_checkpoint_without_one_of_its_digests_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
-    path = checkpoint_files.save(tmp_path, made(1)) / "checkpoint.json"
+    path = checkpoints.save(tmp_path, made(1)) / "checkpoint.json"
     content = json.loads(path.read_text())
     for name in names:
         del content[name]
@@ -251,36 +251,36 @@ def test_a_checkpoint_without_one_of_its_digests_is_refused(tmp_path: Path, name
     with pytest.raises(
         InputError, match=rf"checkpoint\.json: {sorted(names)[-1]}s?: found 'nothing'.*the previous one"
     ):
-        checkpoint_files.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 def test_a_checkpoint_in_the_folder_of_another_version_is_refused(tmp_path: Path) -> None:
-    checkpoint_files.save(tmp_path, made(1)).rename(tmp_path / "version-000003")
+    checkpoints.save(tmp_path, made(1)).rename(tmp_path / "version-000003")
     with pytest.raises(InputError, match=r"version-000003/checkpoint\.json: found 'version 1'"):
-        checkpoint_files.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 def test_a_state_whose_recorded_digest_is_lost_is_written_again_and_not_linked(tmp_path: Path) -> None:
-    folder = checkpoint_files.save(tmp_path, made(1))
+    folder = checkpoints.save(tmp_path, made(1))
     (folder / "checkpoint.json").write_text("{}")
     other = tmp_path / "other"
-    checkpoint_files.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
+    checkpoints.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
     (folder / "state-000001.safetensors").write_bytes((other / "version-000001/state-000001.safetensors").read_bytes())
-    checkpoint_files.save(tmp_path, made(2, 1))
-    loaded = checkpoint_files.load(tmp_path)
+    checkpoints.save(tmp_path, made(2, 1))
+    loaded = checkpoints.load(tmp_path)
     assert loaded is not None
     assert loaded.states[1].theta.tolist() == [1.0] * 3
 
 
 def test_a_folder_without_checkpoints_yields_none(tmp_path: Path) -> None:
-    assert checkpoint_files.load(tmp_path / "nowhere") is None
+    assert checkpoints.load(tmp_path / "nowhere") is None
 
 
 def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     assert store.before(1) == {}
-    store.keep(1, {"a": torch.tensor([1.0])}, settled=0)
-    store.keep(2, {"a": torch.tensor([2.0])}, settled=1)
+    store.keep(1, {"a": torch.tensor([1.0])}, committed=0)
+    store.keep(2, {"a": torch.tensor([2.0])}, committed=1)
     for again in (store, StateStore(tmp_path)):
         assert again.before(2)["a"].item() == 1.0
         assert again.before(3)["a"].item() == 2.0
@@ -289,7 +289,7 @@ def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None
 def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     for number in range(1, 6):
-        store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
+        store.keep(number, {"a": torch.tensor([float(number)])}, committed=number - 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "task-000000004.safetensors",
         "task-000000005.safetensors",
@@ -297,8 +297,8 @@ def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:
-    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, settled=0)
-    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, settled=0)
+    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, committed=0)
+    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, committed=0)
     (tmp_path / "task-2 (copy).safetensors").write_text("somebody's own")
     assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
     newest = tmp_path / "task-000000002.safetensors"
@@ -310,7 +310,7 @@ def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(t
 
 
 def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
-    StateStore(tmp_path / "none").keep(1, {}, settled=0)
+    StateStore(tmp_path / "none").keep(1, {}, committed=0)
     assert not (tmp_path / "none").exists()
 
 
@@ -320,7 +320,7 @@ from pathlib import Path
 from silos.training_slots import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -330,10 +330,8 @@ def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     os.kill(holder.pid, signal.SIGKILL)
-    began = time.monotonic()
     with Slots(tmp_path / "r", 1).one():
-        assert time.monotonic() - began < 5
-    holder.wait()
+        holder.wait()
 
 
 @pytest.fixture
@@ -409,7 +407,7 @@ def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None
         thread = threading.Thread(target=wait)
         thread.start()
         assert not done.wait(0.2)
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     thread.join()
 
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator import checkpoint_files
+import protocols
+from coordinator import checkpoints
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
@@ -26,7 +27,7 @@ from fedmq.runs import results as outcomes
 from fedmq.runs.report import run_report
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run, run_of
@@ -45,7 +46,7 @@ _numbers = count()
 def results(root: Path) -> None:
     """Read a run's results as its report, comparisons and a replay do."""
     folder = RunFolder(root)
-    run_report.write(folder)
+    run_report.write(folder, {})
     outcomes.read(folder).untrained()
     record = replay.read_record(folder)
     replay.first_difference(record, record)
@@ -55,7 +56,7 @@ def results(root: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": results,
     "metrics.jsonl": results,
-    "checkpoints/version-*/checkpoint.json": lambda root: checkpoint_files.load(RunFolder(root).checkpoints),
+    "checkpoints/version-*/checkpoint.json": lambda root: checkpoints.load(RunFolder(root).checkpoints),
     "model/config.json": lambda root: released_model.open_release(root).digest,
 }
 
@@ -65,7 +66,7 @@ def logs(root: Path) -> None:
     audit_run(root)
     replay.read_record(RunFolder(root))
     log = MessageLog(RunFolder(root).messages("silo-01"), "silo-01", clock_for("virtual", 0.0))
-    log.note(NoteKind.STARTED)
+    log.note(LogEvent.STARTED)
     log.close()
 
 
@@ -86,7 +87,7 @@ def test_the_report_plots_what_the_method_reported_of_its_merges(finished: Path,
     assert any(line["kind"] == "merge" for line in lines)
     grown = [{**line, **told} if line["kind"] == "merge" else line for line in lines]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in grown))
-    run_report.write(folder)
+    run_report.write(folder, protocols.reported("rcsr"))
     page = (folder.root / "report.html").read_text()
     figures = dict(zip(titles(page), drawn(page), strict=True))
     assert figures["Loss of the router"].data[0].y == (0.25,) * sum(line["kind"] == "merge" for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import protocols
-from coordinator import body_limits
+from coordinator import run_context
 from fedmq.wire import (
     channel,
     codec,
@@ -204,7 +204,7 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
-    least = f"the largest of {body_limits.LEAST_BODY >> 20} MiB, four times the model's parameters"
+    least = f"the largest of {run_context.LEAST_BODY >> 20} MiB, four times the model's parameters"
     text = " ".join(section("Transport").split())
     assert f"The limit of silos and the evaluator is 1 GiB. The limit of the coordinator is {least}" in text
     beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS

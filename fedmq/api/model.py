@@ -274,9 +274,9 @@ def load(
         site: for a run on sites' own data the silo's site file, at the site, which has its data and state.
 
     Raises:
-        InputError: there is no such model, it was released by a version of fedmq that did not record its inputs, its
-            method trains no usable shared model, or the frozen encoder here is not the one it was trained with; there
-            is no such personal model, or the data or the state from which it is rebuilt are missing.
+        InputError: there is no such model, its method trains no usable shared model, or the frozen encoder here is not
+            the one it was trained with; there is no such personal model, or the data or the state from which it is
+            rebuilt are missing.
     """
     folder = Path(path)
     if silo is not None or site is not None:

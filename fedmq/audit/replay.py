@@ -8,22 +8,27 @@ depends on real time is not compared: tags, sessions, dates, and how often a mes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
+from fedmq.config.site import Site, read_site
 from fedmq.errors import InputError
+from fedmq.federation.participant import SiteData
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.release import BESIDE, ReleaseConfig, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.resume import earlier_ends
 from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import printable
-from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.text import Progress, printable
+from fedmq.wire.log_events import LogEvent, TimelineEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, TimelineRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
@@ -135,7 +140,7 @@ def read_record(folder: RunFolder) -> Record:
         lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(log)),
+        resumed=sum(isinstance(each, NoteRecord) and each.event is LogEvent.RESUMED for _, each in read_log(log)),
         ends=earlier_ends(folder),
     )
 
@@ -177,9 +182,9 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
     events: list[Mapping[str, Any]] = []
     for _, record in read_log(path):
         match record:
-            case NoteRecord(text=NoteKind.STARTED | NoteKind.RESUMED):
+            case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED):
                 events = [event for event in events if event["version"] < (record.version or 0)]
-            case EventRecord() if record.event is not EventKind.DEADLINE:
+            case TimelineRecord() if record.event is not TimelineEvent.DEADLINE:
                 # Old logs include deadlines that had no effect; those with an effect are compared through their merges.
                 events.append({name: getattr(record, name) for name in _EVENT})
             case _:
@@ -316,3 +321,43 @@ def _shown_line(line: MetricsLine | None) -> str:
 
 def _shown(facts: Mapping[str, Any] | None) -> str:
     return "nothing" if facts is None else json.dumps(facts, sort_keys=True)
+
+
+_DIGITS = 12  # of a digest in a message
+
+
+def sites_of(
+    run: ResolvedRun, folder: RunFolder, files: Sequence[Path], progress: Progress | None = None
+) -> dict[str, Site]:
+    """The sites of all processes of a run, by name, after checking that their data are those of the run.
+
+    Args:
+        run: the run.
+        folder: its folder.
+        files: a site file of each silo, and of the evaluator if the run has one.
+        progress: called with (what, done, total) while data are read.
+
+    Raises:
+        InputError: a file's data are not what a process stated, or those of a process are missing.
+    """
+    record = read_json(folder.agreement, AgreementRecord, "what the sites of a run stated about their data")
+    scenario, found = run.scenario, dict[str, Site]()
+    needed = [*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else [])]
+    stated = {name: record.stated[name].data_digest for name in needed if name in record.stated}
+    for file in files:
+        site = read_site(file)
+        content = SiteData.load(scenario, site, run.id, progress).content
+        names = [name for name, digest in stated.items() if digest == content and name not in found]
+        if site.name is not None:
+            names = [name for name in names if name == site.name]
+        if not names:
+            wanted = stated.get(site.name or "")
+            what = "what a site of the run stated" if wanted is None else f"what {site.name} stated: {wanted[:_DIGITS]}"
+            allowed = f"the data as they were in the run, each site once; {what}"
+            raise InputError(site.place("data"), f"data with digest {content[:_DIGITS]}", allowed)
+        found[names[0]] = site
+    missing = [name for name in stated if name not in found]
+    if missing:
+        allowed = "a site file with the data of each; fedmq data digest finds out whose data a file has"
+        raise InputError("--site", f"no data of {', '.join(missing)}", allowed)
+    return found

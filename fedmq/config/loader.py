@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedmq.config.faults import FAULTS
 from fedmq.config.scenario import Backbone, Scenario
-from fedmq.config.yaml_files import compose, read_yaml
+from fedmq.config.yaml_files import ERRORS, line_at, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import is_file
@@ -70,7 +69,7 @@ def _read_setting(setting: str) -> tuple[str, object]:
         raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
     try:
         value = parse_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except ERRORS:
         raise InputError(f"--set {key}", text[:60], "a YAML value") from None
     return key, _long_form(key, value)
 
@@ -109,27 +108,6 @@ def _contains(value: object, key: str) -> bool:
             return False
         value = value[part]
     return True
-
-
-def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
-    """Line of a key in a YAML file; None if it comes from --set or a default."""
-    try:
-        node = compose(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return None
-    line = None
-    for part in location:
-        if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-            continue
-        if not isinstance(node, yaml.MappingNode):
-            break
-        match = [(key, value) for key, value in node.value if key.value == str(part)]
-        if not match:
-            break
-        line, node = match[0][0].start_mark.line + 1, match[0][1]
-    return line
 
 
 def _as_written(location: Sequence[str | int]) -> list[str | int]:
@@ -176,7 +154,7 @@ def place_of(path: Path, location: Sequence[str | int], settings: Sequence[str] 
     given = [each for each in settings if f"{key}.".startswith(f"{each}.")]
     if given:
         return f"{path}: --set {given[-1]}" + (f": {key}" if given[-1] != key else "")
-    line = _line_of(path, location)
+    line = line_at(path, tuple(location))
     return f"{path}" + (f": line {line}" if line else "") + (f": {key}" if key else "")
 
 

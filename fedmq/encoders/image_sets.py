@@ -16,7 +16,7 @@ import blake3
 from fedmq.encoders import images
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Pixels, decode, spread_evenly, video_frames
 from fedmq.errors import DataItemError, InputError
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests
 
 _REPORTED = 256  # images between two reports of progress
 

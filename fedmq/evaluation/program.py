@@ -20,14 +20,13 @@ from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.storage.error_files import ErrorFile
-from fedmq.storage.logs import Logger, LogOptions, open_log
+from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
@@ -208,7 +207,7 @@ def _log_and_channel(
     """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
     clock, run, plain = WallClock(), arguments.run.id, arguments.scenario.model_dump(mode="json")
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
-    log.note(NoteKind.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run)
     return log, Channel(
         arguments.connect,
         identity,

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedmq.config.loader import apply_settings
 from fedmq.config.run_id import without_younger
 from fedmq.config.scenario import Scenario
+from fedmq.config.yaml_files import ERRORS, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
-from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
@@ -144,7 +142,7 @@ def parse_variation(text: str, option: str) -> Variation:
     match = _VARIATION.fullmatch(text)
     try:
         values = parse_yaml(f"[{match['values']}]") if match else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except ERRORS:
         values = None
     if not match or not values:
         raise InputError(option, text, "key=value,value,... with YAML values, e.g. silos.count=6,10,30")

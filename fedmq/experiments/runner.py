@@ -112,8 +112,6 @@ class Run:
         update. Refused updates that the scenario scripts as attacks do not count.
         """
         summary = results.read_summary(self.folder)
-        if summary.unchanged:
-            return "no silo's update changed the model"
         if summary.versions in summary.unevaluated:
             return "the evaluator did not answer within the limit, so the last version is not evaluated"
         for silo, each in summary.unusable_replies.items():

@@ -170,18 +170,9 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     alone = [row.entry.name for row in rows if any(own.personal_only for own in _summaries(row))]
     if alone:
         notes.append(f"do not train the shared model as a whole, only personal.* applies: {', '.join(alone)}")
-    untrained = [row.entry.name for row in rows if any(own.unchanged for own in _summaries(row))]
-    if untrained:
-        notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
     diverged = [f"{row.entry.name} ({'; '.join(row.diverged)})" for row in rows if row.diverged]
     if diverged:
         notes.append(f"diverged, neither chosen nor averaged: {', '.join(diverged)}")
-    galleries = {own.silo_gallery for row in rows for own in _summaries(row)}
-    if len(galleries) > 1:
-        old = [row.entry.name for row in rows if any(own.silo_gallery for own in _summaries(row))]
-        notes.append(
-            f"in runs of an older version, silos retrieved from their own part of the gallery: {', '.join(old)}"
-        )
     if any(row.best for row in rows):
         notes.append("bold: best")
     if selected:

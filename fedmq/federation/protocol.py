@@ -213,7 +213,7 @@ class Reply:
         staleness: version at the merge minus ``base_version``.
         damping: h(staleness), 1 for a fresh reply.
         payloads: payloads of kinds already checked against :meth:`FederatedProtocol.uploads`.
-        rarity: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
+        participation_weight: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
         base: the state that its task was created from, to interpret a stale update; None if it is the state that the
             reply is merged into.
     """
@@ -224,13 +224,13 @@ class Reply:
     staleness: int
     damping: float
     payloads: tuple[Payload, ...]
-    rarity: float = 1.0
+    participation_weight: float = 1.0
     base: State | None = None
 
     @property
     def factor(self) -> float:
         """Factor of the reply's weight, applied before weights are normalised."""
-        return self.damping * self.rarity
+        return self.damping * self.participation_weight
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,21 @@ class NoOptions:
     """Options of a method without options."""
 
 
+@dataclass(frozen=True)
+class ReportedValue:
+    """How reports show a number that a method reports of its merges.
+
+    Args:
+        title: title of its figure.
+        axis: title of the vertical axis.
+        meaning: what it is, in a sentence or two.
+    """
+
+    title: str
+    axis: str
+    meaning: str
+
+
 class FederatedProtocol(ABC):
     """A federated method: the computations of its silos and of its coordinator.
 
@@ -306,9 +321,11 @@ class FederatedProtocol(ABC):
 
     Attributes:
         Options: frozen dataclass, the schema of ``protocol:`` in a scenario; every option has a default.
+        REPORTED: how reports show the numbers of :attr:`MergeResult.log`, by name; others are titled by their names.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
+    REPORTED: ClassVar[Mapping[str, ReportedValue]] = {}
 
     @abstractmethod
     def __init__(self, options: Any, context: Context) -> None: ...

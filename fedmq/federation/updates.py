@@ -95,7 +95,7 @@ def damping(function: Staleness, staleness: int) -> float:
             assert_never(function.kind)
 
 
-def rarity(replies: int, mean: float, cap: float) -> float:
+def participation_weight(replies: int, mean: float, cap: float) -> float:
     """Weight factor of a rarely replying silo: (mean + 1) / (replies + 1), limited to [1/cap, cap].
 
     Without rounds, a silo that is ten times slower is merged a tenth as often, and the model forgets its data. A weight

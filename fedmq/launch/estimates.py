@@ -23,9 +23,9 @@ import psutil
 import torch
 
 import protocols
-from coordinator.build_run_context import run_context_of
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.extract import ExtractionPlan

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.fault_injection import ProcessCommand
+from coordinator.faults import ProcessCommand
 from coordinator.file_descriptors import OTHER_DESCRIPTORS
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.config.resolve import ResolvedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import protocols
-from coordinator.final_request import final_evaluation_request
+from coordinator.release import final_evaluation_request
 from fedmq.retrieval import select_model
 from fedmq.retrieval.released_model import Release
 from fedmq.text import Progress

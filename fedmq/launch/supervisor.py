@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from coordinator.fault_injection import ProcessCommand
-from coordinator.in_process_peers import InProcessPeers, PeerFunction
+from coordinator.faults import ProcessCommand
+from coordinator.peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -244,7 +243,7 @@ def front_matter(card: str, place: str) -> dict[str, Any]:
     if lines[:1] == ["---"] and "---" in lines[1:]:
         try:
             found = yaml_files.parse("\n".join(lines[1 : lines.index("---", 1)]))
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except yaml_files.ERRORS:
             found = None
         if isinstance(found, dict):
             return found

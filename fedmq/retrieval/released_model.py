@@ -89,7 +89,6 @@ class ModelFolder:
         objective: objective as in the run's scenario.
         cache: folder of shared frozen weights.
         device: ``cpu`` or ``cuda:N``.
-        default_seed: seed of random frozen weights, for configurations that do not record it.
     """
 
     folder: Path
@@ -98,12 +97,11 @@ class ModelFolder:
     objective: Objective
     cache: Path
     device: str
-    default_seed: int = 0
 
     @property
     def seed(self) -> int:
         """Seed of random frozen weights."""
-        return self.default_seed if self.config.seed is None else self.config.seed
+        return self.config.seed
 
     @property
     def used(self) -> str:
@@ -210,12 +208,9 @@ def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
     """The shapes and label names of the data that a model was trained on, without these data.
 
     Raises:
-        InputError: the release is of a version that did not record them, or its method trains no usable shared model.
+        InputError: the release's method trains no usable shared model.
     """
     config, place = files.config, str(files.folder / "config.json")
-    if config.inputs is None:
-        allowed = "a model released by this version; search older runs with fedmq search RUN, which reads their data"
-        raise InputError(place, "a configuration without the model's inputs", allowed)
     if config.personal_only:
         allowed = "fedmq search RUN --silo NAME, which rebuilds a silo's personal model"
         raise InputError(place, f"{config.protocol}, which trains the shared model in part or not at all", allowed)
@@ -395,5 +390,5 @@ def open_release(root: Path, device: str | None = None) -> Release:
     scenario = load(run.scenario)
     place = device_of(device or scenario.device)
     backbone, objective = scenario.backbone, scenario.objective
-    files = ModelFolder(run.model, config, backbone, objective, cache_folder(), place, scenario.seed)
+    files = ModelFolder(run.model, config, backbone, objective, cache_folder(), place)
     return Release(run, scenario, files)

@@ -13,11 +13,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from pydantic import ValidationError
@@ -36,6 +36,9 @@ from fedmq.runs.status import read_status
 from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import COORDINATOR
+
+if TYPE_CHECKING:
+    from fedmq.federation.protocol import ReportedValue
 
 HOST = "127.0.0.1"
 #: Interval between two updates of a page [s].
@@ -60,6 +63,8 @@ _REPORT_POLICY = (
 )
 _REPORT_HEADERS = {**_HEADERS, "Content-Security-Policy": _REPORT_POLICY}
 
+CaptionsOf = Callable[[str], "Mapping[str, ReportedValue]"]
+
 
 @dataclass
 class GrowingRun:
@@ -67,9 +72,11 @@ class GrowingRun:
 
     Args:
         folder: the run folder.
+        captions: how to show the values that the method reports of its merges.
     """
 
     folder: RunFolder
+    captions: Mapping[str, ReportedValue]
     lines: list[MetricsLine] = field(default_factory=list)
     facts: LogFacts = field(default_factory=LogFacts)
     _read: dict[Path, AppendedLines] = field(default_factory=dict)
@@ -105,7 +112,7 @@ class GrowingRun:
             figures.spread(evaluations, personal) if evaluations else None,
             timeline(self.facts, names),
             # The modalities of the silos are known only at the end of the run.
-            *figures.reported(merges, dict.fromkeys(names, ())),
+            *figures.reported(merges, dict.fromkeys(names, ()), self.captions),
             figures.staleness(merges),
         ]
         return [figure for figure in found if figure is not None]
@@ -149,12 +156,13 @@ def _update(run: GrowingRun) -> str:
     return json.dumps({"status": run.status(), "figures": figures})
 
 
-def live_app(folder: RunFolder, token: str) -> Any:
+def live_app(folder: RunFolder, token: str, captions: Mapping[str, ReportedValue]) -> Any:
     """The pages of one run: ``/`` and the stream ``/events``.
 
     Args:
         folder: the run folder, which may not exist yet.
         token: the token that every request must carry.
+        captions: how to show the values that the method reports of its merges.
     """
     responses = package("starlette.responses", "live", "--live")
     routing = package("starlette.routing", "live", "--live")
@@ -165,7 +173,7 @@ def live_app(folder: RunFolder, token: str) -> Any:
         )
 
     async def events(request: Any) -> Any:
-        return _refusal(request, token) or _stream(request, folder)
+        return _refusal(request, token) or _stream(request, folder, captions)
 
     return _app([routing.Route("/", page), routing.Route("/events", events)])
 
@@ -175,11 +183,11 @@ def _live_page(folder: RunFolder, events: str, token: str) -> str:
     return render("live.html.jinja", title=f"Run {folder.root.name}, live", events=events, token=token, titles=titles)
 
 
-def _stream(request: Any, folder: RunFolder) -> Any:
+def _stream(request: Any, folder: RunFolder, captions: Mapping[str, ReportedValue]) -> Any:
     """Server-sent events: the status every two seconds; the charts after new records, less often if drawing is slow."""
 
     async def updates() -> AsyncIterator[str]:
-        run = GrowingRun(folder)
+        run = GrowingRun(folder, captions)
         undrawn, next_drawing = False, 0.0
         while not await request.is_disconnected():
             finished = folder.summary.is_file()  # before reading, so that the last drawing has all records
@@ -274,12 +282,13 @@ def _items(gallery: Gallery | None) -> str:
     return "" if gallery is None else gallery.items
 
 
-def board_app(root: Path, token: str) -> Any:
+def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
     """The pages of all runs in a folder: the table, each run's report or live page, and several side by side.
 
     Args:
         root: folder of run folders.
         token: the token that every request must carry.
+        captions_of: how to show the values that a method, by name, reports of its merges.
     """
     responses = package("starlette.responses", "live", "fedmq board")
     routing = package("starlette.routing", "live", "fedmq board")
@@ -313,7 +322,10 @@ def board_app(root: Path, token: str) -> Any:
         if refused := _refusal(request, token):
             return refused
         folder = folder_of(request.path_params["name"])
-        return responses.PlainTextResponse("no such run", 404) if folder is None else _stream(request, folder)
+        if folder is None:
+            return responses.PlainTextResponse("no such run", 404)
+        name = load(folder.scenario).protocol.name
+        return _stream(request, folder, await asyncio.to_thread(captions_of, name))
 
     async def compared(request: Any) -> Any:
         if refused := _refusal(request, token):

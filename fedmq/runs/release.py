@@ -46,8 +46,7 @@ class ReleasedInputs(Stored):
 class ReleaseConfig(Stored):
     """``model/config.json``: the configuration of a released model.
 
-    The fields from ``seed`` on are enough to build the model without the training data. Releases made before they were
-    introduced lack them.
+    It is enough to build the model without the training data.
 
     Args:
         backbone: the scenario's backbone section.
@@ -70,18 +69,18 @@ class ReleaseConfig(Stored):
     """
 
     backbone: dict[str, JsonValue]
-    objective: dict[str, JsonValue] = Field(default_factory=dict)
+    objective: dict[str, JsonValue]
     protocol: str
     dim: int
     layout_digest: Digest
-    layout: list[str] = Field(default_factory=list)
+    layout: list[str]
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest]
-    seed: int | None = None
-    inputs: ReleasedInputs | None = None
+    seed: int
+    inputs: ReleasedInputs
     label_names: list[str] = Field(default_factory=list)
-    texts: Literal["sentences", "bag", "vectors"] | None = None
+    texts: Literal["sentences", "bag", "vectors"]
     frozen: dict[str, str] = Field(default_factory=dict)
     personal_only: bool = False
 

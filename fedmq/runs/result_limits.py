@@ -91,10 +91,7 @@ class Gallery:
 
 
 def gallery_of(summary: RunSummary) -> Gallery | None:
-    """The gallery of a run's main metrics: the evaluator's, or without one the silos'; None if unknown.
-
-    Runs before December 2026 did not record it.
-    """
+    """The gallery of a run's main metrics: the evaluator's, or without one the silos'; None if unknown."""
     found = summary.evaluated
     if found is None:
         return None if summary.own_heldout is None else own_gallery(summary.own_heldout)
@@ -173,10 +170,9 @@ def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> It
 def chosen_by_validation(summary: RunSummary) -> Iterator[str]:
     """Lines on the best version by validation, and on a run that early stopping ended."""
     if summary.stopped_early:
-        rounds = "" if summary.rounds is None else f" of {summary.rounds}"
         yield (
-            f"ended early, after {summary.versions}{rounds} rounds: mean R@1 did not rise in the last evaluations "
-            "(evaluation.patience)"
+            f"ended early, after {summary.versions} of {summary.rounds} rounds: mean R@1 did not rise in the last "
+            "evaluations (evaluation.patience)"
         )
     if summary.best is not None:
         title = metric_of(summary.best.metric).heading

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedmq.clock import Clock
-from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
@@ -98,14 +97,6 @@ def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
         for line in lines
         if isinstance(line, OwnHeldOutLine)
     ]
-
-
-def as_measured(scenario: Scenario, summary: RunSummary) -> Scenario:
-    """A run's scenario with what its summary shows that its version of fedmq did and had no key for."""
-    if summary.silo_gallery is None:
-        return scenario
-    evaluation = scenario.evaluation.model_copy(update={"silo_gallery": summary.silo_gallery})
-    return scenario.model_copy(update={"evaluation": evaluation})
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:

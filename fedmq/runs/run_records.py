@@ -1,4 +1,9 @@
-"""Types of metrics in the records of a run: names with values, and the entries of user-defined metrics."""
+"""Types of the records that a run writes: its summary, and the lines of its metrics.
+
+The coordinator builds these records; reports, comparisons, replays and audits read them. Only fields that were set are
+written, no defaults (:meth:`fedmq.storage.json_files.Stored.plain`), so a file keeps its keys when it is read and
+written again. Fields with a default are missing in runs to which they do not apply.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BeforeValidator,
     Field,
     RootModel,
@@ -79,11 +83,10 @@ class SiloSummary(Stored):
             ``participation.minimum`` does without it.
         samples: number of training items.
         participations: number of its replies that were merged.
-        tasks: number of tasks that it was given; None in runs before December 2026.
+        tasks: number of tasks that it was given.
         data_digest: salted digest of its data, as it stated it.
         items: numbers of its items by split and modalities, as it stated them.
-        heldout: number of its items of the evaluated split, which are the queries of its metrics; None in runs before
-            December 2026, whose silos retrieved from their own part of the gallery.
+        heldout: number of its items of the evaluated split, which are the queries of its metrics.
         image_only: among these items, those with an image only, in a silo with both modalities.
         text_only: likewise with captions only.
         ignored: among the training items, those that the method does not train on: without a pair, or a single pair
@@ -95,10 +98,10 @@ class SiloSummary(Stored):
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int
     participations: int
-    tasks: int | None = None
+    tasks: int
     data_digest: Digest | None = None
     items: dict[str, ItemCounts] = Field(default_factory=dict)
-    heldout: int | None = None
+    heldout: int
     image_only: int = 0
     text_only: int = 0
     ignored: int = 0
@@ -196,7 +199,7 @@ class MessageCounts(Stored):
 
 
 class TaskCounts(Stored):
-    """Counts of tasks by outcome; None if the version of fedmq did not count it.
+    """Counts of tasks by outcome.
 
     Args:
         merged: the reply was merged.
@@ -204,9 +207,9 @@ class TaskCounts(Stored):
         discarded: the reply arrived but was not merged.
     """
 
-    merged: int | None = None
-    failed: int | None = None
-    discarded: int | None = None
+    merged: int = 0
+    failed: int = 0
+    discarded: int = 0
 
 
 class UnusableReplies(Stored):
@@ -279,8 +282,7 @@ class RunSummary(Stored):
         data_digest: digest of the prepared data's content.
         released_with: digests of the payloads released with the model, by kind.
         change: L2 norm of the difference of the shared model from the initial one, as a fraction of the initial one's
-            norm; None for a method that shares no model, and in runs before December 2026.
-        unchanged: no silo's update changed the model; only in runs before December 2026, which end with an error now.
+            norm; None for a method that shares no model.
         metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
         own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
         per_silo: facts and metrics of each silo.
@@ -298,8 +300,7 @@ class RunSummary(Stored):
         public_items: size of the public set; None for a method without one.
         best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
         stopped_early: the run ended before its last round, by ``evaluation.patience``.
-        evaluated: items on which the evaluator's metrics are computed; None without an evaluator, and in runs before
-            December 2026.
+        evaluated: items on which the evaluator's metrics are computed; None without an evaluator.
         unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
         heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
         bytes: traffic by payload kind.
@@ -314,13 +315,12 @@ class RunSummary(Stored):
     protocol: str
     scenario: str
     seed: int
-    rounds: int | None = None
+    rounds: int
     versions: int
     model_digest: Digest
     data_digest: Digest | None = None
     released_with: dict[str, Digest] = Field(default_factory=dict)
     change: Amount | None = None
-    unchanged: bool = False
     metrics: Figures
     own_heldout: OwnHeldOut | None = None
     per_silo: dict[str, SiloSummary]
@@ -334,8 +334,7 @@ class RunSummary(Stored):
     personal_missing: dict[str, str] = Field(default_factory=dict)
     custom_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
     our_reading: bool = False
-    # Runs before November 2026 have the old name.
-    personal_only: bool = Field(default=False, validation_alias=AliasChoices("personal_only", "own_only"))
+    personal_only: bool = False
     public_items: int | None = None
     best: BestVersion | None = None
     stopped_early: bool = False
@@ -356,11 +355,6 @@ class RunSummary(Stored):
         return titled(self.protocol)
 
     @property
-    def silo_gallery(self) -> Literal["whole", "own"] | None:
-        """The gallery of silos' queries in runs that did not record it; None if the scenario determines it."""
-        return "own" if any(silo.heldout is None for silo in self.per_silo.values()) else None
-
-    @property
     def hardly_changed(self) -> bool:
         """Whether the run hardly changed the shared model."""
         return self.change is not None and self.change < _HARDLY
@@ -368,9 +362,7 @@ class RunSummary(Stored):
     @property
     def without_part(self) -> tuple[list[str], list[str]]:
         """Silos without a merged reply: those without a task, and those whose replies were lost or too late."""
-        idle = {
-            name: silo for name, silo in self.per_silo.items() if not silo.participations and silo.tasks is not None
-        }
+        idle = {name: silo for name, silo in self.per_silo.items() if not silo.participations}
         given = [name for name, silo in idle.items() if silo.tasks and name not in self.never_merged]
         return [name for name, silo in idle.items() if not silo.tasks], given
 
@@ -392,14 +384,14 @@ class MergeLine(Stored):
         staleness: for each reply, the number of merges since the model it was trained from.
         loss: mean training loss of the silos; None if no silo reported one.
         losses: training loss by silo.
-        wall: real date and time, ISO 8601; None in runs before December 2026.
+        wall: real date and time of the line, ISO 8601; :func:`fedmq.runs.results.append_metrics` sets it.
     """
 
     kind: Literal["merge"]
     version: _Version
     now: Amount
-    replies: list[str] = Field(default_factory=list)
-    staleness: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    replies: list[str]
+    staleness: list[Annotated[int, Field(ge=0)]]
     loss: Finite | None = None
     losses: dict[str, Finite] = Field(default_factory=dict)
     wall: DateTime | None = None

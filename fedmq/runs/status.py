@@ -51,8 +51,7 @@ class SiloStatus(Stored):
         limit: real time after which that task has failed [s]; None without a limit.
         error: the last error that it reported, or the reason why its last task failed; empty if there was none since
             the coordinator started, or after it has replied to a later task.
-        up: bytes of payload tensors received from it in the whole run; after a resume from a checkpoint of a release
-            before December 2026, since then.
+        up: bytes of payload tensors received from it in the whole run.
         down: bytes of payload tensors sent to it, likewise.
     """
 
@@ -90,7 +89,7 @@ class StatusFile(Stored):
         run: id of the run.
         written: date and time of this status, UTC.
         phase: phase of the rounds' state machine, or ``failed``.
-        error: the error that ended the run; empty without one, and in files of older releases.
+        error: the error that ended the run; empty without one.
         round: number of merges so far.
         rounds: total number of merges.
         loss: mean training loss of the last merge.
@@ -104,11 +103,11 @@ class StatusFile(Stored):
         elapsed: real time since the coordinator started [s].
         refused: number of refused messages by reason, since the coordinator started.
         last_refused: one line about the last refused message.
-        last_refused_at: its date and time, UTC; None without one, and in files of older releases.
+        last_refused_at: its date and time, UTC; None without one.
         silos: status of each silo.
         evaluator: its status, with the age of its pending request as ``task_seconds``; None in a run without one,
-            before the rounds, and in files of older releases.
-        coordinator: about the coordinator; only in answers to inquiries, and not from older releases.
+            before the rounds.
+        coordinator: about the coordinator; only in answers to inquiries.
     """
 
     run: str

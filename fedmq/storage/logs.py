@@ -1,15 +1,18 @@
 """Logs for operators: timestamped events with a level and fields, as console or JSON lines (structlog).
 
 They are unlike message logs, which are hash-chained evidence for an audit. A log that cannot be written does not stop a
-run. Values are escaped, so that a peer cannot write control characters to a terminal.
+run. Values are escaped, so that a peer cannot write control characters to a terminal. Tracebacks of unexpected errors
+go to a file of their own, so that a terminal shows one line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from fedmq.storage.run_folder import make_folder, writing
-from fedmq.text import printable
+from fedmq.text import print_line, printable, printable_lines
 
 #: Characters kept of a value.
 _LONGEST = 500
@@ -195,3 +198,56 @@ def _escaped_value(value: object) -> object:
     text = str(value)
     shown = printable(text[:_LONGEST])
     return shown if len(text) <= _LONGEST else f"{shown}..."
+
+
+#: Maximum size of a file [bytes], above which nothing is added: a silo may fail in every round.
+_MOST_BYTES = 1 << 20
+
+
+class ErrorFile:
+    """File of the errors of one process.
+
+    Args:
+        path: the file; its folder is created with the first error.
+        line: print one line for each error, unless the same line was printed before.
+        shown: also print tracebacks.
+    """
+
+    def __init__(self, path: Path, *, line: bool = True, shown: bool = False) -> None:
+        self._path, self._line, self._shown = path, line, shown
+        self._printed: set[str] = set()
+
+    def add(self, error: Exception, name: str, what: str) -> str:
+        """Append the traceback of an error that was caught; it is printed if that fails.
+
+        Args:
+            error: the error.
+            name: name of the process.
+            what: what failed, e.g. the task.
+
+        Returns:
+            The file; empty if it could not be written.
+        """
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        wall = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        written = self._append(f"{wall} {name}: {what}\n{trace}\n\n")
+        if self._shown or not written:
+            print_line(trace, error=True)
+        found = f"{type(error).__name__}: {printable(str(error))}"
+        if self._line and found not in self._printed:
+            self._printed.add(found)
+            place = f"; traceback in {self._path}" if written else ""
+            print_line(f"{name}: {what} failed: {found}{place}", error=True)
+        return str(self._path) if written else ""
+
+    def _append(self, text: str) -> bool:
+        """Whether the text is in the file, or the file is full."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
+                if file.seek(0, os.SEEK_END) < _MOST_BYTES:
+                    file.write(printable_lines(text).encode())
+        except OSError:
+            return False
+        return True

@@ -322,6 +322,15 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
             raise
 
 
+def to_disk(path: Path) -> None:
+    """Flush a file or a folder to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def cut_unfinished(path: Path) -> None:
     """Cut off a last line that a crash left incomplete, so that the next line is not appended to it.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, SiloFacts, take
+from fedmq.federation.protocol import Reply, ReportedValue, SiloFacts, take
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.fields import all_finite
 from fedmq.wire.layout import Layout
@@ -26,6 +26,10 @@ from fedmq.wire.payloads import Delta, Model, PartialDelta
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 16
+#: How reports show the largest weight of a merge.
+LARGEST_WEIGHT = ReportedValue(
+    "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."
+)
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def heard(
+def fresh_rows(
     versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
 ) -> tuple[Tensor, Tensor]:
     """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].

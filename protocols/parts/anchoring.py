@@ -1,4 +1,4 @@
-"""Anchoring of single-modality silos as in RCSR's baselines; FedAvg and its variants use it.
+"""Anchoring of single-modality silos as in RCSR's baselines; added to FedAvg and its variants.
 
 Under the base info_nce a single-modality silo has no pairs to contrast. With anchoring, it pulls its embeddings towards
 the global prototype of the modality it lacks (RCSR eq 3); every silo reports its prototypes, and the coordinator keeps
@@ -22,30 +22,25 @@ from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
-class InfoNceOptions:
-    """Options of local training under the base info_nce.
+class AnchoringOptions:
+    """Options of anchoring.
 
     Args:
-        tau: temperature of InfoNCE. This and the next four options apply to the base ``info_nce`` only.
-        single_modality: what single-modality silos do: ``anchor`` or ``idle``.
+        single_modality: what single-modality silos do: ``anchor`` or ``idle``. This and the next three options apply to
+            the base ``info_nce`` only.
         lambda_anc: weight of the anchoring loss. This and the next two options apply to ``anchor`` only.
         ema: fraction of the old global prototype kept over a full round.
         proto_unit: normalise global prototypes to unit length.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
-        "single_modality=anchor": ("lambda_anc", "ema", "proto_unit"),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"single_modality=anchor": ("lambda_anc", "ema", "proto_unit")}
 
-    tau: float = 0.07
     single_modality: Literal["anchor", "idle"] = "anchor"
     lambda_anc: float = 1.0
     ema: float = 0.9
     proto_unit: bool = True
 
     def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
         check("lambda_anc", self.lambda_anc, 0.0)
         check("ema", self.ema, 0.0, 1.0)
 
@@ -65,7 +60,7 @@ class Anchoring:
         uploads: payload kinds it adds to every reply.
     """
 
-    def __init__(self, options: InfoNceOptions, context: Context) -> None:
+    def __init__(self, options: AnchoringOptions, context: Context) -> None:
         self.options = options
         self.context = context
         self._active = context.objective.base == "info_nce" and options.single_modality == "anchor"

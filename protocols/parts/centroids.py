@@ -17,7 +17,7 @@ from torch.nn import functional
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
+from fedmq.federation.protocol import Context, Local, Reply, ReportedValue, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
 from protocols.parts import class_prototypes, training, unpaired
@@ -31,6 +31,8 @@ VERSIONS = "centroid_versions"
 #: At the silo, one tensor per modality: the cluster of every item that the silo has clustered, and those items' rows.
 MEMBERS = "centroid_members"
 ROWS = "centroid_rows"
+#: How reports show the number of :func:`known` centroids.
+KNOWN = ReportedValue("Known cluster centroids", "count", "Centroids for which at least one silo has sent a value.")
 
 
 # --------------------------------------------------------------------------------------------------- silo side

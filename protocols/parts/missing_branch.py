@@ -55,7 +55,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
 
     Args:
-        payload: payload as received, checked by ``coordinator.reply_validation``.
+        payload: payload as received, checked by ``coordinator.updates``.
         layout: layout of the whole model.
         layers: the layers that the method's updates cover; None for the whole model.
         silo: the sender.

@@ -29,7 +29,7 @@ from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, personal_model, training
 
-Opts = TypeVar("Opts", bound=fedavg.FedAvgOptions)
+Opts = TypeVar("Opts", bound=fedavg.AnchoredOptions)
 
 
 class PartialFedAvg:
@@ -46,10 +46,10 @@ class PartialFedAvg:
     """
 
     def __init__(
-        self, options: fedavg.FedAvgOptions, context: Context, names: Sequence[str], *, modules: bool = False
+        self, options: fedavg.AnchoredOptions, context: Context, names: Sequence[str], *, modules: bool = False
     ) -> None:
         self.context = context
-        self.fedavg = fedavg.FedAvg(options, context)
+        self.fedavg = fedavg.AnchoredFedAvg(options, context)
         self.shared = tuple(names)
         self.personal = tuple(entry.name for entry in context.layout.entries if entry.name not in set(names))
         slices = aggregation.module_slices if modules else aggregation.branch_slices

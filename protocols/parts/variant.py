@@ -24,7 +24,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.wire.payloads import Delta, Payload
-from protocols.fedavg import FedAvg, FedAvgOptions
+from protocols.fedavg import AnchoredFedAvg, AnchoredOptions, FedAvg, FedAvgOptions
 from protocols.parts import training
 
 Opts = TypeVar("Opts")
@@ -41,7 +41,8 @@ class Variant(FederatedProtocol):
         self.refuse(options, context)
         self.options = options
         self.context = context
-        self.fedavg = FedAvg(self.fedavg_options(options), context)
+        base = self.fedavg_options(options)
+        self.fedavg = AnchoredFedAvg(base, context) if isinstance(base, AnchoredOptions) else FedAvg(base, context)
 
     @staticmethod
     def refuse(options: Any, context: Context) -> None:
@@ -110,7 +111,8 @@ def variant(
     """Define a method as FedAvg with the given changes.
 
     Args:
-        options: its options, a frozen dataclass; a subclass of FedAvgOptions unless ``fedavg_options`` is given.
+        options: its options, a frozen dataclass; a subclass of FedAvgOptions, or of AnchoredOptions to anchor
+            single-modality silos, unless ``fedavg_options`` is given.
         extra_loss: called once per task; returns the term added to the base loss in each batch's main step, or None.
         kept: returns the tensors a silo keeps after local training; called with the silo, whose model is the trained
             one and whose state is from before the task, and whether it trained.

@@ -24,7 +24,7 @@ from fedmq.encoders.image_sets import is_leftover
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests
 
 Array = npt.NDArray[Any]
 Role = Literal["image", "text", "labels"]

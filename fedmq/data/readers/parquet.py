@@ -27,8 +27,7 @@ from fedmq.encoders.image_sets import ImageFiles, Images, StoredImages, files_be
 from fedmq.encoders.images import Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
-from fedmq.storage.cache import key_of
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests, key_of
 
 ENDINGS = (".parquet", ".arrow")
 _IMAGES = ("image", "img", "picture", "jpg", "png")

@@ -20,8 +20,7 @@ from fedmq.encoders.image_sets import StoredImages, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
-from fedmq.storage.cache import key_of
-from fedmq.storage.file_digests import file_digests
+from fedmq.storage.cache import file_digests, key_of
 from fedmq.storage.regular_files import open_regular
 
 _ALLOWED = "an uncompressed tar file of webdataset"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fedmq.evaluation.fairness import fairness_of
 from fedmq.evaluation.metrics import HEADLINE, Metric, shown
@@ -11,29 +12,9 @@ from fedmq.runs.report.html import COLOURS, Figure, colour
 from fedmq.runs.report.logs import RUN_TIME, LogFacts
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 
-#: Titles of values that methods report of a merge: title, unit of the axis, and what it means.
-_REPORTED: Mapping[str, tuple[str, str, str]] = {
-    "router_loss": ("Loss of the router", "loss", "Objective of the router that weights the silos' replies (RCSR)."),
-    "fair_value": (
-        "Loss with the fairness weights",
-        "loss",
-        "Weighted mean of the silos' losses; RCSR gives silos with a high loss a large weight. "
-        "If it falls, the worst-served silos improve.",
-    ),
-    "weight_entropy": (
-        "Entropy of the aggregation weights",
-        "entropy",
-        "Sum of -w ln w over the weights w. High: all replies count equally. Low: a few replies dominate the merge.",
-    ),
-    "weight_largest": ("Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."),
-    "weight_single": (
-        "Weight of silos with one modality",
-        "weight",
-        "Sum of the aggregation weights of the replies from silos that lack a modality.",
-    ),
-    "difference_mean": ("Mean difference between silos", "difference", "Mean over pairs of replies (FedCAFE)."),
-    "centroids": ("Known cluster centroids", "count", "Centroids for which at least one silo has sent a value."),
-}
+if TYPE_CHECKING:
+    from fedmq.federation.protocol import ReportedValue
+
 _PLACES = {"rounds": "round", "traffic": "traffic [MB]"}
 
 
@@ -183,12 +164,15 @@ def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLin
     return figure
 
 
-def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]]) -> list[Figure]:
+def reported(
+    merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]], captions: Mapping[str, ReportedValue]
+) -> list[Figure]:
     """Values that the method reports of its merges; weights of single silos are stacked.
 
     Args:
         merges: merges of the run.
         modalities: modalities of each silo, by name; empty for a silo whose modalities are not known.
+        captions: how to show these values, by name, as the method says.
     """
     found: dict[str, dict[int, float]] = {}
     for line in merges:
@@ -201,9 +185,11 @@ def reported(merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]
     for key, values in found.items():
         if key[len("weight_") :] in modalities:
             continue
-        usual = (key.replace("_", " ").capitalize(), key.replace("_", " "), "Reported by the method for each merge.")
-        title, unit, note = _REPORTED.get(key, usual)
-        figure = Figure(title, "round", unit, note=note)
+        title, axis = key.replace("_", " ").capitalize(), key.replace("_", " ")
+        note = "Reported by the method for each merge."
+        if (caption := captions.get(key)) is not None:
+            title, axis, note = caption.title, caption.axis, caption.meaning
+        figure = Figure(title, "round", axis, note=note)
         # Markers, because a line does not show a single value.
         x, y = list(values), list(values.values())
         figure.draw("scatter", x=x, y=y, name=title, mode="lines+markers", marker={"size": 3}, showlegend=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from fedmq.config.loader import load
 from fedmq.config.scenario import Scenario
@@ -23,12 +24,16 @@ from fedmq.text import counted, size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sent_payloads import SentPayloads
 
+if TYPE_CHECKING:
+    from fedmq.federation.protocol import ReportedValue
 
-def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
+
+def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:
     """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message logs.
 
     Args:
         folder: folder of a finished run.
+        captions: how to show the values that the method reports of its merges.
         logged: what its logs show; None reads them, and leaves out damaged lines.
 
     Raises:
@@ -63,7 +68,7 @@ def write(folder: RunFolder, logged: LoggedFacts | None = None) -> None:
         silos=[*_silo_figures(summary, data, modalities), figures.spread(evaluations, personal)],
         silo_table=_silo_table(summary),
         timeline=timeline(facts, list(summary.per_silo), clock),
-        weights=figures.reported(merges, modalities),
+        weights=figures.reported(merges, modalities, captions),
         staleness=figures.staleness(merges),
         traffic=figures.traffic(facts, summary),
         spaces=_spaces(data),
@@ -99,8 +104,6 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
         return f"{summary.method} trained for {rounds}; the evaluator did not answer, so the result is not evaluated"
     if before is None or after is None:
         return f"{summary.method} trained for {rounds}"
-    if summary.unchanged:
-        return f"No update changed the model in {rounds}: R@1 stays at {after:.3f}"
     gallery = gallery_of(summary)
     items = "" if gallery is None else f", on {gallery.items}"
     if after == before:

@@ -1,0 +1,356 @@
+"""Checkpoints: written atomically after every merge; the last two are kept.
+
+``checkpoint.json`` is next to the tensors, which are in safetensors files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field, JsonValue
+from safetensors import SafetensorError
+
+from coordinator.counters import Counters, CountersRecord
+from coordinator.events import RoundsRecord
+from coordinator.faults import FaultInjector
+from coordinator.peers import Peers
+from coordinator.rounds import Rounds
+from coordinator.run_context import RunContext
+from fedmq.clock import Clock
+from fedmq.errors import InputError, RunError
+from fedmq.federation.protocol import State
+from fedmq.runs.status import ERROR_CHARACTERS
+from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
+from fedmq.storage.regular_files import check_regular
+from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
+from fedmq.wire.message_log import MessageLog
+
+
+class CheckpointRecord(Stored):
+    """``checkpoint.json``.
+
+    Args:
+        rounds: state of the rounds machine.
+        now: the run's time [s].
+        due: arrival time [s] of each pending task's outcome, by silo.
+        tally: the counters.
+        handed: number and issue time [s] of each pending task, by silo.
+        data: digest of the prepared data.
+        trace: digest of the availability trace's file; empty if there is none.
+        digests: SHA-256 (hex) of the state files, by name.
+        values: each state's values that are not tensors, by version.
+        digest: SHA-256 (hex) of the other keys.
+    """
+
+    rounds: RoundsRecord
+    now: Amount
+    due: dict[str, Annotated[float, Field(ge=0)]]
+    tally: CountersRecord
+    handed: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
+    data: str
+    trace: str
+    digests: dict[str, Digest]
+    values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
+    digest: Digest
+
+    @property
+    def own_digest(self) -> str:
+        """SHA-256 (hex) of all keys but ``digest``, as canonical JSON."""
+        plain = {key: value for key, value in self.plain().items() if key != "digest"}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+KEPT = 2
+#: Maximum size of a state [bytes].
+_MOST_BYTES = 1 << 40
+_THETA = "theta"
+_PREFIX = "state."
+_UNKNOWN = "0" * 64  # in place of a digest that has not been computed
+_ALLOWED = "a complete checkpoint; delete this one to resume from the previous one"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a coordinator needs to resume a run with the same result.
+
+    Args:
+        rounds: state of the rounds machine.
+        states: the method's state by version: the current one, and older ones that pending tasks or evaluations are
+            based on.
+        now: the run's time [s].
+        due: arrival time [s] of each pending task's outcome, by silo; infinite on a wall clock.
+        counters: counters for the summary.
+        issued: number and issue time [s] of each pending task, by silo.
+        data: digest of the prepared data.
+        trace: digest of the availability trace's file; empty if there is none.
+    """
+
+    rounds: RoundsRecord
+    states: Mapping[int, State]
+    now: float
+    due: Mapping[str, float]
+    counters: CountersRecord
+    issued: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    data: str = ""
+    trace: str = ""
+
+
+def _existing(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    # Version numbers have six digits or more: sort by length first.
+    return sorted(folder.glob("version-*"), key=lambda each: (len(each.name), each.name)) if folder.is_dir() else []
+
+
+def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
+    """Write a checkpoint, then delete all except the last two.
+
+    Args:
+        folder: ``checkpoints`` of the run folder.
+        checkpoint: the checkpoint.
+        to_disk: flushes a file or folder to disk.
+
+    Returns:
+        The new checkpoint's folder.
+
+    Raises:
+        RunError: the checkpoint could not be written; earlier checkpoints are untouched.
+    """
+    target = folder / _name(checkpoint.rounds.version)
+    temporary = folder / f".{target.name}"
+    before = _existing(folder)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        digests, known = dict[str, str](), _digests(before[-1]) if before else {}
+        for version, state in checkpoint.states.items():
+            name = f"state-{version:06d}.safetensors"
+            older = before[-1] / name if before else None
+            if older is not None and older.exists() and name in known and before[-1] != target:
+                # The same tensors are on disk already; a hard link needs no space.
+                os.link(older, temporary / name)
+                # The digest taken at writing: a digest taken now would accept a file that was changed in between.
+                digests[name] = known[name]
+            else:
+                _write_state(temporary / name, state)
+                to_disk(temporary / name)
+                digests[name] = _digest(temporary / name)
+        record = CheckpointRecord(
+            rounds=checkpoint.rounds,
+            now=checkpoint.now,
+            due=dict(checkpoint.due),
+            tally=checkpoint.counters,
+            handed={silo: list(task) for silo, task in checkpoint.issued.items()},
+            data=checkpoint.data,
+            trace=checkpoint.trace,
+            digests=digests,
+            digest=_UNKNOWN,
+            values={str(version): dict(state.values) for version, state in checkpoint.states.items()},
+        )
+        record = record.model_copy(update={"digest": record.own_digest})
+        (temporary / "checkpoint.json").write_text(json.dumps(record.plain()), encoding="utf-8")
+        to_disk(temporary / "checkpoint.json")
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        to_disk(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror or error
+        raise RunError(f"{target}: the checkpoint could not be written: {reason}") from error
+    for old in _existing(folder)[:-KEPT]:
+        shutil.rmtree(old)
+    return target
+
+
+def _write_state(path: Path, state: State) -> None:
+    tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
+    # safetensors refuses tensors that share memory, as views of one buffer do.
+    write_tensors(path, {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The recorded digests of a checkpoint's states; empty if it is damaged."""
+    try:
+        return _record(folder).digests
+    except InputError:
+        return {}
+
+
+def _record(folder: Path) -> CheckpointRecord:
+    """The record of a checkpoint.
+
+    Raises:
+        InputError: it is damaged, has other content than was written, or is of another version than its folder.
+    """
+    path = folder / "checkpoint.json"
+    record = read_json(path, CheckpointRecord, _ALLOWED)
+    if record.digest != record.own_digest:
+        raise InputError(str(path), "other content than was written", _ALLOWED)
+    if folder.name != _name(record.rounds.version):
+        raise InputError(str(path), f"version {record.rounds.version}", _ALLOWED)
+    return record
+
+
+def _name(version: int) -> str:
+    """Name of a checkpoint's folder."""
+    return f"version-{version:06d}"
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, or None if there is none.
+
+    Raises:
+        InputError: the newest checkpoint is damaged.
+    """
+    existing = _existing(folder)
+    if not existing:
+        return None
+    newest = existing[-1]
+    meta = _record(newest)
+    needed = {meta.rounds.version, *(base for _, base, _ in meta.rounds.flights.values())}
+    if missing := sorted(needed - set(map(int, meta.values))):
+        raise InputError(str(newest / "checkpoint.json"), f"no state of version {missing[0]}", _ALLOWED)
+    try:
+        states = {
+            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, meta.digests)
+            for version, values in meta.values.items()
+        }
+    except (OSError, KeyError, SafetensorError) as error:
+        raise InputError(str(newest), f"a damaged state ({error})", _ALLOWED) from None
+    issued = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
+    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, issued, meta.data, meta.trace)
+
+
+def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[str]) -> None:
+    """Check that a checkpoint is of a run with these silos and rounds.
+
+    Args:
+        folder: ``checkpoints`` of the run folder.
+        saved: the checkpoint.
+        rounds: the run's number of rounds.
+        silos: names of its silos.
+
+    Raises:
+        InputError: it names another silo, or has more rounds.
+    """
+    place, record = str(folder / _name(saved.rounds.version)), saved.rounds
+    if record.version > rounds:
+        raise InputError(place, f"version {record.version}", f"{_ALLOWED}; the run has {rounds} rounds")
+    named = {*record.gone, *record.flights, *record.sequences, *record.losses, *saved.due, *saved.issued}
+    if strange := sorted(named - set(silos)):
+        raise InputError(place, strange[0], f"{_ALLOWED}; the run has no such silo")
+    if record.flights.keys() != saved.issued.keys():
+        raise InputError(place, "tasks without the time when they were sent", _ALLOWED)
+
+
+def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str]) -> State:
+    check_regular(path, _MOST_BYTES, _ALLOWED)
+    if _digest(path) != digests[path.name]:
+        raise OSError(f"{path.name} differs from its recorded digest")
+    tensors = load_aligned(path)
+    theta: torch.Tensor = tensors.pop(_THETA)
+    return State(theta, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, values)
+
+
+#: Attempts to write a checkpoint, because a disk may be full only briefly; after the last, the run ends and can be
+#: resumed.
+_TRIES = 3
+#: Real time between attempts [s].
+_PAUSE_SECONDS = 0.2
+
+
+class Checkpointing:
+    """Writes the run's checkpoints.
+
+    Args:
+        run_context: fixed facts of the run.
+        clock: the run's clock.
+        log: the coordinator's message log.
+        counters: the run's counters, including those of earlier processes.
+        roster: counts the messages of this process.
+        fault_injector: knows the issue times of tasks, and simulates a full disk.
+        committed: number of each silo's last committed task in the checkpoint that the run resumes from.
+
+    Attributes:
+        committed: number of each silo's last committed task in the last checkpoint; a silo's personal model is
+            evaluated in the state after that task.
+    """
+
+    def __init__(
+        self,
+        run_context: RunContext,
+        clock: Clock,
+        log: MessageLog,
+        counters: Counters,
+        roster: Peers,
+        fault_injector: FaultInjector,
+        committed: Mapping[str, int],
+    ) -> None:
+        self._run_context, self._clock, self._log = run_context, clock, log
+        self._counters, self._roster, self._fault_injector = counters, roster, fault_injector
+        self._earlier = (counters.sent, counters.received, counters.refused)
+        self._earlier_seconds, self._began = counters.seconds.get("total", 0.0), clock.stopwatch()
+        self.committed = committed
+        self._committed_before: Mapping[str, int] = {}
+
+    def durably_committed(self, silo: str) -> int:
+        """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
+
+        If the last checkpoint is damaged, the run resumes from the one before.
+        """
+        return self._committed_before.get(silo, 0)
+
+    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
+        """Write a checkpoint after a merge.
+
+        Args:
+            after: the rounds machine after the merge.
+            states: the method's states by version.
+            due: arrival time [s] of each pending task's outcome, by silo.
+            cause: number of the log record of the event that caused the merge.
+
+        Raises:
+            RunError: the checkpoint could not be written in several attempts.
+        """
+        self.committed, self._committed_before = after.committed, self.committed
+        self.update_counters()
+        self._log.sign(SignedAt.MERGE, version=after.version)
+        issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
+        rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
+        run_context = self._run_context
+        record = Checkpoint(rounds, states, now, due, counters, issued, run_context.data, run_context.trace_file)
+        for attempts_left in reversed(range(_TRIES)):
+            try:
+                to_disk = partial(self._fault_injector.to_disk, after.version, cause)
+                save(self._run_context.folder.checkpoints, record, to_disk)
+                return
+            except RunError as error:
+                text = str(error)[:ERROR_CHARACTERS]
+                self._log.note(LogEvent.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
+                if not attempts_left:
+                    raise
+                self._clock.pause(_PAUSE_SECONDS)
+
+    def update_counters(self) -> None:
+        """Update the counters of messages and of total seconds; a resumed run adds to those in its checkpoint."""
+        self._counters.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
+        sent, received, refused = self._earlier
+        self._counters.sent, self._counters.received = sent + self._roster.sent, received + self._roster.received
+        self._counters.refused = refused + self._roster.refused

@@ -1,0 +1,451 @@
+"""Peers connected through a transport: their sessions and liveness."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
+from coordinator.handshakes import Handshakes, Inquiries, ScenarioReports
+from coordinator.logins import DuplicateLogins, Peer, ReplacedSessions
+from coordinator.peers import HeaderMaker, Ready, Unusable
+from fedmq.clock import Clock
+from fedmq.config.sections import Wire
+from fedmq.errors import RemoteWireError
+from fedmq.wire import rekeying
+from fedmq.wire.channel import DISPLACED, EXPELLED
+from fedmq.wire.codec import decode_clear
+from fedmq.wire.keys import AcceptedKeys, Identity
+from fedmq.wire.limits import PeerRateLimits
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
+from fedmq.wire.payloads import Error
+from fedmq.wire.refusal_log import UNKNOWN, RefusalLog, StaleSessions
+from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.transports.base import Listener
+
+#: Interval at which the folder of accepted keys is checked for changes [s]: a removed key is out within a second.
+_KEYS_SECONDS = 0.75
+#: Nothing is hidden.
+_DEFAULTS = Wire()
+#: Maximum number of messages in a burst that a peer may send in addition to one for each request; one more is allowed
+#: per second.
+MESSAGES = 60
+_ALLOWED = f"one message for each request, {MESSAGES} more at once, then one per second"
+#: What a peer may send before it has joined.
+_BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
+#: The coordinator's messages that a peer answers, but cannot cause to be sent.
+_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_SILO)
+
+
+class Roster:
+    """All peers of a run with separate processes.
+
+    Args:
+        listener: the transport's listening end.
+        identity: the coordinator's name and key.
+        accepted: public keys of the peers that can open a session; the folder is watched for changes.
+        run: name of the run.
+        log: the coordinator's message log.
+        clock: clock for liveness and time stamps.
+        max_body: maximum size of an accepted message body [bytes].
+        patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
+        admission: decides from the data that peers state which of them join; None admits all peers that prove their
+            key.
+        names: names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
+        options: what the coordinator hides of its messages.
+        restarted: whether an earlier process of this coordinator may have had sessions with the peers.
+
+    Attributes:
+        inquiries: answers inquiries about the run's status; None refuses them.
+        unaccepted: the run's peers whose key is not or no longer accepted, with the log record that says so.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        identity: Identity,
+        accepted: AcceptedKeys,
+        run: str,
+        log: MessageLog,
+        clock: Clock,
+        max_body: int,
+        *,
+        patience: float = 1.0,
+        admission: Admission | None = None,
+        names: Collection[str] | None = None,
+        options: Wire = _DEFAULTS,
+        restarted: bool = False,
+    ) -> None:
+        self._options = options
+        self._stale = StaleSessions(log, clock, restarted=restarted)
+        self._max_body, self._patience, self._admission = max_body, patience, admission
+        self.inquiries: Inquiries | None = None
+        self._reports = ScenarioReports(log)
+        self._replaced = ReplacedSessions(clock, patience, log.logger)
+        self._duplicates = DuplicateLogins(clock, patience)
+        self._joining: dict[str, Peer] = {}
+        self._began = clock.stopwatch()
+        self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
+        self._log, self._clock = log, clock
+        self.header = HeaderMaker(run, identity.name, clock)
+        self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
+        # By peer, not by connection or session, as a peer could open new ones.
+        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(MESSAGES)
+        self._by_address: dict[bytes, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self.sent = 0
+        self.received = 0
+        self.refused: Counter[str] = Counter()
+        self.refusal, self.refused_at = "", 0.0
+        self.failures: dict[str, str] = {}
+        self.undelivered: dict[str, int] = {}
+        self._refusals = RefusalLog(log, clock)
+        self._keys_at = -math.inf
+        self._expelled: list[bytes] = []
+        without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
+        self.unaccepted = {name: log.note(LogEvent.EXPELLED, peer=name) for name in without_key}
+
+    @property
+    def uri(self) -> str:
+        """Where peers connect."""
+        return self._listener.uri
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self._run
+
+    @property
+    def elapsed(self) -> float:
+        """Real time since the roster was made [s]."""
+        return self._clock.stopwatch() - self._began
+
+    @property
+    def refused_ago(self) -> float:
+        """Real time since the last refusal [s]."""
+        return self._clock.stopwatch() - self.refused_at
+
+    @property
+    def wired(self) -> bool:
+        """Always true: messages are sealed frames on a transport."""
+        return True
+
+    def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
+        """Address and frames of the next message, or None after ``timeout_s`` [s]."""
+        self.watch_keys()
+        return self._listener.receive(timeout_s)
+
+    def online(self, name: str) -> bool:
+        """Whether a peer has a session."""
+        return name in self._by_name
+
+    def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | Unusable | None:
+        """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
+
+        Refusals are counted and logged here; they do not raise.
+        """
+        size = sum(frame.nbytes for frame in frames)
+        peer = self._by_address.get(address)
+        proven, header = peer.session.authentic if peer else 0, None
+        try:
+            # The header is not authenticated yet; it only selects the handler, which checks it again.
+            header = decode_clear(frames[0])
+            kind = None if isinstance(header, ShortHeader) else header.kind
+            if kind is Kind.HELLO:
+                self._handshakes.hello(address, frames)
+                return None
+            if kind in (Kind.READY, Kind.INQUIRE):
+                return self._ready(address, frames, size)
+            if peer is None:
+                if (report := self._reports.take(address, frames)) is not None:
+                    self._note_other_scenario(*report)
+                    return None
+                displaced, first = self._replaced.still_used(address, frames)
+                if first is not None:
+                    error = Error(DISPLACED, "another process has joined with this key")
+                    self._send(first, Message(self.header(first.name, Kind.ERROR), (error,)))
+                if displaced:
+                    return None
+                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
+            return self._message(peer, frames, size)
+        except RemoteWireError as error:
+            if peer is None or peer.session.authentic == proven:
+                # No key vouches for the frames, even if they arrived on the connection of a session.
+                if self._stale.drop(header, error):
+                    return None
+                self._count(UNKNOWN, error)
+                self._refusals.add(address, error, size)
+                return None
+            self.refuse(peer.name, error, size)
+            # The seal is valid, so the message is authentic and the peer is alive.
+            peer.heard = self._clock.stopwatch()
+            joining = self._by_name.get(peer.name) is not peer
+            if error.reason in (Reason.DATA, Reason.TOO_OFTEN) or (error.reason == Reason.GAP and joining):
+                self._turn_away(peer, error)
+                return None
+            if error.reason == Reason.GAP:
+                # Messages were lost: the peer gets its pending requests again.
+                return Ready(peer.name, returned=True)
+            found = error.header if isinstance(error, UnreadableError) else header
+            if joining or not isinstance(found, Header):
+                return None
+            return Unusable(found, error.reason, str(error))
+
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
+        """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
+        self._count(name, error)
+        if name == UNKNOWN:
+            self._refusals.add(b"", error, size)
+            return None
+        return self._log.refused(name, error.reason, error.detail, size)
+
+    def _count(self, name: str, error: RemoteWireError) -> None:
+        self.refused[error.reason] += 1
+        who = "" if name == UNKNOWN else f"{name}: "
+        self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
+
+    def watch_keys(self) -> None:
+        """Expel the peers whose keys have been removed from the folder, in every phase; called with each message.
+
+        This is the only place that asks whether a key is still accepted: a handshake takes the key from the same
+        folder, and a session or an unfinished handshake ends here.
+        """
+        now = self._clock.stopwatch()
+        if now - self._keys_at < _KEYS_SECONDS:
+            return
+        self._stale.note()
+        self._keys_at, problem = now, self._accepted.problem
+        for address in self._expelled:  # a second ago: the last message is on its way
+            self._listener.cut(address)
+        self._expelled.clear()
+        for name in self._accepted.refresh():
+            self._expel(name)
+        for name in [name for name in self.unaccepted if name in self._accepted]:
+            del self.unaccepted[name]
+        if self._accepted.problem not in ("", problem):
+            self._log.note(LogEvent.KEYS_UNREADABLE, detail=self._accepted.problem)
+
+    def _expel(self, name: str) -> None:
+        """End all that a peer has here, whether it has joined or not."""
+        self.unaccepted[name] = self._log.note(LogEvent.EXPELLED, peer=name)
+        self._handshakes.forget_peer(name)
+        for peer in (self._by_name.get(name), self._joining.pop(name, None)):
+            if peer is not None:
+                error = Error(EXPELLED, "this key is no longer accepted")
+                self._send(peer, Message(self.header(name, Kind.ERROR), (error,)))
+                self._expelled.append(peer.address)
+                self._by_address.pop(peer.address, None)
+        self._by_name.pop(name, None)
+        if self._admission is not None:
+            self._admission.withdraw(name)
+
+    def note_unlogged(self) -> None:
+        """Log the number of refusals that were counted but not logged since the last call."""
+        self._refusals.flush()
+        self._stale.note(all_=True)
+
+    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
+        responded, session = self._handshakes.complete(address, frames)
+        self._stale.know(session.session)
+        if responded.inquiry:
+            self._inform(address, responded.peer, session)
+            return None
+        peer = Peer(responded.peer, address, session, self._clock.stopwatch())
+        self._log.handshake("received", Kind.READY, peer.name, size)
+        if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
+            return self._admit(peer)
+        if session.wire_version == 1:
+            self._by_address[address] = peer
+            raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
+        # An older session of that name continues until the peer has stated its data.
+        if (earlier := self._joining.pop(peer.name, None)) is not None:
+            self._by_address.pop(earlier.address, None)
+            self._replaced.add(earlier, address)
+        # Only now: the earlier handshake may have been on the same connection.
+        self._by_address[address] = self._joining[peer.name] = peer
+        return None
+
+    def _inform(self, address: bytes, name: str, session: Session) -> None:
+        """Answer an inquiry; it neither joins its sender nor touches a session that the name has."""
+        if self.inquiries is None:
+            raise RemoteWireError(Reason.UNEXPECTED, "no inquiries are answered here")
+        message = Message(self.header(name, Kind.STATUS), (self.inquiries.answer(name, self),))
+        if self.inquiries.tells_scenario(name):
+            self._reports.expect(address, session)
+        self._listener.send(address, seal_message(session, message).frames)
+
+    def _note_other_scenario(self, name: str, keys: str) -> None:
+        self.refusal, self.refused_at = f"{name}: another scenario: {keys}", self._clock.stopwatch()
+        if not self.online(name):
+            self.failures[name] = f"another scenario: {keys}"
+
+    def _admit(self, peer: Peer) -> Ready | None:
+        """Replace an older session of the peer's name with this one, unless a process may still use the older one."""
+        earlier = self._by_name.get(peer.name)
+        probe = Message(self.header(peer.name, Kind.HEARTBEAT))
+        # Sending fails if the connection is closed, as that of a process that was killed.
+        if self._duplicates.must_wait(peer, earlier) and earlier is not None and self._send(earlier, probe):
+            self._joining[peer.name] = self._by_address[peer.address] = peer
+            return None
+        self._duplicates.forget(peer)
+        self._joining.pop(peer.name, None)
+        self.undelivered.pop(peer.name, None)
+        if earlier is not None and earlier is not peer:
+            self.drop(peer.name)
+            self._replaced.add(earlier, peer.address)
+        self._by_address[peer.address] = self._by_name[peer.name] = peer
+        return Ready(peer.name, returned=earlier is not None and earlier is not peer)
+
+    def _turn_away(self, peer: Peer, error: RemoteWireError, code: str = "") -> None:
+        """End the session of a peer that cannot join, after sending it the reason; ``code`` is that of the error."""
+        reason = Error.saying(code or str(Reason(error.reason)), error.detail)
+        self._send(peer, Message(self.header(peer.name, Kind.ERROR), (reason,)))
+        if self._by_name.get(peer.name) is peer:
+            self.drop(peer.name)
+        if self._joining.get(peer.name) is peer:
+            del self._joining[peer.name]
+        self._by_address.pop(peer.address, None)
+
+    def _refuse_second(self, alive: Peer) -> None:
+        """Refuse the session of a second process with the key of a peer whose session continues."""
+        if (second := self._duplicates.refused(alive)) is not None:
+            error = RemoteWireError(Reason.UNEXPECTED, "started twice; the first process takes part")
+            self.refuse(alive.name, error, 0)
+            self._turn_away(second, error, DISPLACED)
+
+    def _stated(self, peer: Peer, message: Message) -> Ready | None:
+        """Handle what a peer states about its data, or confirms."""
+        if self._admission is None:
+            return None
+        match self._admission.decide(peer.name, message):
+            case Admitted():
+                return self._admit(peer)
+            case Agree(payloads):
+                self._send(peer, Message(self.header(peer.name, Kind.AGREEMENT), payloads))
+            case Waiting(refused):
+                for name, detail in refused.items():
+                    self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
+        return None
+
+    def _refuse_waiting(self, name: str, error: RemoteWireError) -> None:
+        """Refuse a peer that has stated its data but not joined."""
+        self.refuse(name, error, 0)
+        if (peer := self._joining.get(name)) is not None:
+            self._turn_away(peer, error)
+
+    def refuse_late(self, name: str, detail: str) -> None:
+        """Refuse a silo whose data would not fit the run, though they fit the agreement."""
+        self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
+
+    def dismiss(self, names: Sequence[str]) -> list[str]:
+        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
+        told = {name for name in names if self.send(name, self.header(name, Kind.STOP))}
+        for peer in [peer for name, peer in self._joining.items() if name in names]:
+            if self._send(peer, Message(self.header(peer.name, Kind.STOP))):
+                told.add(peer.name)
+        return [name for name in names if name not in told]
+
+    def offer(self) -> None:
+        """Send what the silos agreed on to all peers that have stated their data but not joined."""
+        assert isinstance(self._admission, OwnDataAdmission)  # noqa: S101 - called by its gather alone
+        for name, peer in list(self._joining.items()):
+            if name in self._admission.stated:
+                self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
+
+    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
+        proven = peer.session.authentic
+        try:
+            opened = peer.session.open(frames, max_body=self._max_body)
+        except RemoteWireError:
+            if peer.session.authentic > proven:  # its refusal is logged, and a gap has requests sent again
+                self._allow(peer, self._messages, _ALLOWED)
+            raise
+        if opened.header.kind is Kind.REKEY:
+            self._agree_on_keys(peer, opened, size)
+            return None
+        self._allow(peer, self._messages, _ALLOWED)
+        message = decode_opened(opened, max_body=self._max_body)
+        if message.header.kind not in _BEFORE_JOINING and self._by_name.get(peer.name) is not peer:
+            raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
+        peer.heard = self._clock.stopwatch()
+        self.received += 1
+        self._log.message("received", message, opened.tag, size)
+        if message.header.kind is Kind.HEARTBEAT:
+            self._refuse_second(peer)
+            self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
+            return self._admit(peer) if self._duplicates.waits(peer) else None
+        if message.header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
+            return self._stated(peer, message)
+        return message
+
+    def _allow(self, peer: Peer, limits: PeerRateLimits, allowed: str) -> None:
+        """Count an authentic message; refuse it if the peer has sent more than allowed."""
+        if not limits.take(peer.name, self._clock.stopwatch()):
+            raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
+
+    def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
+        """Give a session the new keys that its peer asks for, unless it asks too often."""
+        self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
+        header = self.header(peer.name, Kind.REKEYED)
+        sealed = rekeying.answer(self._identity, self._accepted[peer.name], peer.session, asked, header)
+        self._stale.know(peer.session.session)
+        peer.heard = self._clock.stopwatch()
+        self.received += 1
+        self.sent += 1
+        self._log.message("received", Message(asked.header), asked.tag, size)
+        self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
+        if not self._listener.send(peer.address, sealed.frames):
+            self._not_delivered(peer)
+
+    def send(self, name: str, message: Message | Header) -> int:
+        """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""
+        self.watch_keys()
+        peer = self._by_name.get(name)
+        if peer is None:
+            return 0
+        return self._send(peer, message if isinstance(message, Message) else Message(message))
+
+    def _send(self, peer: Peer, message: Message) -> int:
+        """Seal, log and send a message on a session; returns its size [bytes], or 0 if it cannot be delivered."""
+        message = replace(message, head=self._log.sent_head)
+        sealed = seal_message(peer.session, message)
+        self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
+        self.sent += 1
+        if message.header.kind in _REQUESTS:
+            self._messages.grant(peer.name, self._clock.stopwatch())
+        if not self._listener.send(peer.address, sealed.frames):
+            self._not_delivered(peer)
+            return 0
+        return sealed.size
+
+    def _not_delivered(self, peer: Peer) -> None:
+        record = self._log.note(LogEvent.NOT_DELIVERED, peer=peer.name)
+        if self._by_name.get(peer.name) is peer:
+            self.drop(peer.name)
+            self._stale.end(peer.session.session)
+            self.undelivered[peer.name] = record
+
+    def silent(self, seconds: float, at: float) -> list[str]:
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
+        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]."""
+        return {peer.name: peer.heard for peer in self._by_name.values()}
+
+    def joining(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each peer that has stated its data and waits for the others [s]."""
+        return {name: peer.heard for name, peer in self._joining.items()}
+
+    def drop(self, name: str) -> bool:
+        """End a peer's session; returns whether it had one."""
+        peer = self._by_name.pop(name, None)
+        if peer is None:
+            return False
+        self._by_address.pop(peer.address, None)
+        self._handshakes.forget(peer.address)
+        return True

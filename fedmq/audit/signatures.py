@@ -1,0 +1,347 @@
+"""Check the signatures in message logs, what each process declared at its start, and the keys that an auditor has.
+
+A process signs the head of its log with its Ed25519 key (:mod:`fedmq.wire.message_log`). The records before a signature
+cannot be changed without that key. Each message also carries its sender's head to the receiver, so that a sender
+cannot change its own log later without the receiver's key. Both ends of a message are compared in
+:mod:`fedmq.audit.log_checks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+
+from fedmq.config.run_id import digest_of
+from fedmq.config.yaml_files import read_yaml
+from fedmq.errors import InputError
+from fedmq.wire.key_requests import known_keys
+from fedmq.wire.keys import former_keys, public_key_of
+from fedmq.wire.log_records import (
+    GENESIS,
+    LogRecord,
+    MessageRecord,
+    SignatureRecord,
+    StartRecord,
+    signed_statement,
+)
+from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.sealed_sessions import REKEY_KINDS
+
+#: Place and text of a finding.
+Discrepancy = tuple[str, str]
+#: Partition in which every silo has its own data.
+_OWN_DATA = "own"
+
+
+@dataclass
+class SignedLog:
+    """The signatures of one log.
+
+    Args:
+        starts: what the process declared at its starts, with places.
+        records: number of records.
+        head: hash of the last record, computed from the content of all records.
+        first: date and time of the first record.
+        last: date and time of the last record.
+        signed: number of records up to and including the last valid signature.
+        signatures: number of valid signatures.
+        invalid: places of invalid signatures.
+        headless: places of messages without their sender's head, since the first start.
+        hashes: hashes of all records so far, as the log states them, with their positions.
+        aside: places of declared starts that were refused before the process joined.
+        broken: number of records before the first one that does not follow or was changed; None in an intact log.
+    """
+
+    starts: list[tuple[str, StartRecord]] = field(default_factory=list)
+    records: int = 0
+    head: str = ""
+    first: str = ""
+    last: str = ""
+    signed: int = 0
+    signatures: int = 0
+    invalid: list[str] = field(default_factory=list)
+    headless: list[str] = field(default_factory=list)
+    hashes: dict[str, int] = field(default_factory=dict)
+    aside: frozenset[str] = frozenset()
+    broken: int | None = None
+
+    def add(self, record: LogRecord) -> None:
+        """Add the hash of the next record."""
+        self.hashes.setdefault(record.hash, self.records)
+        # From a changed record on, the stated hashes are not those of the content.
+        self.head = record.hash_after(self.head or GENESIS)
+        if self.broken is None and self.head != record.hash:
+            self.broken = self.records
+        self.records += 1
+        self.first, self.last = self.first or record.wall, record.wall
+
+    def had(self, head: str, records: int | None = None) -> bool:
+        """Whether this was the log's head, after that number of records if it is given, and all of them are intact."""
+        place = self.hashes.get(head)
+        if place is None or (self.broken is not None and place >= self.broken):
+            return False
+        return records in (None, place + 1)
+
+    @property
+    def joined(self) -> list[tuple[str, StartRecord]]:
+        """The starts that were not refused."""
+        return [(place, start) for place, start in self.starts if place not in self.aside]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The public keys (hex) that the process declared, in order, each once."""
+        return tuple(dict.fromkeys(start.key for _, start in self.starts))
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints of :attr:`keys`, as ``fedmq keys show`` prints them."""
+        return tuple(hashlib.sha256(bytes.fromhex(key)).hexdigest() for key in self.keys)
+
+    @property
+    def unsigned(self) -> int:
+        """Number of records after the last valid signature."""
+        return self.records - self.signed
+
+
+class SignatureChecks:
+    """Collects signatures and declarations while logs are read, and compares them at the end.
+
+    Attributes:
+        logs: signatures by process.
+        found: discrepancies so far.
+    """
+
+    def __init__(self) -> None:
+        self.logs: dict[str, SignedLog] = {}
+        self.found: list[Discrepancy] = []
+
+    def take(self, process: str, place: str, record: LogRecord) -> None:
+        """Add the next record of a process's log."""
+        log = self.logs.setdefault(process, SignedLog())
+        match record:
+            case StartRecord():
+                log.starts.append((place, record))
+            case SignatureRecord():
+                self._verify(process, place, record, log)
+            case MessageRecord() if log.starts:
+                if record.header.kind in REKEY_KINDS:
+                    pass  # they hold keys alone
+                elif record.head is None:
+                    log.headless.append(place)
+                elif record.action == "sent" and record.head not in log.hashes:
+                    what = f"carries a head that {process}'s log did not have when the message was sent"
+                    self.found.append((place, what))
+        log.add(record)
+        if isinstance(record, SignatureRecord) and place not in log.invalid:
+            log.signed = log.records
+
+    def _verify(self, process: str, place: str, record: SignatureRecord, log: SignedLog) -> None:
+        if not log.starts:
+            self.found.append((place, f"a signature of {process}, which did not declare a key before"))
+            log.invalid.append(place)
+            return
+        start = log.starts[-1][1]
+        statement = signed_statement(start.run, process, record.n, record.previous)
+        try:
+            key = public_key_of(bytes.fromhex(start.key))
+            key.verify(bytes.fromhex(record.signature), statement)
+        except (InvalidSignature, ValueError):
+            log.invalid.append(place)
+        else:
+            log.signatures += 1
+
+    @property
+    def signed(self) -> bool:
+        """Whether any log is signed, in which case all must be."""
+        return any(log.starts or log.invalid for log in self.logs.values())
+
+    def compare(
+        self,
+        scenario: Path,
+        released: object,
+        accepted: Mapping[str, Set[str]] | None,
+        *,
+        finished: bool,
+    ) -> Iterator[Discrepancy]:
+        """Compare all logs; call once after all have been read.
+
+        Args:
+            scenario: the run folder's scenario; it may not exist.
+            released: data digest in the coordinator's note of what it released, if any.
+            accepted: the processes' public keys (hex) by name, if the auditor knows them.
+            finished: the run has ended, so that the coordinator must have signed the end of its log.
+        """
+        yield from self.found
+        if accepted is not None:
+            yield from self._other_keys(accepted)
+        if not self.signed:
+            return
+        for process, log in self.logs.items():
+            if not log.starts:
+                what = "is not signed, though other logs of this run are: written by an earlier fedmq, or stripped"
+                yield f"{process}.jsonl", what
+            if log.invalid:
+                more = f"; {len(log.invalid) - 1} later signatures do not match either" if len(log.invalid) > 1 else ""
+                yield log.invalid[0], f"the log up to here is not what {process} signed{more}"
+            if log.headless:
+                count = f", and {len(log.headless) - 1} more such messages" if len(log.headless) > 1 else ""
+                yield log.headless[0], f"a message without the head of its sender's log{count}"
+        coordinator = self.logs.get(COORDINATOR)
+        if finished and coordinator is not None and coordinator.starts and coordinator.unsigned:
+            what = f"the last {coordinator.unsigned} records are not signed, though the run is finished"
+            yield f"{COORDINATOR}.jsonl", what
+        yield from self._keys()
+        yield from self._declarations(scenario, released)
+
+    def _other_keys(self, accepted: Mapping[str, Set[str]]) -> Iterator[Discrepancy]:
+        """Compare the declared keys with those that the auditor knows."""
+        for process, log in self.logs.items():
+            expected = accepted.get(process)
+            if not expected:
+                continue  # not a difference: the verdict names these logs
+            if not log.starts:
+                yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
+            else:
+                for place, start in log.starts:
+                    if start.key not in expected:
+                        yield place, f"signed with another key than that of {process} that was given"
+
+    def _keys(self) -> Iterator[Discrepancy]:
+        """Compare the keys that processes declare with those that their peers accept."""
+        holders: dict[str, str] = {}
+        for process, log in self.logs.items():
+            for place, start in log.joined:
+                if holders.setdefault(start.key, process) != process:
+                    yield place, f"{process} signs with the key of {holders[start.key]}"
+        known: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for process, log in self.logs.items():
+            for _, start in log.joined:
+                for peer, key in start.peers.items():
+                    known[process, peer].add(key)
+        for process, log in self.logs.items():
+            for place, start in log.starts:
+                # Silos have keys of the coordinator, the coordinator has keys of all.
+                others = (COORDINATOR,) if process != COORDINATOR else ()
+                for other in others:
+                    if self._starts(other) and start.key not in known[other, process]:
+                        yield place, f"{other} did not accept the key that {process} signs with"
+                if process != COORDINATOR and self._starts(COORDINATOR):
+                    missing = known[process, COORDINATOR] - set(self.logs[COORDINATOR].keys)
+                    if missing or not known[process, COORDINATOR]:
+                        yield place, f"{process} accepted another key of {COORDINATOR} than it signs with"
+
+    def _starts(self, process: str) -> bool:
+        return process in self.logs and bool(self.logs[process].starts)
+
+    def _declarations(self, scenario: Path, released: object) -> Iterator[Discrepancy]:
+        """Compare what processes declared at their starts with each other and with the run folder."""
+        try:
+            plain = read_yaml(scenario) if scenario.exists() else None
+        except InputError:
+            plain = None  # another check reports it
+        expected: dict[str, object] = {}
+        source = "scenario.yaml"
+        if plain is not None:
+            protocol = plain.get("protocol")
+            expected["scenario"] = digest_of(plain)
+            expected["protocol"] = protocol.get("name") if isinstance(protocol, dict) else protocol
+            expected["privacy"] = plain.get("privacy")
+        partition = plain.get("partition") if plain is not None else None
+        own_data = isinstance(partition, dict) and partition.get("kind") == _OWN_DATA
+        data = None if own_data else released
+        for log in self.logs.values():
+            for place, start in log.starts:
+                for name, value in expected.items():
+                    if getattr(start, name) != value:
+                        yield place, f"declares and signs another {name} than {source} has"
+                if not own_data:
+                    data = start.data if data is None else data
+                    if start.data != data:
+                        yield place, "declares and signs other data than the run's"
+
+
+def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageRecord]) -> dict[str, int]:
+    """Number of last records that could be changed without the keys of all processes, of each log that has some.
+
+    A record of the coordinator is anchored in the logs of all peers that received a later head; a record of another
+    process in the coordinator's log, and through it in the logs of all other peers.
+
+    Args:
+        logs: the signatures of each log.
+        received: messages as their receivers logged them.
+    """
+    if COORDINATOR not in logs:
+        return {name: log.records for name, log in sorted(logs.items())}
+    known = dict.fromkeys(logs.keys() - {COORDINATOR}, 0)  # records of the coordinator before a head
+    heads: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
+    for record in received:
+        sender, receiver = record.header.sender, record.header.receiver
+        place = logs[sender].hashes.get(record.head or "") if sender in logs else None
+        if place is None or receiver not in logs or record.n >= logs[receiver].signed:
+            continue
+        if sender == COORDINATOR:
+            known[receiver] = max(known[receiver], place + 1)
+        elif receiver == COORDINATOR:
+            heads[sender].append((place + 1, record.n))
+    anchored = {COORDINATOR: min(known.values(), default=0)}
+    for name, held in heads.items():
+        others = min((count for other, count in known.items() if other != name), default=logs[COORDINATOR].records)
+        anchored[name] = max((count for count, n in held if n < others), default=0)
+    ends = {name: log.records - anchored[name] for name, log in sorted(logs.items())}
+    return {name: count for name, count in ends.items() if count}
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Public keys by the name of their process, each as 64 hexadecimal digits.
+
+    Args:
+        accepted: the accepted keys, and those of the folder's own processes.
+        former: keys that were accepted before they were replaced or removed.
+    """
+
+    accepted: Mapping[str, str]
+    former: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> KnownKeys:
+        """Read a folder of keys.
+
+        A process that made its own key in this folder, as the coordinator does, is known by that key.
+
+        Raises:
+            InputError: the folder has no keys, or a file is damaged.
+        """
+        accepted = {name: key.public_bytes_raw().hex() for name, key in known_keys(directory).items()}
+        former = {
+            name: frozenset(key.public_bytes_raw().hex() for key in keys) - {accepted.get(name, "")}
+            for name, keys in former_keys(directory).items()
+        }
+        return cls(accepted, former)
+
+    def require_any(self, logs: Collection[str], directory: object) -> None:
+        """Refuse a folder that has no key of any of the processes.
+
+        Raises:
+            InputError: see above.
+        """
+        if not self.all.keys() & set(logs):
+            wanted = "a folder with public keys of the run's processes"
+            raise InputError(str(directory), f"no key of any of {', '.join(sorted(logs))}", wanted)
+
+    @property
+    def all(self) -> dict[str, frozenset[str]]:
+        """Accepted and former keys."""
+        found = {name: frozenset({key}) for name, key in self.accepted.items()}
+        return {
+            name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}
+        }
+
+    def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:
+        """Processes whose logs are signed, at least in part, with a key that is no longer accepted, sorted."""
+        return tuple(sorted(name for name, log in logs.items() if self.former.get(name, frozenset()) & {*log.keys}))

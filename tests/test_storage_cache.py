@@ -1,0 +1,106 @@
+"""Digests of files: by content, and remembered until the file changes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import blake3
+import pytest
+
+from fedmq.errors import InputError
+from fedmq.storage import cache as digests
+from fedmq.storage.cache import file_digests
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+
+
+def made(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    seen, read = list[Path](), digests.read_digest
+
+    def note(path: Path) -> object:
+        seen.append(path)
+        return read(path)
+
+    monkeypatch.setattr(digests, "read_digest", note)
+    return seen
+
+
+def test_the_digest_is_blake3_of_the_bytes_and_an_unchanged_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, files = reads(monkeypatch), [made(tmp_path / f"{i}", bytes([i]) * 3_000_000) for i in range(3)]
+    expected = [blake3.blake3(file.read_bytes()).hexdigest() for file in files]
+    done: list[int] = []
+    assert file_digests(files, done.append) == expected
+    assert done[-1] == 3
+    monkeypatch.chdir(tmp_path)
+    assert file_digests([Path("2"), *files]) == [expected[2], *expected]
+    assert len(seen) == 3
+
+
+def test_files_of_one_name_size_and_time_in_two_folders_are_two_files(tmp_path: Path) -> None:
+    pair = [made(tmp_path / folder / "0001.bmp", content) for folder, content in (("a", b"one"), ("b", b"two"))]
+    for file in pair:
+        os.utime(file, (0, 0))
+    assert len(set(file_digests(pair))) == 2
+
+
+def test_a_file_rewritten_in_place_with_its_old_size_and_time_is_read_again(tmp_path: Path) -> None:
+    file = made(tmp_path / "a", b"one")
+    os.utime(file, (0, 0))
+    before = file_digests([file])
+    with file.open("r+b") as opened:
+        opened.write(b"two")
+    os.utime(file, (0, 0))
+    assert file_digests([file]) == [blake3.blake3(b"two").hexdigest()] != before
+
+
+@pytest.mark.parametrize("damage", ["a folder", "no database", "another table"])
+def test_without_a_usable_memory_files_are_read_each_time(tmp_path: Path, damage: str) -> None:
+    place = tmp_path / "cache" / "file_digests.sqlite"
+    if damage == "a folder":
+        place.mkdir(parents=True)
+    elif damage == "no database":
+        made(place, b"x" * 5000)
+    else:
+        place.parent.mkdir()
+        with sqlite3.connect(place) as opened:
+            opened.execute("CREATE TABLE digests (path TEXT)")
+    file = made(tmp_path / "a", b"one")
+    assert file_digests([file]) == file_digests([file]) == [blake3.blake3(b"one").hexdigest()]
+
+
+def test_a_memory_that_is_damaged_anywhere_in_its_schema_is_not_used(tmp_path: Path) -> None:
+    file, place = made(tmp_path / "a", b"one"), tmp_path / "cache" / "file_digests.sqlite"
+    expected, whole = file_digests([file]), place.read_bytes()
+    begin = whole.index(b"CREATE TABLE digests")
+    for at in range(begin, begin + 60):
+        place.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        assert file_digests([file]) == expected, at
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, "0" * 128, "", 5, b"x", None])
+def test_a_damaged_digest_is_not_used(tmp_path: Path, digest: object) -> None:
+    file = made(tmp_path / "a", b"one")
+    expected = file_digests([file])
+    with sqlite3.connect(tmp_path / "cache" / "file_digests.sqlite") as opened:
+        opened.execute("UPDATE digests SET digest = ?", (digest,))
+    assert file_digests([file]) == expected
+
+
+def test_pipes_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("pipe", "no regular file"), (".", "no regular file"), ("x", "No such file"), ("\0", "null")):
+        with pytest.raises(InputError, match=reason):
+            file_digests([tmp_path / name])

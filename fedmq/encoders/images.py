@@ -108,8 +108,10 @@ def _from(function: Callable[[str, str], T], path: Path, error: type[InputError]
     """What a function reads from an image file."""
     if not path.exists():
         raise InputError(str(path), "no such file", "an image")
-    options = {"place": str(path), "allowed": "a readable image"}
-    return quarantine.read(function, path, str(path), files=[path], libraries=_LIBRARIES, error=error, **options)
+    allowed, name = "a readable image", str(path)
+    return quarantine.read(
+        function, name, name, place=name, allowed=allowed, files=[path], libraries=_LIBRARIES, error=error
+    )
 
 
 def spread_evenly(total: int, wanted: int) -> list[int]:

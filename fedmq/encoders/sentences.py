@@ -65,10 +65,15 @@ def load(folder: Path, device: str) -> tuple[Encode, Callable[[Sequence[str]], l
     files = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS)
 
     def read(function: Callable[..., T], *arguments: object, within: bool = True) -> T:
-        libraries = ("sentence_transformers", "transformers")
-        options = {"place": place, "allowed": _ALLOWED}
         return quarantine.read(
-            function, *about, *arguments, files=files, libraries=libraries, limit_memory=within, **options
+            function,
+            *about,
+            *arguments,
+            place=place,
+            allowed=_ALLOWED,
+            files=files,
+            libraries=("sentence_transformers", "transformers"),
+            limit_memory=within,
         )
 
     read(check)

@@ -280,8 +280,8 @@ def serve(number: int) -> None:
 
 def _result(request: dict[str, Any]) -> list[bytes | memoryview]:
     module, name = request["function"]
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU):
-        _limit(kind, resource.RLIM_INFINITY)  # those of the last call do not hold for imports
+    for limited in (resource.RLIMIT_AS, resource.RLIMIT_CPU):
+        _limit(limited, resource.RLIM_INFINITY)  # those of the last call do not hold for imports
     try:
         function = getattr(importlib.import_module(module), name)
         for library in request["libraries"]:

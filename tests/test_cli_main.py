@@ -21,7 +21,7 @@ from fedmq.cli import main as cli
 from fedmq.cli import run as run_commands
 from fedmq.cli.scenarios import resolved_file
 from fedmq.clock import WallClock
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.site import Site, read_site
 from fedmq.config.yaml_files import read_yaml

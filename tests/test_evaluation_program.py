@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError

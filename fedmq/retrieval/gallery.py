@@ -27,7 +27,7 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta
-from fedmq.data.readers.array_formats import read_array
+from fedmq.data.readers.formats import read_array
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import Metric, is_known, metric_of

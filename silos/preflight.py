@@ -17,8 +17,8 @@ import torch
 
 import protocols
 from fedmq.audit.policy_guard import PolicyGuard, guard_of, kinds_needed
+from fedmq.config.run_id import named
 from fedmq.config.scenario import Scenario
-from fedmq.config.scenario_digests import named
 from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError

@@ -32,7 +32,8 @@ from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors
-from fedmq.wire.log_records import NoteKind, SignedAt
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 
 
@@ -342,7 +343,7 @@ class Checkpointing:
                 return
             except RunError as error:
                 text = str(error)[:ERROR_CHARACTERS]
-                self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
+                self._log.note(LogEvent.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
                 if not attempts_left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)

@@ -24,7 +24,7 @@ from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, EVALUATOR, Header, Kind, Reason
 from fedmq.wire.payloads import MAX_STATUS, Error, RunStatus
@@ -213,7 +213,7 @@ class Inquiries:
         """
         if name not in self._asked:
             self._asked.add(name)
-            self._log.note(NoteKind.INQUIRED, peer=name)
+            self._log.note(LogEvent.STATUS_REQUESTED, peer=name)
         facts = self._facts(name)
         status = (self.latest() or self._before(peers)).model_copy(update={"coordinator": facts})
         text = status.model_dump_json()
@@ -317,5 +317,5 @@ class ScenarioReports:
         found = session.peer, named(keys)
         if found not in self._noted:
             self._noted.add(found)
-            self._log.note(NoteKind.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
+            self._log.note(LogEvent.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
         return found

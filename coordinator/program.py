@@ -43,7 +43,7 @@ from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
@@ -156,7 +156,7 @@ def run_coordinator(
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None and population is not None:
-            log.note(NoteKind.INLINE)
+            log.note(LogEvent.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
@@ -167,7 +167,7 @@ def run_coordinator(
         if data is None:
             if arguments.stop_silos:
                 dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
-            return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
+            return _ended(log, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
@@ -177,7 +177,7 @@ def run_coordinator(
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
-    log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
+    log.note(LogEvent.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
 
 
@@ -285,7 +285,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     if saved:
         remove_unfinished(folder.root, folder.model)
-    kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
+    kind, version = (LogEvent.RESUMED, saved.rounds.version) if saved else (LogEvent.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
 

@@ -19,7 +19,7 @@ from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import PeerRateLimits
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
@@ -107,7 +107,7 @@ class Roster:
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []
         without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
-        self.unaccepted = {name: log.note(NoteKind.EXPELLED, peer=name) for name in without_key}
+        self.unaccepted = {name: log.note(LogEvent.EXPELLED, peer=name) for name in without_key}
 
     @property
     def uri(self) -> str:
@@ -227,11 +227,11 @@ class Roster:
         for name in [name for name in self.unaccepted if name in self._accepted]:
             del self.unaccepted[name]
         if self._accepted.problem not in ("", problem):
-            self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)
+            self._log.note(LogEvent.KEYS_UNREADABLE, detail=self._accepted.problem)
 
     def _expel(self, name: str) -> None:
         """End all that a peer has here, whether it has joined or not."""
-        self.unaccepted[name] = self._log.note(NoteKind.EXPELLED, peer=name)
+        self.unaccepted[name] = self._log.note(LogEvent.EXPELLED, peer=name)
         self._handshakes.forget_peer(name)
         for peer in (self._by_name.get(name), self._joining.pop(name, None)):
             if peer is not None:
@@ -423,7 +423,7 @@ class Roster:
         return sealed.size
 
     def _not_delivered(self, peer: Peer) -> None:
-        record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+        record = self._log.note(LogEvent.NOT_DELIVERED, peer=peer.name)
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
             self._stale.end(peer.session.session)

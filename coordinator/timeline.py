@@ -20,14 +20,14 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome
 from fedmq.federation.protocol import SiloFacts, Update
-from fedmq.wire.log_records import EventKind, NoteKind
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
 
-_KINDS: Mapping[type[Event], EventKind] = {
-    Arrived: EventKind.ARRIVED,
-    Failed: EventKind.FAILED,
-    Switched: EventKind.SWITCHED,
-    Deadline: EventKind.DEADLINE,
+_KINDS: Mapping[type[Event], TimelineEvent] = {
+    Arrived: TimelineEvent.ARRIVED,
+    Failed: TimelineEvent.FAILED,
+    Switched: TimelineEvent.SWITCHED,
+    Deadline: TimelineEvent.DEADLINE,
 }
 
 
@@ -262,7 +262,7 @@ class Outcomes:
             # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
             reason = DiscardReason.DUPLICATE
             self._counters.discarded[reason] += 1
-            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
+            self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
             return
         self._stored[silo, sequence], self._causes[silo, sequence] = outcome, cause
         if not self._clock.virtual:
@@ -280,7 +280,7 @@ class Outcomes:
         self._counters.failed += 1
         self._counters.failures[failed.reason] += 1
         self._log.note(
-            NoteKind.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
+            LogEvent.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
         )
 
     def discard(self, discarded: Discard) -> None:
@@ -291,7 +291,7 @@ class Outcomes:
         else:
             self.remove(silo, sequence)
         self._counters.discarded[reason] += 1
-        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
+        self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
 
     def forget(self, silo: str, sequence: int) -> None:
         """Drop a stored outcome; the silo may have another pending task."""

@@ -27,7 +27,7 @@ from fedmq.wire.channel_group import ChannelGroup
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.scenario_query import ScenarioComparison
@@ -102,7 +102,7 @@ class Host:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
         logger = open_log(arguments.logs, name)
         log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
-        log.note(NoteKind.STARTED, run=arguments.run.id)
+        log.note(LogEvent.STARTED, run=arguments.run.id)
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = self.identities[name]
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))

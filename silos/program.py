@@ -36,7 +36,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload, SiloMetrics
@@ -370,7 +370,7 @@ def _log_and_channel(
     if arguments.policy is not None:
         forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
     log = MessageLog(path, arguments.name, clock, logger=logger)
-    log.note(NoteKind.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run)
     uri, warn, plain = arguments.connect, logger.warning, arguments.scenario.model_dump(mode="json")
     return log, Channel(
         uri,

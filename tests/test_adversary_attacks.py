@@ -22,8 +22,6 @@ from fedmq.federation.population import run_name
 from fedmq.runs.status import read_status
 from fedmq.wire import channel
 from fedmq.wire.keys import fingerprint
-from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Payload
 from fedmq.wire.transports._connection_admission import PER_KEY, UNHEARD
 from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
 from fedmq.wire.transports.base import Connection, ConnectionRefusal, Listener
@@ -35,7 +33,6 @@ from fedmq.wire.transports.curve_keys import (
     ed25519_of,
 )
 from fedmq.wire.transports.registry import connect, listen
-from silos.program import Silo
 from tests import threaded_run
 from tests.test_adversary_hostile_peers import within
 from tests.threaded_run import resolved
@@ -81,7 +78,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
         attackers.append(threading.Thread(target=begin, args=(target,), daemon=True))
         attackers[0].start()
 
-    late = within(PATIENCE)
+    late = within()
 
     def stop() -> bool:
         peak[0] = max(peak[0], process.memory_info().rss)
@@ -91,12 +88,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
             enough.set()
         return late()
 
-    def respond(silo: Silo, message: Message) -> tuple[Payload, ...]:
-        assert enough.wait(PATIENCE)  # the run alone takes less time than the attack needs
-        return answer(silo, message)
-
-    answer = Silo.respond
-    monkeypatch.setattr(Silo, "respond", respond)
+    threaded_run.hold(monkeypatch, enough.is_set)  # the run alone takes less time than the attack needs
 
     try:
         outcome = threaded_run.run(
@@ -106,7 +98,7 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
         enough.set()
         over.set()  # an attack must not continue during the next tests
         for attacker in attackers:
-            attacker.join(30)
+            attacker.join(PATIENCE)
     assert outcome.phase is Phase.DONE
     assert outcome.summary is not None
     digest, log = undisturbed
@@ -177,11 +169,7 @@ def opened(accepted: list[Ed25519PrivateKey], key: Ed25519PrivateKey) -> Listene
 
 
 def troubled(connection: Connection) -> ConnectionRefusal | None:
-    until, found = time.monotonic() + 5, None
-    while found is None and time.monotonic() < until:
-        connection.receive(0.05)
-        found = connection.refusal()
-    return found
+    return wait_for(lambda: connection.receive(0.05) or connection.refusal())  # type: ignore[return-value]
 
 
 def test_a_refused_peer_learns_the_reason_and_the_coordinator_logs_its_name_and_key() -> None:
@@ -191,14 +179,15 @@ def test_a_refused_peer_learns_the_reason_and_the_coordinator_logs_its_name_and_
     connection.send((b"header", b"body"))
     assert troubled(connection) is ConnectionRefusal.REFUSED
     refused: list[str] = []
-    until = time.monotonic() + 5
-    while len(refused) < 2 and time.monotonic() < until:
-        with contextlib.suppress(RemoteWireError):
-            try:
-                assert listener.receive(0.05) is None
-            except RemoteWireError as error:
-                refused.append(error.detail)
-                raise
+
+    def receive() -> bool:
+        try:
+            assert listener.receive(0.05) is None
+        except RemoteWireError as error:
+            refused.append(error.detail)
+        return len(refused) == 2
+
+    wait_for(receive)
     connection.close()
     listener.close()
     assert "127.0.0.1: a key that is not accepted" in refused[0]
@@ -226,13 +215,15 @@ def test_a_refused_peer_is_admitted_once_its_key_is_accepted() -> None:
     assert troubled(connection) is ConnectionRefusal.REFUSED
     accepted["silo-00"] = peer.public_key()
     connection.send((b"header", b"second"))
-    received, until = None, time.monotonic() + 5
-    while received is None and time.monotonic() < until:
+
+    def received() -> bool:
         with contextlib.suppress(RemoteWireError):
-            received = listener.receive(0.1)
+            return listener.receive(0.1) is not None
+        return False
+
+    wait_for(received)
     connection.close()
     listener.close()
-    assert received is not None
 
 
 @pytest.mark.slow
@@ -242,11 +233,10 @@ def test_connections_that_send_nothing_are_closed_beyond_a_number_and_a_peer_sti
     port = int(listener.uri.rpartition(":")[2])
     before = psutil.Process().num_fds()
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * UNHEARD)]
-    time.sleep(1.0)
-    assert psutil.Process().num_fds() - before <= 2 * UNHEARD + UNHEARD + 8
+    wait_for(lambda: psutil.Process().num_fds() - before <= 2 * UNHEARD + UNHEARD + 8)
     connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
     connection.send((b"header", b"body"))
-    assert listener.receive(5.0) is not None
+    assert listener.receive(PATIENCE) is not None
     for each in idle:
         each.close()
     connection.close()
@@ -278,10 +268,10 @@ def test_a_relay_that_keeps_replaced_connections_open_uses_up_no_descriptors() -
         most = 0
         for number in range(4 * PER_KEY):
             connection.send((b"header", b"%d" % number), 5.0)
-            received = listener.receive(5.0)
+            received = listener.receive(PATIENCE)
             assert received is not None
             assert listener.send(received[0], (b"header", b"answer"))
-            assert connection.receive(5.0) is not None
+            assert connection.receive(PATIENCE) is not None
             if number == PER_KEY:
                 most = psutil.Process().num_fds() - len(kept)
             connection.reconnect()
@@ -299,14 +289,11 @@ def test_the_connection_of_an_expelled_peer_is_cut() -> None:
     listener = opened([peer], key)
     connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
     connection.send((b"header", b"body"))
-    received = listener.receive(5.0)
+    received = listener.receive(PATIENCE)
     assert received is not None
     assert connection.established() == 1
     listener.cut(received[0])
-    until = time.monotonic() + 5
-    while connection.established() < 2 and time.monotonic() < until:
-        connection.receive(0.05)
-    assert connection.established() == 2
+    wait_for(lambda: connection.receive(0.05) or connection.established() == 2)
     connection.close()
     listener.close()
 
@@ -338,7 +325,7 @@ def test_a_damaged_connection_can_be_replaced() -> None:
         uri = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
         connection = connect(uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
         connection.send((b"header", b"body"))
-        received = listener.receive(5.0)
+        received = listener.receive(PATIENCE)
         assert received is not None
         damage.set()
         listener.send(received[0], (b"header", b"body"))
@@ -347,11 +334,7 @@ def test_a_damaged_connection_can_be_replaced() -> None:
         damage.clear()
         connection.reconnect()
         assert connection.send((b"header", b"again"), 5.0)
-        until, last = time.monotonic() + 5, b""
-        while last != b"again" and time.monotonic() < until:
-            received = listener.receive(0.1)
-            last = b"" if received is None else bytes(received[1][1])
-        assert last == b"again"
+        wait_for(lambda: (got := listener.receive(0.1)) is not None and bytes(got[1][1]) == b"again")
         connection.close()
     listener.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fedmq.federation.population import run_name
 from fedmq.wire.codec import decode_header, encode_header
 from fedmq.wire.handshake import initiate
 from fedmq.wire.keys import init_keys, load_identity
+from fedmq.wire.log_records import RefusedRecord
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
 from fedmq.wire.sealed_sessions import seal_message
@@ -26,7 +26,9 @@ from fedmq.wire.transports import memory, registry
 from fedmq.wire.transports.base import Connection, Listener, Transport
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import joined, resolved, run, run_of
+from tests.log_causes import records
+from tests.threaded_run import hold, joined, resolved, run, run_of
+from tests.waiting import PATIENCE, wait_for
 
 
 def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None]:
@@ -39,7 +41,7 @@ def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None
         hello, _ = initiate(load_identity(own, "silo-00"), "coordinator", run_name(scenario), 0.0)
         connection.send(hello)
         tried.append("sent")
-        frames = connection.receive(1.0)
+        frames = connection.receive(PATIENCE)
         assert frames is not None
         tried.append(str(decode_header(frames[0]).kind))
         connection.close()
@@ -48,12 +50,18 @@ def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None
 
 
 @pytest.mark.slow
-def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path) -> None:
+def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, tried = resolved(tiny), list[str]()
+    hold(monkeypatch, lambda: len(tried) == 2)
     outcome = run(scenario, tmp_path, others=[stranger(scenario, tried)])
     assert outcome.phase is Phase.DONE
     assert tried == ["sent", "reject"], "a stranger learns that its key is not accepted, and no more"
     assert audit_run(tmp_path).refused["coordinator"]["bad_signature"] >= 1
+
+
+def reasons_of_refusals(out: Path) -> set[str]:
+    """Why a run's coordinator has refused messages so far."""
+    return {record.reason for record in records(out) if isinstance(record, RefusedRecord)}
 
 
 def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
@@ -70,7 +78,7 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
             run=run_name(scenario), kind=Kind.HELLO, sender="silo-09", receiver="coordinator", sequence=0, sent_at=0.0
         )
         connection.send((encode_header(header), b"\x80"))
-        connection.receive(0.5)
+        wait_for(lambda: {"wrong_run", "unknown_sender"} <= reasons_of_refusals(keys.parent))
         connection.close()
         done.append("sent")
 
@@ -78,9 +86,12 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
 
 
 @pytest.mark.slow
-def test_noise_other_runs_and_unknown_names_are_refused_counted_and_logged(tiny: Path, tmp_path: Path) -> None:
+def test_noise_other_runs_and_unknown_names_are_refused_counted_and_logged(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scenario, done = resolved(tiny), list[str]()
     undisturbed = run(scenario, tmp_path / "undisturbed")
+    hold(monkeypatch, lambda: done)
     outcome = run(scenario, tmp_path / "attacked", others=[hostile(scenario, done)])
     assert done == ["sent"]
     assert outcome.summary.model_digest == undisturbed.summary.model_digest
@@ -114,7 +125,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
         connection.send((bytes(clear).replace(session.session, b"f" * 16), first.frames[1]))  # of an unknown session
         kept = seal_message(session, Message(beat))
         connection.send(kept.frames)  # a gap: the damaged message was not counted
-        time.sleep(1.0)
+        wait_for(lambda: "gap" in reasons_of_refusals(tmp_path))
         connection.close()
         reasons.append("done")
         run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, tmp_path))

@@ -34,6 +34,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
@@ -44,6 +45,7 @@ from silos.program import Silo
 from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE, wait_for
 
 HEADER = Header(
     run="run-0", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0
@@ -194,7 +196,7 @@ def test_a_run_of_any_length_without_a_merged_reply_ends_with_an_error(
 UNREADABLE = Model("0" * 64, np.full(3, np.nan, np.float32))
 
 
-def within(seconds: float) -> Callable[[], bool]:
+def within(seconds: float = PATIENCE) -> Callable[[], bool]:
     """A stop condition that holds after ``seconds``, so that a run which hangs is stopped."""
     until = time.monotonic() + seconds
     return lambda: time.monotonic() > until
@@ -207,7 +209,7 @@ def test_a_silo_with_an_invalid_measurement_is_left_out_of_the_personal_metrics(
     measure = Silo.measure
     monkeypatch.setattr(Silo, "measure", lambda self, m: answer if self.facts.name == "silo-00" else measure(self, m))
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2")
-    outcome = in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
+    outcome = in_process_run.run(scenario, tmp_path, stop_wanted=within())
     assert outcome.phase is Phase.DONE
     assert "silo-00" not in outcome.summary.personal_whole_split
     assert outcome.summary.messages.refused == 1
@@ -241,7 +243,7 @@ def test_an_invalid_evaluation_ends_the_run_with_an_error_and_a_resume_evaluates
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluator, "evaluate", lambda *_: answer)
         with pytest.raises(RunError, match=r"the evaluator sent an invalid evaluation; .*--resume"):
-            in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
+            in_process_run.run(scenario, tmp_path, stop_wanted=within())
     assert in_process_run.run(scenario, tmp_path, resume=True).phase is Phase.DONE
 
 
@@ -283,7 +285,7 @@ def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[Connect
     connection = connect(uri)
     frames, initiated = initiate(load_identity(keys, name), "coordinator", run_name(scenario), 0.0)
     connection.send(frames)
-    welcome = connection.receive(30)
+    welcome = connection.receive(PATIENCE)
     assert welcome is not None
     ready, session = complete(initiated, load_accepted(keys), welcome, 0.0)
     connection.send(ready)
@@ -299,11 +301,11 @@ def fatally_failing(scenario: Scenario) -> Callable[[str, Path], None]:
         header = Header(
             run=session.run, kind=Kind.ERROR, sender="silo-03", receiver="coordinator", sequence=0, sent_at=0.0
         )
-        while (frames := connection.receive(30)) is not None:
+        while (frames := connection.receive(PATIENCE)) is not None:
             if open_message(session, frames)[0].header.kind is Kind.TASK:
                 break
         connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
-        time.sleep(0.5)
+        wait_for(lambda: in_process_run.notes(keys.parent, LogEvent.ERROR_REPORTED))
         connection.close()
 
     return silo

@@ -25,13 +25,14 @@ from fedmq.federation.participant import reportable
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics
 from silos.program import Silo, SiloArguments, run_silo
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of
+from tests.waiting import wait_for
 
 # --------------------------------------------------------------------------------------------------- personal metrics
 LIES: dict[str, Callable[[Metrics], Metrics]] = {
@@ -78,7 +79,7 @@ def test_false_metrics_of_one_silo_do_not_affect_those_of_the_others(
         monkeypatch.setattr(EvaluationRequests, "evaluated", hold)
         monkeypatch.setattr(EvaluationRequests, "measured", release_once_all_measured)
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    summary = in_process_run.run(scenario, tmp_path, stop_wanted=within(60)).summary
+    summary = in_process_run.run(scenario, tmp_path, stop_wanted=within()).summary
     assert sorted(summary.personal_whole_split) == ["silo-01", "silo-02", "silo-03"]
     assert summary.personal.keys() == summary.metrics.keys()
     assert summary.messages.refused == 1
@@ -106,9 +107,7 @@ def reconnecting(scenario: Scenario, sent: list[float], done: list[int]) -> Call
 
     def silo(uri: str, keys: Path) -> None:
         kept = [joined(uri, keys, "silo-03", scenario)[0]]
-        end = time.monotonic() + 20
-        while not sent and time.monotonic() < end:
-            time.sleep(0.01)  # tasks go out only once all other silos have joined
+        wait_for(lambda: sent)  # tasks go out only once all other silos have joined
         for _ in range(29):
             kept.append(joined(uri, keys, "silo-03", scenario)[0])
         done.append(len(kept))
@@ -210,7 +209,7 @@ def test_the_full_text_of_an_error_stays_with_its_silo(
 
     monkeypatch.setattr(Silo, "respond", answer)
     assert threaded_run.run(scenario, tmp_path).phase is Phase.DONE
-    reported = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, NoteKind.ERROR_REPORTED)}
+    reported = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, LogEvent.ERROR_REPORTED)}
     assert reported == {
         "silo-01": "task 2: InputError: a.npz: found 'no file', allowed: a file",
         "silo-02": "task 2: OSError",

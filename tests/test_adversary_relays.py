@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +14,14 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import HelloRefusedError, complete, initiate, reject, respond
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
-from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import HandshakeRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
 from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
-from tests.waiting import memory_uri
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 
@@ -95,7 +95,7 @@ def test_noise_is_counted_but_only_some_of_each_connection_and_each_minute_is_lo
     assert len(coordinator.records(RefusedRecord)) == PER_MINUTE + 1
     (note,) = coordinator.records(NoteRecord)
     assert isinstance(note, NoteRecord)
-    assert (note.text, note.facts["count"]) == (NoteKind.REFUSALS_COUNTED, 2000 - PER_MINUTE)
+    assert (note.event, note.facts["count"]) == (LogEvent.REFUSALS_COUNTED, 2000 - PER_MINUTE)
     assert coordinator.sessions.refused.total() == 2001
 
 
@@ -208,11 +208,13 @@ def reported(folder: Path, keys: Path, answer: Callable[[list[memoryview]], obje
     listener, log = listen(uri), MessageLog(folder / "silo.jsonl", SILO, WallClock())
     link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, log, WallClock(), lambda: 0.0, told.append)
     link.start()
-    until = time.monotonic() + 10
-    while not told and time.monotonic() < until:
-        received = listener.receive(0.1)
-        if received is not None:
+
+    def answered() -> list[str]:
+        if (received := listener.receive(0.1)) is not None:
             listener.send(received[0], answer(received[1]))  # type: ignore[arg-type]
+        return told
+
+    wait_for(answered)
     link.close(0.5)
     listener.close()
     return told[0]
@@ -235,7 +237,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     assert "does not accept this key of silo-00" in line
     assert words(load_identity(tmp_path / "keys", SILO)) in line
     notes = [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, NoteRecord)]
-    assert notes[0].text is NoteKind.HELLO_REFUSED
+    assert notes[0].event is LogEvent.HELLO_REFUSED
     assert notes[0].facts == {"reason": "unknown_sender", "detail": "this key is not accepted"}
 
 
@@ -249,13 +251,13 @@ def test_a_welcome_to_an_earlier_hello_does_not_count_as_a_refusal(tmp_path: Pat
     link.start()
     received = None
     while len(hellos) < 2:
-        received = listener.receive(5.0)
+        received = listener.receive(PATIENCE)
         assert received is not None
         hellos.append(received[1])
     assert received is not None
     for hello in hellos:
         listener.send(received[0], respond(coordinator, accepted, RUN, hello, 0.0)[0])
-    ready = listener.receive(5.0)
+    ready = listener.receive(PATIENCE)
     link.close(0.5)
     listener.close()
     assert ready is not None

@@ -24,7 +24,8 @@ from fedmq.federation.protocol import Update
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import NoteKind, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import RefusedRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import (
     ClassPrototypes,
@@ -108,7 +109,7 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
     outcome = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}", poison, "participation=1.0"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, NoteKind.TASK_FAILED)} == {
+    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, LogEvent.TASK_FAILED)} == {
         ("silo-00", "malformed")
     }
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}

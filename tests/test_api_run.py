@@ -21,6 +21,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.runs.run_records import MergeLine
 from tests import in_process_run
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 #: Each run starts a program, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -171,7 +172,7 @@ def test_a_plain_script_needs_no_main_guard_and_runs_a_method_defined_in_its_own
         "print('once', run.summary.versions)\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.stdout.count("once 1") == 1, done.stderr
 

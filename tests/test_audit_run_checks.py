@@ -20,7 +20,7 @@ from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name
@@ -30,6 +30,7 @@ from tests import in_process_run, threaded_run
 from tests.adversary_forged_logs import forge, lines, refused_record, rewrite
 from tests.command_line import fedmq
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")
 MEMORY = "model/memory.safetensors"
@@ -85,7 +86,9 @@ def test_the_name_in_the_logs_is_that_of_the_scenario_file(run: Path, tiny: Path
 def test_a_plain_audit_does_not_import_torch(run: Path) -> None:
     audit = "import sys, pathlib; from fedmq.audit.log_checks import audit_run; audit_run(pathlib.Path(sys.argv[1]))"
     code = f"{audit}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, run], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     assert done.stdout == "False\n"
 
 
@@ -158,7 +161,7 @@ def test_an_unfinished_run_has_no_findings(run: Path) -> None:
 
 def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
-    kill_before(run, "digests of the results")
+    kill_before(run, "result_digests")
     assert found(run) == []
 
 
@@ -190,7 +193,7 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     own = {name: theirs[name] for name in ("model_digest", "released_with")}
     edit(run / "summary.json", lambda summary: summary.update(own))
     flat = {"model_digest": own["model_digest"], **own["released_with"]}
-    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
+    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("event") == "released" else record)
     findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
     heads = [what for what in findings if what.startswith("carries a head")]
     assert len(heads) == len(peers(run))  # in its last messages

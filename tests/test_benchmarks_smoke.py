@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import compare as cli_compare
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder
@@ -346,7 +346,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
     process = subprocess.Popen([sys.executable, "-m", "fedmq", *command], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(out.glob("runs/*/metrics.jsonl")), PATIENCE)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "stopped; continue with fedmq sweep" in error
     assert not (out / "table.csv").exists()

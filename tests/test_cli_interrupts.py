@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedmq.cli.main import app
+from tests.waiting import PATIENCE
 
 
 def test_an_interrupted_extraction_says_that_the_same_command_continues(
@@ -33,7 +34,9 @@ def test_a_stopped_silo_says_that_the_same_command_continues(number: int, how: s
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"with continued_by_the_same_command(): os.kill(os.getpid(), {int(number)}); signal.pause()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.stderr == f"fedmq: {how}; start it again with the same command, and it continues\n"
     # A service manager sees that SIGTERM ended it.
     assert done.returncode == (1 if number == signal.SIGINT else -signal.SIGTERM)

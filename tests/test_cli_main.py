@@ -21,15 +21,16 @@ from fedmq.cli import main as cli
 from fedmq.cli import run as run_commands
 from fedmq.cli.scenarios import resolved_file
 from fedmq.clock import WallClock
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
-from fedmq.encoders.images import Files
+from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
 from tests.run_summaries import summary
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.slow
@@ -262,7 +263,7 @@ def test_data_check_shows_which_silo_would_hold_which_data(
 def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
     assert fedmq(monkeypatch, "audit", tmp_path) == 0
     path.write_text(path.read_text().replace("started", "stopped"))
     assert fedmq(monkeypatch, "audit", tmp_path) == 3
@@ -335,7 +336,7 @@ def test_a_linked_manifest_finds_its_images_next_to_the_link(
     chosen = resolved_file(tiny, ["data={name: manifest, path: set/list.jsonl}"]).scenario
     assert chosen.data.path == tmp_path / "set" / "list.jsonl"
     pictures = read_manifest(chosen.data).pictures
-    assert isinstance(pictures, Files)
+    assert isinstance(pictures, ImageFiles)
     assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
@@ -363,7 +364,7 @@ def test_options_of_methods_and_losses_are_explained(
 def test_output_to_a_full_device_fails_with_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "fedmq", *arguments]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == cli.FAILED
     assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"
 
@@ -483,7 +484,9 @@ def test_the_help_groups_the_commands_and_shows_first_what_a_newcomer_needs() ->
 def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
     slow = {"numpy", "pydantic", "torch", "pandas", "sklearn", "plotly"}
     code = f"import sys, fedmq.cli.main; print(sorted({slow} & sys.modules.keys()))"
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True
+    )
     assert ended.stdout == "[]\n"
 
 

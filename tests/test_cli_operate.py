@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
 from fedmq.runs import prometheus
@@ -20,6 +21,7 @@ from fedmq.storage.run_folder import RunFolder
 from tests.command_line import fedmq
 from tests.in_process_run import run
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> No
             prometheus.serve(port, lambda: status)
     close = prometheus.serve(port, lambda: status)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
             text = answer.read().decode()
     finally:
         close()
@@ -134,14 +136,13 @@ def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> No
 
 
 def test_metrics_are_not_served_under_another_name_or_to_any_number_of_connections() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     close = prometheus.serve(port, lambda: None)
 
     def status_for(host: str) -> int:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code

@@ -25,7 +25,7 @@ from fedmq.audit import policy
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.audit.report import Verdict
 from fedmq.cli import main, operate, terminal
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.compare import display_progress
 from fedmq.cli.console import bar
 from fedmq.cli.search import hits_table
@@ -216,10 +216,10 @@ def test_logs_for_operators_are_harmless_in_every_format(text: str) -> None:
 
 def test_message_logs_are_ascii(tmp_path: Path) -> None:
     from fedmq.clock import WallClock
-    from fedmq.wire.log_records import NoteKind
+    from fedmq.wire.log_events import LogEvent
 
     with MessageLog(tmp_path / "log", "coordinator", WallClock()) as log:
-        log.note(NoteKind.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
+        log.note(LogEvent.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
     assert_harmless((tmp_path / "log").read_text())
 
 

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 import pytest
 
 from fedmq.audit.log_checks import Audit
-from fedmq.cli import audit_output, operate, search
+from fedmq.cli import audit as audit_command
+from fedmq.cli import operate, search
 from fedmq.federation import data_check
 from fedmq.federation.data_check import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
@@ -52,7 +53,7 @@ def audited(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
             Counter(modality_prototypes=1_234_567),
             Counter(modality_prototypes=123_456_789_012),
         )
-    console.print(audit_output._table(audit))
+    console.print(audit_command._table(audit))
 
 
 def checked(console: SafeConsole, _: pytest.MonkeyPatch) -> None:

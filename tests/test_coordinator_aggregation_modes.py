@@ -262,7 +262,7 @@ def test_intermittently_available_silos_reply_only_while_they_are_on(
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     if interrupted == "wait":  # no task fails in this mode, so each merge waits for its last reply
         assert all(any(trace.on(silo, line["now"]) for silo in line["replies"]) for line in merges(tmp_path))
-    assert ("went off" in notes(tmp_path)) == (interrupted == "lost")
+    assert ("went_off" in notes(tmp_path)) == (interrupted == "lost")
     if mode != "sync":
         assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == first["model_digest"]
 

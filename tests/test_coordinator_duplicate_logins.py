@@ -14,7 +14,7 @@ from fedmq.wire.payloads import Error
 from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from tests.test_coordinator_rate_limits import Ends, flat, header, opened_ends
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 SILO = "silo-00"
 
@@ -27,7 +27,7 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 def took(ends: Ends, connection: Connection, session: Session) -> object:
     """What the roster returns for a heartbeat of a process."""
     connection.send(flat(seal_message(session, Message(header(session, Kind.HEARTBEAT, 0)))))
-    arrived = ends.listener.receive(1.0)
+    arrived = ends.listener.receive(PATIENCE)
     assert arrived is not None
     return ends.roster.take(*arrived)
 
@@ -86,7 +86,7 @@ def test_the_successor_of_a_killed_process_joins_at_once(ends: Ends) -> None:
     here, there = ends.connect(), ends.connect()
     first = joined(ends, here)
     here.send(flat(seal_message(first, Message(header(first, Kind.HEARTBEAT, 0)))))
-    arrived = ends.listener.receive(1.0)
+    arrived = ends.listener.receive(PATIENCE)
     assert arrived is not None
     ends.roster.take(*arrived)
     here.close()

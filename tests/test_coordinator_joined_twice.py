@@ -17,7 +17,7 @@ from fedmq.wire.keys import load_accepted, load_identity
 from silos.program import SiloArguments, run_silo
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -
         target=run_coordinator, args=(arguments,), kwargs={"listening": lambda _: listening.set()}
     )
     coordinator.start()
-    assert listening.wait(20)
+    assert listening.wait(PATIENCE)
     threads = [threading.Thread(target=silo, args=each) for each in (("one", first), ("two", second))]
     threads[0].start()
     run.start("silo-01")
@@ -71,7 +71,7 @@ def test_a_silo_that_is_started_twice_is_noticed_by_both_sides(tmp_path: Path) -
     assert status(run).silos["silo-00"].phase is SiloPhase.WAITING, "the second one"
     run.start("silo-02")
     for thread in (*threads, coordinator):
-        thread.join(30)
+        thread.join(PATIENCE)
     run.wait()
     assert ended[1:] == [""]
     twice = "silo-00 joined again while its earlier session was alive: is it running twice?"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,11 @@ from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_events import LogEvent
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import resolved, run, run_of
+from tests import in_process_run
+from tests.threaded_run import hold, resolved, run, run_of
+from tests.waiting import wait_for_merges
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 PLAN = RoundsPlan(seed=1, rounds=5, silos=SILOS, eligible=SILOS, minimum=2)
@@ -117,22 +119,23 @@ def test_a_minimum_that_cannot_be_reached_is_refused(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_late_silo_takes_part_in_a_real_run(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, "participation.rate=1", "participation.minimum=3", "rounds=30")
-    metrics = RunFolder(tmp_path).metrics
+def test_a_late_silo_takes_part_in_a_real_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = resolved(tiny, "participation.rate=1", "participation.minimum=3", "rounds=4")
+
+    def merges() -> list[MergeLine]:
+        return [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
+
+    # After the first merge the run waits for it.
+    hold(monkeypatch, lambda: not merges() or len(in_process_run.notes(tmp_path, LogEvent.JOINED)) == len(SILOS))
 
     def late(uri: str, keys: Path) -> None:
-        while not metrics.exists() or not any(
-            isinstance(line, MergeLine) for line in read_metrics(RunFolder(tmp_path))
-        ):
-            threading.Event().wait(0.02)
+        wait_for_merges(tmp_path, 1)
         run_silo(SiloArguments(run_of(scenario), "silo-03", uri, keys, tmp_path))
 
     outcome = run(scenario, tmp_path, silos=SILOS[:3], others=[late])
     assert outcome.summary is not None
-    merges = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
-    assert merges[0].replies == list(SILOS[:3])
-    assert merges[-1].replies == list(SILOS)
+    assert merges()[0].replies == list(SILOS[:3])
+    assert merges()[-1].replies == list(SILOS)
 
 
 def test_the_minimum_is_not_part_of_a_runs_identity(tiny: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
@@ -216,8 +217,7 @@ def test_a_cut_link_loses_nothing_and_applies_nothing_twice(processes: Processes
 
 def test_a_silo_that_is_away_when_the_last_round_ends_is_ended_by_the_run_too(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "rounds=8", "clock=wall", "aggregation.mode=async")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        uri = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    uri = f"tcp://127.0.0.1:{free_port()}"
     link, ended, cut = Link(uri), list[str](), list[int]()
 
     def behind_the_link(_: str, keys: Path) -> None:

@@ -25,7 +25,7 @@ from fedmq.wire.payloads import SiloMetrics
 from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import memory_uri
+from tests.waiting import PATIENCE, memory_uri
 
 RUN = "limits-0-0123456789ab"
 
@@ -51,7 +51,7 @@ class Ends:
     def passes(self, connection: Connection, frames: tuple[bytes, ...]) -> list[memoryview] | None:
         """Send frames to the coordinator; returns its answer, if there is one."""
         connection.send(frames)
-        arrived = self.listener.receive(1.0)
+        arrived = self.listener.receive(PATIENCE)
         assert arrived is not None
         self.roster.take(*arrived)
         return connection.receive(0.05)
@@ -141,7 +141,7 @@ def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_pa
         payloads = (SiloMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.SILO_RESULT else ()
         message = Message(header(session, kind, reply_to=5), payloads, info)
         connection.send(seal_message(session, message).frames)
-        arrived = ends.listener.receive(1.0)
+        arrived = ends.listener.receive(PATIENCE)
         assert arrived is not None
         assert ends.roster.take(*arrived) is None
         assert ends.roster.refusal == f"silo-00: a {kind} of silo-00, which has not joined"

@@ -11,13 +11,14 @@ from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import memory_uri, wait_for
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "former-0123456789ab"
 BEAT = Header(run=RUN, kind=Kind.HEARTBEAT, sender=SILO, receiver=COORDINATOR, sequence=0, sent_at=0.0)
@@ -47,7 +48,7 @@ class Ends:
         """Make a session; returns it with the frames of its ready."""
         hello, initiated = initiate(load_identity(self.keys, SILO), COORDINATOR, RUN, 0.0)
         self.send(hello)
-        frames = self.connection.receive(5.0)
+        frames = self.connection.receive(PATIENCE)
         assert frames is not None
         ready, session = complete(initiated, load_accepted(self.keys), frames, 0.0)
         self.send(ready)
@@ -56,7 +57,7 @@ class Ends:
 
     def send(self, frames: tuple[bytes, ...] | list[bytes]) -> None:
         self.connection.send(frames)
-        received = self.wire.receive(5.0)
+        received = self.wire.receive(PATIENCE)
         assert received is not None
         self.roster.take(*received)
 
@@ -80,7 +81,7 @@ class Ends:
         counts = [
             each.facts["count"]
             for each in records
-            if isinstance(each, NoteRecord) and each.text is NoteKind.FORMER_SESSIONS
+            if isinstance(each, NoteRecord) and each.event is LogEvent.STALE_SESSIONS
         ]
         return counts, [each for each in records if isinstance(each, RefusedRecord)]
 
@@ -136,7 +137,7 @@ def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_reco
     assert not ends.roster.undelivered  # its new session has nothing to do with that
     ends.close()
     records = [record for _, record in read_log(ends.log.path)]
-    notes = [each.n for each in records if isinstance(each, NoteRecord) and each.text is NoteKind.NOT_DELIVERED]
+    notes = [each.n for each in records if isinstance(each, NoteRecord) and each.event is LogEvent.NOT_DELIVERED]
     assert undelivered == {SILO: notes[0]}
 
 
@@ -146,7 +147,7 @@ def test_what_arrived_before_a_connection_broke_does_not_count_as_refused(tmp_pa
     session, _ = ends.join()
     for _ in range(2):
         ends.connection.send(seal_message(session, Message(BEAT)).frames)
-    queued = [ends.wire.receive(5.0) for _ in range(2)]
+    queued = [ends.wire.receive(PATIENCE) for _ in range(2)]
     ends.break_connection()
     for received in queued:
         assert received is not None

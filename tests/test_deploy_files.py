@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +18,11 @@ import pytest
 import typer.main
 import yaml
 
+from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli.main import app
 from fedmq.config.scenario import Scenario
-from tests.waiting import wait_for_merges
+from tests.waiting import PATIENCE, wait_for_merges
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -147,13 +147,11 @@ def test_the_image_has_the_packages_of_the_wheel_and_does_not_run_as_root() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordinator_was_killed(
     tiny: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     here = {
         "/scenarios/smoke.yaml": str(tiny),
         "/keys": str(tmp_path / "keys"),
@@ -181,7 +179,7 @@ def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordina
         started["coordinator"].kill()
         started["coordinator"].wait()
         started["coordinator"] = subprocess.Popen([*words("coordinator"), *rounds], env=environment)
-        codes = {name: process.wait(timeout=150) for name, process in started.items()}
+        codes = {name: process.wait(timeout=PATIENCE) for name, process in started.items()}
     finally:
         for process in started.values():
             process.kill()

@@ -21,10 +21,11 @@ from fedmq.cli import key_reference
 from fedmq.config import user_files
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from tests import data_set_folders, in_process_run, queue_transport, threaded_run
 from tests.printed_code import CONTRIBUTING, EXTENDING, ROOT, blocks, file_under, recipe
 from tests.threaded_run import resolved
+from tests.waiting import PATIENCE
 
 EXTENSIONS = (
     "A method",
@@ -218,7 +219,7 @@ def python(copy: Path, *arguments: object) -> str:
         cwd=copy,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -273,7 +274,7 @@ def test_a_scenario_takes_the_fault_and_the_command_reads_its_run(copy: Path, ti
     out = tmp_path / "run"
     settings: list[Any] = ["--set", "launcher=inline", "--set", "faults=[{kind: slow, times: 3, rounds: 0-}]"]
     python(copy, "-m", "fedmq", "scenario", tiny, *settings, "--out", out, "--quiet")
-    assert {note["kind"] for note in in_process_run.notes(out, NoteKind.FAULT)} == {"slow"}
+    assert {note["kind"] for note in in_process_run.notes(out, LogEvent.FAULT)} == {"slow"}
     seconds = json.loads(RunFolder(out).summary.read_text())["seconds"]["total"]
     assert python(copy, "-m", "fedmq", "seconds", out).strip() == f"{seconds:.1f}"
     assert "how long a finished run took" in python(copy, "-m", "fedmq", "seconds", "--help")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 
 
@@ -52,7 +54,7 @@ def test_a_notebook_runs_from_top_to_bottom(
     for cell in read.cells:  # two seeds show the same and take less time
         cell.source = cell.source.replace("seeds=[0, 1, 2]", "seeds=[0, 1]")
     done = nbclient.NotebookClient(
-        read, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        read, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     shown = "\n".join(text_of(output) for cell in done.cells for output in cell.get("outputs", ()))
     for words in said:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +13,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.attacks import free_port
 from fedmq.cli import main as cli
+from fedmq.cli.options import whereabouts
 from fedmq.cli.scenarios import resolved_file
-from fedmq.cli.sites import whereabouts
 from silos.program import SiloArguments, run_silo
 from tests.own_data_sites import outputs
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -46,9 +47,7 @@ def typed(command: str) -> str:
 def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for folder in ("coordinator", "berlin", "lyon", "oslo"):
         Path(folder).mkdir()
     Path("own.yaml").write_text(block("name: own\n"))
@@ -76,7 +75,7 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
     (printed,) = outputs([process])
     assert process.returncode == 0, printed
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert re.search(r"^metrics: R@1 .* \(of round 3\)$", typed("fedmq status coordinator/run"), flags=re.MULTILINE)
     copy, audit = block("cp ").splitlines()
     subprocess.run(copy, shell=True, check=True)

@@ -17,7 +17,8 @@ from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Scenario
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord
 from tests import in_process_run, threaded_run
 from tests.command_line import completed
 from tests.log_causes import records
@@ -191,9 +192,9 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     monkeypatch.setattr("coordinator.faults.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
-    notes = {each.text: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}
-    stop = NoteKind.EVALUATION_ABORTED if number == 11 else NoteKind.STOP_REQUESTED  # the last evaluation, or earlier
-    assert notes[NoteKind.ENDED].caused_by == notes[stop].n
+    notes = {each.event: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}
+    stop = LogEvent.EVALUATION_ABORTED if number == 11 else LogEvent.STOP_REQUESTED  # the last evaluation, or earlier
+    assert notes[LogEvent.ENDED].caused_by == notes[stop].n
     taken[0] = number + 1
     assert counted(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary.plain()) == counted(
         dict(whole)

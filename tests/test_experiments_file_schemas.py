@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
-from fedmq.cli import schema as schema_command
+from fedmq.cli import reference as schema_command
 from fedmq.config.yaml_files import read_yaml
 from fedmq.experiments.file_schemas import FileKind, schema_of
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool, runner, tables
 from fedmq.experiments.grid import ComparisonPlan
@@ -60,15 +59,13 @@ def test_a_stop_is_passed_on_to_the_runs_and_no_run_starts_after_it(tmp_path: Pa
     catching = (
         "import signal, sys, time, pathlib; path = pathlib.Path({path!r});"
         "signal.signal(signal.SIGTERM, lambda *_: (path.write_text('stopped'), sys.exit(1)));"
-        "pathlib.Path({ready!r}).touch(); time.sleep(30)"
+        "pathlib.Path({ready!r}).touch(); time.sleep(1000)"
     ).format(path=str(tmp_path / "how"), ready=str(tmp_path / "ready"))
     todo = [job(tmp_path, "first", catching), job(tmp_path, "second", f"open({str(tmp_path / 'never')!r}, 'w')")]
-    began = time.monotonic()
     ended = process_pool.run_all(todo, 1, lambda how: None, (tmp_path / "ready").exists)
     assert ended == process_pool.Ended({}, stopped=True)
     assert (tmp_path / "how").read_text() == "stopped"
     assert not (tmp_path / "never").exists()
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
@@ -76,14 +73,21 @@ def test_the_remaining_time_is_estimated_from_the_merges_on_file(tmp_path: Path)
     (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
     told: list[process_pool.JobProgress] = []
     program = (
-        "import time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close(); time.sleep(1.6)"
-    ).format(path=str(tmp_path / "a.jsonl"))
-    process_pool.run_all([job(tmp_path, "a", program)], 1, told.append, lambda: False)
+        "import os, time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close()\n"
+        "while not os.path.exists({seen!r}): time.sleep(0.05)"
+    ).format(path=str(tmp_path / "a.jsonl"), seen=str(tmp_path / "seen"))
+
+    def report(how: process_pool.JobProgress) -> None:
+        told.append(how)
+        if how.running == (("a", 0.5),):
+            (tmp_path / "seen").touch()
+
+    process_pool.run_all([job(tmp_path, "a", program)], 1, report, lambda: False)
     assert told[0].running == (("a", 0.25),)
     assert told[0].left is None
     middle = next(how for how in told if how.running == (("a", 0.5),))
     assert middle.left is not None
-    assert 0 < middle.left < 60
+    assert middle.left > 0
 
 
 def test_a_run_with_a_scenario_on_file_is_resumed_and_any_other_is_started(tiny: Path, tmp_path: Path) -> None:

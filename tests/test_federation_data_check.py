@@ -15,7 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
 from fedmq.data.catalogue import SETS

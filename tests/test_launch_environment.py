@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.file_descriptors import OTHER_DESCRIPTORS
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.launch.private_folder import FORKSERVER, private_folder
@@ -25,6 +25,7 @@ from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri
 from fedmq.wire.transports.shared_connections import MAX_BRANCHES
+from tests.waiting import PATIENCE
 
 #: Open files of a host per silo: its message log, and its log for operators.
 PER_SILO = 2
@@ -32,7 +33,7 @@ PER_SILO = 2
 
 @pytest.fixture(scope="module")
 def scenario(tiny: Path) -> Scenario:
-    return loader.load(tiny, ("missing_modality.silos={}",))
+    return scenarios.load(tiny, ("missing_modality.silos={}",))
 
 
 def of_size(scenario: Scenario, count: int, hosts: int | None, slots: int) -> Scenario:
@@ -144,7 +145,7 @@ def test_a_comparison_runs_with_a_long_folder_for_temporary_files(tiny: Path, tm
     done = subprocess.run(
         [sys.executable, "-m", "fedmq", "compare", str(tiny), *words, *places, "--quiet"],
         env={**os.environ, "TMPDIR": str(folder_of(tmp_path, 120 + len(str(tmp_path))))},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "learning_rate=0.001" in done.stdout

@@ -294,7 +294,13 @@ def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
     def check(change: Payload) -> None:
         payloads = tuple(change if payload is delta else payload for payload in good.payloads)
         header = Header(
-            run="run", kind=Kind.REPLY, sender=good.silo.name, receiver="coordinator", sequence=1, sent_at=0.0
+            run="run",
+            kind=Kind.REPLY,
+            sender=good.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            reply_to=1,
+            sent_at=0.0,
         )
         check_reply(Message(header, payloads), run.protocol.uploads(good.silo), run.context, good.silo, layers)
 

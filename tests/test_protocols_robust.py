@@ -16,7 +16,7 @@ from fedmq.config.sections import Robust
 from fedmq.errors import InputError
 from fedmq.federation.protocol import SiloFacts, Update
 from fedmq.wire.layout import Layout
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols.parts.aggregation import branch_slices
 from protocols.parts.robust import (
@@ -271,7 +271,7 @@ def test_a_run_with_krum_reports_the_silos_it_dropped(tiny: Path, tmp_path: Path
     rule = "aggregation.robust={rule: krum, byzantine: 0.1}"
     paired = ("participation=1.0", "silos.count=8", "missing_modality.silos={}")
     in_process_run.run(resolved(tiny, faults, rule, *paired), tmp_path)
-    assert {note["silo"] for note in notes(tmp_path, NoteKind.LEFT_OUT_BY_KRUM)} == {"silo-01"}
+    assert {note["silo"] for note in notes(tmp_path, LogEvent.REPLY_LEFT_OUT)} == {"silo-01"}
 
 
 @pytest.mark.slow

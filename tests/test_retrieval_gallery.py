@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data, Scenario
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RunError
@@ -37,6 +37,7 @@ from tests import data_set_folders, definitions
 from tests.command_line import completed, fedmq
 from tests.run_summaries import release_config
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 faiss = pytest.importorskip("faiss")
 
@@ -494,7 +495,7 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
 
     def in_a_fresh_process(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fedmq", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
     def results(
         *arguments: object, command: Callable[..., subprocess.CompletedProcess[str]] = completed

@@ -26,6 +26,7 @@ from fedmq.runs.live_server import GrowingRun
 from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 TOKEN = "secret-token"
 
@@ -190,14 +191,14 @@ def test_a_running_scenario_streams_its_figures(tiny: Path, tmp_path: Path) -> N
         assert last["status"]["rounds"] == 300
     finally:
         program.terminate()
-        program.wait(60)
+        program.wait(PATIENCE)
 
 
 def _updates(address: str) -> list[dict[str, Any]]:
     """The first few updates of a stream, until one has figures of a merge."""
     found: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 60
-    with httpx.stream("GET", address, timeout=60) as response:
+    deadline = time.monotonic() + PATIENCE
+    with httpx.stream("GET", address, timeout=PATIENCE) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 found.append(json.loads(line.removeprefix("data: ")))

@@ -22,7 +22,8 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import CARRIES, COORDINATOR, Kind, Message
 from fedmq.wire.payloads import PAYLOADS, Error, Loss, Payload, Refusal, tensor_bytes
@@ -114,8 +115,8 @@ def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_pat
     sent = [each for _, each in read_log(tmp_path / "messages" / f"{SILO}.jsonl") if isinstance(each, MessageRecord)]
     assert [each.payloads for each in sent if each.header.kind is not Kind.HEARTBEAT] == [[("refusal", 0)]]
     notes = [each for _, each in read_log(tmp_path / "messages" / f"{SILO}.jsonl") if isinstance(each, NoteRecord)]
-    assert [(note.text, note.facts["rule"], note.facts["withheld"]) for note in notes] == [
-        (NoteKind.WITHHELD, rule, whole)
+    assert [(note.event, note.facts["rule"], note.facts["withheld"]) for note in notes] == [
+        (LogEvent.WITHHELD, rule, whole)
     ]
 
 
@@ -188,8 +189,8 @@ def test_a_run_continues_without_the_replies_that_a_silo_withholds(
     assert audit.findings == []
     assert "label_count" not in audit.sent[SILO] and audit.sent[SILO]["refusal"] >= 1
     reported = [each for _, each in read_log(out / "messages" / "coordinator.jsonl") if isinstance(each, NoteRecord)]
-    failed = {note.facts["reason"] for note in reported if note.text is NoteKind.TASK_FAILED}
-    errors = {note.facts["error"] for note in reported if note.text is NoteKind.ERROR_REPORTED}
+    failed = {note.facts["reason"] for note in reported if note.event is LogEvent.TASK_FAILED}
+    errors = {note.facts["error"] for note in reported if note.event is LogEvent.ERROR_REPORTED}
     assert failed == {"policy"} and errors == {"its policy forbids label_count (kinds)"}
     # What left complies with the policy, by the logs of both ends.
     assert check_policy(audit, read_policy(policy), policy).findings == []

@@ -23,6 +23,7 @@ from silos.preflight import Check, Limits, Verdict, preflight
 from silos.program import SiloArguments
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
+from tests.waiting import PATIENCE
 
 
 def uri_of(keys: Path) -> str:
@@ -49,7 +50,7 @@ def running(scenario: Scenario, keys: Path, tmp_path: Path) -> Iterator[None]:
     options = {"listening": lambda _: listening.set(), "stop_wanted": over.is_set}
     thread = threading.Thread(target=run_coordinator, args=(arguments,), kwargs=options)
     thread.start()
-    assert listening.wait(60)
+    assert listening.wait(PATIENCE)
     yield
     over.set()
     thread.join()

@@ -16,6 +16,7 @@ from silos.preflight import Check, Verdict, preflight
 from silos.program import SiloArguments
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 LATE = "silo-02"
@@ -29,12 +30,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRun]:
     options = {"listening": lambda: run.start("silo-00", "silo-01"), "stop_wanted": over.is_set}
     thread = threading.Thread(target=run.coordinate, kwargs=options)
     thread.start()
-    while not (run.stated("silo-00") and run.stated("silo-01")):
-        over.wait(0.05)
+    wait_for(lambda: run.stated("silo-00") and run.stated("silo-01"))
     yield run
     # The run ends once the third site has joined.
     run.start(LATE)
-    thread.join(60)
+    thread.join(PATIENCE)
     over.set()
     thread.join()
 

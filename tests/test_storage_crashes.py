@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +26,11 @@ from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
 from silos.training_slots import Slots, slots_folder
+from tests.waiting import PATIENCE
 
 
 def made(version: int, *older: int) -> Checkpoint:
@@ -111,12 +111,12 @@ def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written
 def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
         path.parent.rename(tmp_path / "moved")
-        log.note(NoteKind.RESUMED)  # it still has a name
+        log.note(LogEvent.RESUMED)  # it still has a name
         (tmp_path / "moved" / path.name).unlink()
         with pytest.raises(DiskError, match=r"silo-00\.jsonl: was deleted while silo-00 was writing it"):
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.ENDED)
         assert log.records == 2
 
 
@@ -320,7 +320,7 @@ from pathlib import Path
 from silos.training_slots import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -330,10 +330,8 @@ def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     os.kill(holder.pid, signal.SIGKILL)
-    began = time.monotonic()
     with Slots(tmp_path / "r", 1).one():
-        assert time.monotonic() - began < 5
-    holder.wait()
+        holder.wait()
 
 
 @pytest.fixture
@@ -409,7 +407,7 @@ def test_at_most_the_given_number_of_holders_have_a_slot(tmp_path: Path) -> None
         thread = threading.Thread(target=wait)
         thread.start()
         assert not done.wait(0.2)
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     thread.join()
 
 

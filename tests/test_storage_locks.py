@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")
 def _hold(path: Path, there: Connection) -> None:
     with locked(path):
         there.send("held")
-        time.sleep(60)
+        time.sleep(1000)
 
 
 def test_a_locked_file_is_locked_for_other_processes_and_keeps_its_content(tmp_path: Path) -> None:
@@ -73,10 +73,8 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> Non
     assert is_locked(path)
     assert holder.pid is not None
     os.kill(holder.pid, signal.SIGKILL)
-    began = time.monotonic()
     with locked(path):
-        assert time.monotonic() - began < 5
-    holder.join()
+        holder.join()
 
 
 def _count(path: Path, times: int) -> None:

@@ -17,6 +17,7 @@ from fedmq.errors import InputError
 from fedmq.wire.transports import tcp
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import check_uri, connect, listen
+from tests.waiting import PATIENCE
 
 SOON = 5.0
 #: Examples are not made simpler: each one that fails waits for a message.
@@ -164,7 +165,7 @@ if later:
     listener.close()
 connection = connect(f"tcp://dual:{port}")
 connection.send([b"head", b"x"])
-until, got = time.monotonic() + 20, None
+until, got = time.monotonic() + 100, None
 if later:
     while connection._attempts < 4:
         connection.refusal()
@@ -174,7 +175,7 @@ while got is None and time.monotonic() < until:
     got = listener.receive(0.01)
 assert got is not None and bytes(got[1][1]) == b"x", host
 assert listener.send(got[0], [b"head", b"answer"])
-assert connection.receive(5.0) is not None
+assert connection.receive(100.0) is not None
 assert connection.established() == 1 and connection.refusal() is None and not connection._unsent
 assert listener.receive(0.1) is None
 """
@@ -193,5 +194,5 @@ def test_a_name_with_addresses_of_both_families_reaches_a_listener_at_either(
         pytest.skip("this process may not mount a file of its own over /etc/hosts")
     program = f'{own_hosts} && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", program, "sh", sys.executable, "-c", DUAL, host, when]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

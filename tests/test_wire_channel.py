@@ -18,14 +18,14 @@ from fedmq.wire import rekeying
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
 from fedmq.wire.limits import RateLimit
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
-    EventRecord,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
+    TimelineRecord,
     read_log,
 )
 from fedmq.wire.message_log import MessageLog
@@ -36,7 +36,7 @@ from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved, run_of
-from tests.waiting import memory_uri, wait_for
+from tests.waiting import PATIENCE, memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Two fewer than fill the queue: the handshake's messages count until ZeroMQ reports that they were read.
@@ -101,8 +101,8 @@ def _kind(record: LogRecord) -> str:
             return record.kind
         case RefusedRecord():
             return record.reason
-        case NoteRecord() | EventRecord():
-            return record.text
+        case NoteRecord() | TimelineRecord():
+            return record.event
 
 
 def report(link: Channel, count: int) -> None:
@@ -116,10 +116,12 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
         header = roster.header(SILO, Kind.TASK, sequence=7, base_version=3)
         peer = roster._by_name[SILO]
         listener.send(peer.address, peer.session.seal(header, [b"\x01\x00\x00\x00\xc0"]).frames)
-        until, message = time.monotonic() + 10, None
-        while not isinstance(message, Message) and time.monotonic() < until:
-            got = listener.receive(0.1)
-            message = None if got is None else roster.take(*got)
+
+        def received() -> Message | None:
+            taken = None if (got := listener.receive(0.1)) is None else roster.take(*got)
+            return taken if isinstance(taken, Message) else None
+
+        message = wait_for(received)
         assert isinstance(message, Message)
         assert (message.header.kind, message.header.reply_to, message.header.base_version) == (Kind.ERROR, 7, 3)
         (said,) = message.payloads
@@ -133,7 +135,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 def test_the_coordinator_may_be_busy_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
-        assert NoteKind.COORDINATOR_SILENT not in records(tmp_path, "note")
+        assert LogEvent.HEARTBEAT_MISSED not in records(tmp_path, "note")
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -145,7 +147,7 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
         clock.ahead = 3 * BEAT_SECONDS
         serve_until(listener, roster, lambda: roster.online(SILO))
         assert roster.online(SILO)
-        assert records(tmp_path, "note") == [NoteKind.STOOD_STILL]
+        assert records(tmp_path, "note") == [LogEvent.PROCESS_SUSPENDED]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -158,7 +160,7 @@ def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
         assert FULL <= records(tmp_path, "sent").count("error") < 200
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         listener.close()
-        message = link.receive(timeout=5)
+        message = link.receive(timeout=PATIENCE)
         assert message is not None
         assert message.header.kind is Kind.STOP
         link.close()
@@ -174,7 +176,7 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
         assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
-    assert records(tmp_path, "note") == [NoteKind.TOO_MANY]
+    assert records(tmp_path, "note") == [LogEvent.RATE_LIMITED]
     assert records(tmp_path, "sent").count("rekey") >= 3
 
 
@@ -187,7 +189,7 @@ def test_requests_for_new_keys_are_allowed_again_with_time() -> None:
 def test_after_a_stop_nothing_is_sent_to_the_coordinator(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         roster.send(SILO, roster.header(SILO, Kind.STOP))
-        message = link.receive(timeout=5)
+        message = link.receive(timeout=PATIENCE)
         assert message is not None
         assert message.header.kind is Kind.STOP
         report(link, 3)
@@ -219,14 +221,16 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
     try:
         with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
             roster = Roster(listener, identity, accepted, RUN, log, clock, max_body=1 << 20)
-            until = time.monotonic() + 60
-            while not roster.online(SILO) and time.monotonic() < until:
+
+            def joined() -> bool:
                 with suppress(RemoteWireError):  # connections with the former key of the coordinator
                     if (received := listener.receive(0.1)) is not None:
                         roster.take(*received)
                 if printed and load_accepted(site)[COORDINATOR] != accepted[COORDINATOR]:
                     accept_key(site, COORDINATOR, accepted[COORDINATOR])
-            assert roster.online(SILO)
+                return roster.online(SILO)
+
+            wait_for(joined)
     finally:
         link.close()
         listener.close()

@@ -25,6 +25,7 @@ from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototy
 from silos.program import SiloArguments, run_silo
 from tests.foreign import silo as foreign
 from tests.threaded_run import resolved, run_of
+from tests.waiting import PATIENCE
 
 SILO = Path(foreign.__file__)
 SMOKE = Path(__file__).parent.parent / "scenarios" / "smoke.yaml"
@@ -55,7 +56,7 @@ def test_its_digests_are_those_of_the_logs(payload: Payload) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path) -> None:
     scenario = resolved(SMOKE, "wire.padding=true")  # so that the coordinator seals its headers
     made, keys, name = run_of(scenario), tmp_path / "keys", scenario.silo_names[-1]
@@ -82,9 +83,9 @@ def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path)
             thread.start()
 
     outcome = run_coordinator(CoordinatorArguments(made, "tcp://127.0.0.1:*", keys, tmp_path), listening=listening)
-    assert started[0].wait(60) == 0, started[0].stderr and started[0].stderr.read()
+    assert started[0].wait(PATIENCE) == 0, started[0].stderr and started[0].stderr.read()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert outcome.summary is not None
     assert outcome.summary.per_silo[name].participations == scenario.rounds
     assert not outcome.summary.unusable_replies

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import protocols
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun, Source, read, resolve
@@ -20,11 +22,13 @@ from fedmq.federation.population import build_population, run_name
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Payload
 from fedmq.wire.sealed_sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
-from silos.program import SiloArguments, run_silo
+from silos.program import Silo, SiloArguments, run_silo
 from tests.log_causes import check_causes
+from tests.waiting import PATIENCE, wait_for
 
 _NUMBERS = itertools.count()
 _LIVES = 3
@@ -75,6 +79,17 @@ class Unanswered:
             print(f"{event}: {values['error']}", file=sys.stderr)
 
 
+def hold(monkeypatch: pytest.MonkeyPatch, until: Callable[[], object]) -> None:
+    """Have silos answer no task until a condition holds: the run does not end before."""
+    respond = Silo.respond
+
+    def held(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        wait_for(until)
+        return respond(silo, message)
+
+    monkeypatch.setattr(Silo, "respond", held)
+
+
 def state_data(connection: Connection, session: Session, scenario: Scenario, name: str) -> None:
     """Send a manual silo's statement about its data, after which the coordinator lets it join."""
     run = run_name(scenario)
@@ -90,7 +105,7 @@ def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Sessio
     connection, name = connect(uri), run_name(scenario)
     hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
     connection.send(hello)
-    frames = connection.receive(20.0)
+    frames = connection.receive(PATIENCE)
     assert frames is not None
     ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
     connection.send(ready)
@@ -144,6 +159,6 @@ def run(
         over.set()
         for thread in threads:
             if thread.is_alive():
-                thread.join(60)  # a silo without messages gives its session up after 30 s, and retries for 12 s
+                thread.join(PATIENCE)  # a silo without messages gives its session up after 30 s, and retries for 12 s
         # A remaining silo would continue to write its log next to that of its successor.
         assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 #: Time that a slow, busy machine needs for a whole run [s].
-PATIENCE = 150.0
+PATIENCE = 600.0
 _NUMBERS = itertools.count()
 
 
@@ -20,7 +20,7 @@ def memory_uri() -> str:
     return f"memory://test-{next(_NUMBERS)}"
 
 
-def wait_for(condition: Callable[[], T], seconds: float = 30.0, why: str = "") -> T:
+def wait_for(condition: Callable[[], T], seconds: float = PATIENCE, why: str = "") -> T:
     """Wait until a condition holds, and return its value.
 
     Args:

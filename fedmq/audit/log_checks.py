@@ -21,19 +21,19 @@ from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.regular_files import check_run_files
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
     GENESIS,
     HEADER,
-    EventRecord,
     Frame,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
     SignatureRecord,
     StartRecord,
+    TimelineRecord,
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
@@ -291,7 +291,7 @@ def _others(record: LogRecord) -> tuple[str, ...]:
             return (record.peer,)
         case RefusedRecord():
             return () if record.peer == UNKNOWN else (record.peer,)
-        case NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
+        case NoteRecord() | TimelineRecord() | StartRecord() | SignatureRecord():
             return ()
 
 
@@ -337,7 +337,7 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
             case HandshakeRecord():
                 if record.kind is Kind.READY:
                     rekeyed.discard(record.peer if record.action == "received" else record.process)
-            case NoteRecord() | EventRecord() | StartRecord() | SignatureRecord():
+            case NoteRecord() | TimelineRecord() | StartRecord() | SignatureRecord():
                 pass
         yield place, record
 
@@ -375,7 +375,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, found: 
         case RefusedRecord():
             result.refused[process][record.reason] += 1
         case NoteRecord():
-            if record.text is NoteKind.INLINE:
+            if record.event is LogEvent.INLINE:
                 found.inline.append((process, place))
         case HandshakeRecord():
             found.exchanged = True
@@ -389,7 +389,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, found: 
             if record.action == "sent":
                 result.frames[process] += record.bytes
             _collect_message(process, place, record, result, found)
-        case EventRecord() | StartRecord() | SignatureRecord():
+        case TimelineRecord() | StartRecord() | SignatureRecord():
             pass
 
 

@@ -27,7 +27,8 @@ from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, printable
-from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent, TimelineEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, TimelineRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
@@ -139,7 +140,7 @@ def read_record(folder: RunFolder) -> Record:
         lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(log)),
+        resumed=sum(isinstance(each, NoteRecord) and each.event is LogEvent.RESUMED for _, each in read_log(log)),
         ends=earlier_ends(folder),
     )
 
@@ -181,9 +182,9 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
     events: list[Mapping[str, Any]] = []
     for _, record in read_log(path):
         match record:
-            case NoteRecord(text=NoteKind.STARTED | NoteKind.RESUMED):
+            case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED):
                 events = [event for event in events if event["version"] < (record.version or 0)]
-            case EventRecord() if record.event is not EventKind.DEADLINE:
+            case TimelineRecord() if record.event is not TimelineEvent.DEADLINE:
                 # Old logs include deadlines that had no effect; those with an effect are compared through their merges.
                 events.append({name: getattr(record, name) for name in _EVENT})
             case _:

@@ -12,23 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means, weighted_means
+from fedmq.evaluation.recall import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import (
-    Fact,
-    LogRecord,
-    MessageRecord,
-    NoteKind,
-    NoteRecord,
-    RefusedRecord,
-    SignatureRecord,
-    SignedAt,
-)
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteRecord, RefusedRecord, SignatureRecord, SignedAt
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import (
@@ -61,9 +53,9 @@ class ResultChecks:
         if process != COORDINATOR:
             return
         match record:
-            case NoteRecord(text=NoteKind.RESULTS):
+            case NoteRecord(event=LogEvent.RESULT_DIGESTS):
                 self.noted = place, record.facts
-            case NoteRecord() if record.text in BEGINNINGS:  # files may change until the run has ended again
+            case NoteRecord() if record.event in BEGINNINGS:  # files may change until the run has ended again
                 self.noted = None
             case MessageRecord() if self.noted is not None and record.header.kind is not Kind.STOP:
                 self.after.append(place)
@@ -115,7 +107,7 @@ _CONTRIBUTIONS = frozenset(
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
 #: Notes after which a run continues.
-BEGINNINGS = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
+BEGINNINGS = (LogEvent.STARTED, LogEvent.RESUMED, LogEvent.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8
 
@@ -151,25 +143,25 @@ class TrafficChecks:
 
     def take(self, record: LogRecord) -> None:
         """Add the next record of the coordinator's log."""
-        if isinstance(record, NoteRecord) and record.text in (*BEGINNINGS, NoteKind.RESULTS):
-            self._ended = record.text is NoteKind.RESULTS
+        if isinstance(record, NoteRecord) and record.event in (*BEGINNINGS, LogEvent.RESULT_DIGESTS):
+            self._ended = record.event is LogEvent.RESULT_DIGESTS
         if not self._ended:
             self._take(record)
 
     def _take(self, record: LogRecord) -> None:
         tally = self._tally
         match record:
-            case NoteRecord(text=NoteKind.STARTED):
+            case NoteRecord(event=LogEvent.STARTED):
                 self._tally, self._saved = _Tally(), {}
-            case NoteRecord(text=NoteKind.RESUMED):
+            case NoteRecord(event=LogEvent.RESUMED):
                 saved = self._saved.get(record.version or 0)
                 self._tally = None if saved is None else saved.copy()
             case SignatureRecord(at=SignedAt.MERGE) if record.version is not None and tally is not None:
                 self._saved[record.version] = tally.copy()
-            case NoteRecord(text=NoteKind.NOT_DELIVERED) if tally is not None:
+            case NoteRecord(event=LogEvent.NOT_DELIVERED) if tally is not None:
                 tally.down -= self._last_task
                 self._last_task = Counter()
-            case NoteRecord(text=NoteKind.REFUSALS_COUNTED) if tally is not None:
+            case NoteRecord(event=LogEvent.REFUSALS_COUNTED) if tally is not None:
                 count = record.facts.get("count")
                 tally.refused += count if isinstance(count, int) else 0
             case RefusedRecord() if tally is not None:

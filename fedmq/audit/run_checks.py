@@ -19,8 +19,8 @@ from fedmq.audit.starts import Starts
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import is_known, objection
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_by_name, digests_of, parameters
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
@@ -36,13 +36,8 @@ from fedmq.runs.run_records import (
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import (
-    LogRecord,
-    MessageRecord,
-    NoteKind,
-    NoteRecord,
-    RefusedRecord,
-)
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, RefusedRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics, Model
@@ -93,11 +88,11 @@ class LoggedRun:
             case RefusedRecord():
                 if not record.bytes:  # a frame that could not be opened has a size, and its content is unknown
                     self.refused.add(record.peer)
-            case NoteRecord(text=NoteKind.RELEASED):
+            case NoteRecord(event=LogEvent.RELEASED):
                 self.released = place, record
-            case NoteRecord(text=NoteKind.ENDED) if record.facts.get("phase") == _DONE:
+            case NoteRecord(event=LogEvent.ENDED) if record.facts.get("phase") == _DONE:
                 self.ended = place
-            case NoteRecord(text=NoteKind.EXTENDED):
+            case NoteRecord(event=LogEvent.EXTENDED):
                 self.ended = None
             case MessageRecord():
                 self._take_message(place, record)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from fedmq.experiments.spec_file import ComparisonFile
     from fedmq.experiments.tables import Grid
 
+#: Group of ``fedmq --help``.
+PANEL = "Experiments"
 _PLAIN_SECONDS = 30.0
 _SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
 
@@ -189,7 +191,7 @@ Execute = Callable[[Options, "Roots"], None]
 def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
     """Add ``fedmq compare`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
-    @app.command("compare")
+    @app.command("compare", rich_help_panel=PANEL)
     @_with_options
     def compare_command(files: Files, **given: Any) -> None:
         """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
@@ -213,7 +215,7 @@ def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) 
 def add_sweep(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
     """Add ``fedmq sweep`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
-    @app.command("sweep")
+    @app.command("sweep", rich_help_panel=PANEL)
     @_with_options
     def sweep_command(file: File, **given: Any) -> None:
         """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
-from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
-from fedmq.cli.scenarios import resolved_file
-from fedmq.cli.sites import SiteFile, check_fit
+from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
+from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
+from fedmq.cli.scenarios import again, resolved_file
 from fedmq.errors import InputError
 from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
@@ -21,10 +20,17 @@ if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
     from fedmq.federation.data_check import DataFacts
-    from fedmq.federation.early_check import Fits
     from fedmq.runs.data_records import AgreementRecord
 
 
+data_app = typer.Typer(
+    help="List, check and prepare data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@data_app.command("list")
 def data_list(
     names: Annotated[
         list[Path] | None,
@@ -49,6 +55,7 @@ def data_list(
     out.print("docs/reference/data_sets.md has the file layout of each", highlight=False)
 
 
+@data_app.command("digest")
 def data_digest(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run, or its scenario (YAML).", show_default=False)
@@ -119,67 +126,56 @@ def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
     return AgreementRecord.of(resolved.id, {name: (each, None) for name, each in stated.items()})
 
 
-def add_data(
-    app: typer.Typer,
-    bar: Bar,
-    bad_input: int,
-    fits: Fits,
+@data_app.command("check")
+def data_check(
+    file: File,
+    site: SiteFile = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Add the commands of ``fedmq data``.
+    """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
 
-    Args:
-        app: the command group.
-        bar: makes a progress line.
-        bad_input: exit code if a run would refuse the data.
-        fits: refuses a scenario that cannot run on the prepared data in a folder.
+    With --site, the data of that site file, for a scenario whose sites have their own data.
+
+    Exit code 2 if a run would refuse the data or the scenario.
+
+    Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+
+    Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
     """
-    app.command("list")(data_list)
-    app.command("digest")(data_digest)
+    facts = _checked(file, site, settings, seed)
+    from fedmq.federation.data_check import show  # noqa: PLC0415 - loads torch, after a first word about it
 
-    @app.command("check")
-    def data_check(
-        file: File,
-        site: SiteFile = None,
-        settings: Settings = None,
-        seed: Seed = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
-
-        With --site, the data of that site file, for a scenario whose sites have their own data.
-
-        Exit code 2 if a run would refuse the data or the scenario.
-
-        Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
-
-        Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
-        """
-        facts = _checked(file, site, settings, seed, bar, fits)
-        from fedmq.federation.data_check import show  # noqa: PLC0415 - loads torch, after a first word about it
-
-        if as_json:
-            print_json(facts.to_plain())
-        else:
-            show(facts, out)
-        if not facts.usable:
-            sys.exit(bad_input)
-
-    @app.command("features")
-    def data_features(
-        file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
-    ) -> None:
-        """Extract a scenario's frozen features into the cache; repeat the command to continue after an interruption.
-
-        Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
-        """
-        scenario = _scenario(file, settings, seed)
-        with continued_by_repeating():
-            _extract(scenario, device, bar, as_json=as_json)
+    if as_json:
+        print_json(facts.to_plain())
+    else:
+        show(facts, out)
+    if not facts.usable:
+        sys.exit(BAD_INPUT)
 
 
-def _checked(
-    file: Path, site: Path | None, settings: list[str] | None, seed: int | None, bar: Bar, fits: Fits
-) -> DataFacts:
+@data_app.command("features")
+def data_features(
+    file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
+) -> None:
+    """Extract a scenario's frozen features into the cache; repeat the command to continue after an interruption.
+
+    Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
+    """
+    scenario = _scenario(file, settings, seed)
+    with continued_by_repeating():
+        _extract(scenario, device, as_json=as_json)
+
+
+def _fits(scenario: Scenario, folder: Path) -> None:
+    """Refuse a scenario that cannot run on the prepared data in a folder."""
+    from fedmq.launch import preparation  # noqa: PLC0415
+
+    preparation.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
+
+
+def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:
     """Check the data of a scenario, or of a site file.
 
     Raises:
@@ -202,7 +198,7 @@ def _checked(
     if scenario.data is None:
         command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
         raise InputError(str(file), "partition.kind own, where each site has its own data", command)
-    return data_check.check(scenario, fits, bar())
+    return data_check.check(scenario, _fits, bar())
 
 
 def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
@@ -210,7 +206,7 @@ def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scena
     return resolved_file(file, settings, seed).scenario
 
 
-def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:
+def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
     """Extract a scenario's frozen features on a device, by default the scenario's, and print their shapes."""
     from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
     from fedmq.data.remarks import sentences  # noqa: PLC0415

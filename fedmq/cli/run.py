@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, starting
-from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
     CheckOnly,
@@ -37,11 +36,12 @@ from fedmq.cli.options import (
     Seed,
     Settings,
     SiloName,
+    SiteFile,
     StopSilos,
+    whereabouts,
 )
-from fedmq.cli.report import complete_report
+from fedmq.cli.report import Live, LivePort, complete_report, live_page
 from fedmq.cli.scenarios import again, check_here, explain, quick_imports, read_here, resolved, resolved_file
-from fedmq.cli.sites import SiteFile, whereabouts
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
@@ -56,14 +56,6 @@ if TYPE_CHECKING:
 
 #: Start of this program, for the reported start-up time.
 _BEGAN = time.monotonic()
-
-
-def add_run(app: typer.Typer) -> None:
-    """Add the four commands."""
-    app.command("scenario")(scenario_command)
-    app.command("coordinator")(coordinator_command)
-    app.command("silo")(silo_command)
-    app.command("evaluator")(evaluator_command)
 
 
 # ------------------------------------------------------------------------------------------------------- scenario
@@ -105,7 +97,7 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     with quick_imports():
         from fedmq.cli import terminal  # noqa: PLC0415
-        from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+        from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
         from fedmq.launch import supervisor  # noqa: F401, PLC0415
 
     run = resolved(source)
@@ -356,7 +348,7 @@ def coordinator_command(
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+    from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -13,9 +15,11 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from fedmq.cli.console import err, out
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
+from fedmq.launch.interrupts import FAILED
 from fedmq.runs.result_limits import (
     Gallery,
     chosen_by_validation,
@@ -30,7 +34,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted, first_few, printable, size_text
+from fedmq.text import counted, first_few, print_json, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -357,3 +361,29 @@ def not_evaluated(summary: RunSummary) -> str:
     last = summary.versions in summary.unevaluated
     figures = ("; the metrics above are of an earlier version" if summary.metrics else "; there are no metrics") * last
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
+
+
+def exit_stopped(command: str, others: str = "") -> NoReturn:
+    """Print the command that continues a stopped run, and exit."""
+    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
+    err.print(text, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
+    """Exit if the evaluator did not answer, and print the command that has the last version evaluated."""
+    if not (text := not_evaluated(summary)):
+        return
+    again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
+    err.print(f"{escape(text)}{again}", highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_json: bool = False) -> None:
+    """Print the result; exit if the evaluator did not answer; ``command`` then evaluates the last version."""
+    if as_json:
+        print_json({"folder": str(folder.root), **summary.plain()})
+        print_warnings(summary, folder, err)
+    else:
+        print_summary(summary, folder, out)
+    _fail_if_not_evaluated(summary, command)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedmq.cli.compare import Roots, display_progress
+from fedmq.cli.compare import PANEL, Roots, display_progress
 from fedmq.cli.options import AsJson, Quiet
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import counted, print_json
@@ -51,7 +51,7 @@ def add_tune(app: typer.Typer, roots: Roots, personal_only: Callable[[Scenario],
         personal_only: whether a scenario's method does not train the shared model as a whole.
     """
 
-    @app.command("tune")
+    @app.command("tune", rich_help_panel=PANEL)
     def tune_command(
         file: _File,
         out_dir: _Out = None,

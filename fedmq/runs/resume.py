@@ -16,7 +16,8 @@ from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_text, writing
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
 
@@ -79,7 +80,7 @@ def _started_inline(path: Path) -> bool | None:
         first = [record for _, record in itertools.islice(read_log(path), _FIRST_LINES)]
     except InputError:
         return None
-    return any(isinstance(record, NoteRecord) and record.text is NoteKind.INLINE for record in first)
+    return any(isinstance(record, NoteRecord) and record.event is LogEvent.INLINE for record in first)
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -129,7 +130,7 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
         DiskError: the disk is full or broken.
     """
     with MessageLog(folder.messages(COORDINATOR), COORDINATOR, WallClock()) as log:
-        log.note(NoteKind.EXTENDED, rounds=scenario.rounds)
+        log.note(LogEvent.EXTENDED, rounds=scenario.rounds)
     if folder.summary.exists():
         kept = folder.root / f"summary-{read_summary(folder).rounds}.json"
         with writing(kept):

@@ -21,7 +21,8 @@ from fedmq.wire import connection_troubles, rekeying
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import RateLimit
-from fedmq.wire.log_records import NoteKind, SignedAt
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
@@ -236,12 +237,12 @@ class Channel:
     def _keep_alive(self, connection: Connection, now: float) -> None:
         beat = BEAT_SECONDS * self._patience
         if self._session is not None and now - self._received_at > beat * _COORDINATOR_BEATS:
-            self._end_session(NoteKind.COORDINATOR_SILENT)
+            self._end_session(LogEvent.HEARTBEAT_MISSED)
         elif self._session is not None and now - self._beat_at > beat * LOST_BEATS:
-            self._end_session(NoteKind.STOOD_STILL)
+            self._end_session(LogEvent.PROCESS_SUSPENDED)
         elif self._session is not None and connection.established() > self._connections:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
-            self._end_session(NoteKind.RECONNECTED)
+            self._end_session(LogEvent.RECONNECTED)
         if self._session is None:
             self._on_connection_refusal(connection.refusal())
             renewed = connection.established() > self._connections
@@ -267,7 +268,7 @@ class Channel:
         sealed, self._rekeying = rekeying.begin(self._identity, session, header)
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not connection.send(sealed.frames, timeout_s=STEP_SECONDS):
-            self._end_session(NoteKind.QUEUE_FULL)
+            self._end_session(LogEvent.QUEUE_FULL)
 
     def _header(self, kind: Kind) -> Header:
         return Header(
@@ -334,7 +335,7 @@ class Channel:
             self._receive_all(connection)
             if self._stopped or self._session is not session:
                 return
-        self._end_session(NoteKind.QUEUE_FULL)
+        self._end_session(LogEvent.QUEUE_FULL)
 
     def _allowed(self, session: Session, message: Message) -> Message | None:
         """The message, or what is sent instead if this side's policy forbids it; None sends nothing."""
@@ -345,7 +346,7 @@ class Channel:
         if refusal is None:
             return message
         self._log.note(
-            NoteKind.WITHHELD,
+            LogEvent.WITHHELD,
             kind=header.kind,
             sequence=header.sequence,
             rule=refusal.rule,
@@ -361,7 +362,7 @@ class Channel:
         answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal
         return Message(replace(header, kind=Kind.ERROR), (answer,))
 
-    def _end_session(self, why: NoteKind) -> None:
+    def _end_session(self, why: LogEvent) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
         self._session = self._initiated = self._rekeying = None
@@ -398,7 +399,7 @@ class Channel:
                 return True
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
-                self._end_session(NoteKind.MESSAGE_LOST)
+                self._end_session(LogEvent.MESSAGE_LOST)
             elif isinstance(error, UnreadableError):
                 self._report_unreadable(error)
             return True
@@ -407,10 +408,10 @@ class Channel:
         self._stopped = message.header.kind is Kind.STOP
         if any(isinstance(each, Error) and each.code == EXPELLED for each in message.payloads):
             self._report_once(f"the coordinator at {self._uri} has removed this key")
-            self._end_session(NoteKind.EXPELLED)
+            self._end_session(LogEvent.EXPELLED)
             return True
         if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
-            self._end_session(NoteKind.TOO_MANY)
+            self._end_session(LogEvent.RATE_LIMITED)
             return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
@@ -468,5 +469,5 @@ class Channel:
         self._unanswered_since = math.inf
         keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
-        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
+        self._log.note(LogEvent.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
         self._report_once(connection_troubles.refused(self._uri, self._identity, refusal, keys))

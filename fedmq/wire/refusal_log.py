@@ -11,7 +11,7 @@ from collections import Counter
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.limits import BoundedDict
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Reason, ShortHeader
 
@@ -63,7 +63,7 @@ class RefusalLog:
     def flush(self) -> None:
         """Log the number of refusals that were counted since the last call."""
         if self._unlogged:
-            self._log.note(NoteKind.REFUSALS_COUNTED, count=self._unlogged)
+            self._log.note(LogEvent.REFUSALS_COUNTED, count=self._unlogged)
         self._unlogged = 0
 
 
@@ -107,5 +107,5 @@ class StaleSessions:
     def note(self, *, all_: bool = False) -> None:
         """Log the number of messages dropped since the last note, if some time has passed since the first of them."""
         if self._dropped and (all_ or self._clock.stopwatch() - self._first >= _FORMER_SECONDS):
-            self._log.note(NoteKind.FORMER_SESSIONS, count=self._dropped)
+            self._log.note(LogEvent.STALE_SESSIONS, count=self._dropped)
             self._dropped, self._first = 0, math.inf

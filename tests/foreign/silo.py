@@ -192,7 +192,7 @@ class Silo:
         pem = (options.keys / "accepted" / f"{COORDINATOR}.pub").read_bytes()
         self.coordinator = serialization.load_pem_public_key(pem)
         self.log = Log(options.log, self.name, self.run, self.key)
-        self.log.write(action="note", text="started", run=self.run)
+        self.log.write(action="note", event="started", run=self.run)
         facts = {name: facts[name] for name in ("run", "scenario", "protocol", "privacy", "data")}
         own, peer = (key.public_bytes_raw().hex() for key in (self.key.public_key(), self.coordinator))
         self.log.write(action="start", **facts, key=own, peers={COORDINATOR: peer})
@@ -356,7 +356,7 @@ def main():
     silo.handshake()
     silo.state_data()
     silo.serve()
-    silo.log.write(action="note", text="ended")
+    silo.log.write(action="note", event="ended")
     silo.log.sign("end")
 
 

@@ -17,10 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from benchmarks.fuzz_damage import Folder, Kind
-from benchmarks.fuzz_run_kinds import resolved_run, run_to_end, scenario_file
 from fedmq.clock import WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario, Training
 from fedmq.data.extract import store
 from fedmq.encoders.base import InputSpec
@@ -37,6 +35,8 @@ from fedmq.storage.cache import cache_folder, file_digests
 from fedmq.storage.run_folder import RunFolder, load_aligned, write_tensors
 from protocols.parts import epochs
 from silos import personal_state
+from tests.damaged_files import Folder, Kind, files_of
+from tests.run_file_kinds import resolved_run, run_to_end, scenario_file
 
 _EPOCHS = 4
 _TASK = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -71,11 +71,13 @@ def _trained() -> Mapping[str, Tensor]:
     return epochs.snapshot(_TASK, 2, model, optimisers, order, dropout, torch.tensor([1.5, 8.0], dtype=torch.float64))
 
 
+@cache
 def _snapshot() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name, _every_epoch():
-        store = personal_state.TaskEpochs(Path(name) / "silo-00" / "epochs.safetensors", WallClock())
-        store.save(_trained)
-        return {"silo-00/epochs.safetensors": (Path(name) / "silo-00" / "epochs.safetensors").read_bytes()}
+    def make(folder: Path) -> None:
+        personal_state.TaskEpochs(folder / "silo-00" / "epochs.safetensors", WallClock()).save(_trained)
+
+    with _every_epoch():
+        return files_of(make)
 
 
 @contextlib.contextmanager
@@ -133,10 +135,8 @@ def _scenario() -> Scenario:
 
 @cache
 def _dealt() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        build_population(_scenario(), cache=Path(name))
-        found = {str(path.relative_to(name)): path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
-        return {path: content for path, content in found.items() if path.endswith(".npz")}
+    found = files_of(lambda folder: build_population(_scenario(), cache=folder))
+    return {path: content for path, content in found.items() if path.endswith(".npz")}
 
 
 @cache
@@ -166,10 +166,11 @@ def _interrupted() -> Folder:
             raise KeyboardInterrupt
         return _encoded(part)
 
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+    def make(folder: Path) -> None:
         with contextlib.suppress(KeyboardInterrupt):
-            store(Path(name) / "rows.npy", 12, 3, encode, lambda _: None)
-        return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.suffix in (".partial", ".done")}
+            store(folder / "rows.npy", 12, 3, encode, lambda _: None)
+
+    return {name: content for name, content in files_of(make).items() if name.endswith((".partial", ".done"))}
 
 
 def _read_interrupted(folder: Path) -> None:
@@ -237,11 +238,7 @@ class _Recorder(Tracker):
 @cache
 def _tracked() -> Folder:
     state = {"trackers": {"csv": {"key": "recorder", "versions": {"merge": 1, "evaluation": 0}}}}
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        root = Path(name)
-        run_to_end(root)
-        files = {each: (root / each).read_bytes() for each in ("metrics.jsonl", "summary.json")}
-        return {"trackers/state.json": json.dumps(state).encode(), **files}
+    return {"trackers/state.json": json.dumps(state).encode(), **files_of(run_to_end, "metrics.jsonl", "summary.json")}
 
 
 def _read_tracked(folder: Path) -> None:
@@ -259,11 +256,8 @@ def _read_tracked(folder: Path) -> None:
 # --- live pages -----------------------------------------------------------------------------------------------------
 @cache
 def _followed() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        root = Path(name)
-        run_to_end(root)
-        files = ("scenario.yaml", "metrics.jsonl", "status.json", "summary.json", "messages/coordinator.jsonl")
-        return {f"run/{each}": (root / each).read_bytes() for each in files if (root / each).exists()}
+    names = ("scenario.yaml", "metrics.jsonl", "status.json", "summary.json", "messages/coordinator.jsonl")
+    return files_of(lambda folder: run_to_end(folder / "run"), *(f"run/{name}" for name in names))
 
 
 def _read_followed(folder: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,11 @@ from PIL import Image
 from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
-from benchmarks.fuzz_damage import Folder, Kind
-from benchmarks.fuzz_encoder_kinds import ENCODER_KINDS
-from benchmarks.fuzz_result_kinds import RESULT_KINDS
-from benchmarks.fuzz_run_kinds import RUN_KINDS
-from benchmarks.fuzz_state_kinds import STATE_KINDS
 from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.audit.signatures import KnownKeys
-from fedmq.config import loader, site, user_files
+from fedmq.config import resolve as scenarios
+from fedmq.config import site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.readers.features import read_features
@@ -49,6 +45,11 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from tests import data_set_folders
+from tests.damaged_files import Folder, Kind, files_of
+from tests.encoder_file_kinds import ENCODER_KINDS
+from tests.result_file_kinds import RESULT_KINDS
+from tests.run_file_kinds import RUN_KINDS
+from tests.state_file_kinds import STATE_KINDS
 
 _MODEL = "0" * 64  # digest of the model of the galleries below
 _SPLITS = ("train", "train", "train", "train", "val", "test", "test")
@@ -274,17 +275,9 @@ def _tar() -> Folder:
     return {"00000.tar": file.getvalue()}
 
 
-def _files_of(write: Callable[[Path], object]) -> dict[str, bytes]:
-    """The files that a function writes into a folder."""
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        root = Path(name)
-        write(root)
-        return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def _published(name: str, write: Callable[[Path], object]) -> Kind:
     """The layout in which a data set is distributed."""
-    return Kind(partial(_files_of, write), partial(_check, name, ""))
+    return Kind(partial(files_of, write), partial(_check, name, ""))
 
 
 def _check(name: str, file: str, folder: Path) -> object:
@@ -407,7 +400,7 @@ def _kinds() -> dict[str, Kind]:
         "wikipedia": _published("wikipedia", data_set_folders.wikipedia),
         "pascal": _published("pascal", data_set_folders.pascal),
         "scenario": Kind(
-            partial(_yaml, "scenario.yaml", _SCENARIO), lambda folder: loader.load(folder / "scenario.yaml")
+            partial(_yaml, "scenario.yaml", _SCENARIO), lambda folder: scenarios.load(folder / "scenario.yaml")
         ),
         "site": Kind(partial(_yaml, "silo.yaml", _SITE), lambda folder: site.read_site(folder / "silo.yaml")),
         "policy": Kind(partial(_yaml, "policy.yaml", _POLICY), lambda folder: read_policy(folder / "policy.yaml")),
@@ -418,19 +411,13 @@ def _kinds() -> dict[str, Kind]:
         "tuning": Kind(
             partial(_yaml, "tune.yaml", _TUNE, with_scenario=True), lambda folder: tune_file.read(folder / "tune.yaml")
         ),
-        "keys": Kind(partial(_files_of, _keys), _read_keys),
+        "keys": Kind(partial(files_of, _keys), _read_keys),
         "own Python file": Kind(_own_file, lambda folder: user_files.adopt(folder / "mine.py")),
         "heads": Kind(_heads, lambda folder: check_expected(str(folder / "heads.json"))),
-        "model": Kind(partial(_files_of, _model), _open_model),
-        "signed model": Kind(partial(_files_of, _model), verify_model),
-        "gallery": Kind(partial(_files_of, _gallery), _search),
+        "model": Kind(partial(files_of, _model), _open_model),
+        "signed model": Kind(partial(files_of, _model), verify_model),
+        "gallery": Kind(partial(files_of, _gallery), _search),
     }
 
 
 KINDS: Mapping[str, Kind] = {**_kinds(), **ENCODER_KINDS, **RUN_KINDS, **RESULT_KINDS, **STATE_KINDS}
-
-
-@cache
-def valid(kind: str) -> Folder:
-    """The valid example of a kind, made once in a process."""
-    return KINDS[kind].valid()

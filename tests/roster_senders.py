@@ -1,14 +1,14 @@
 """Frames of accepted peers and of strangers for a real roster: handshakes, sessions, new keys and rate limits.
 
-``python -m benchmarks.fuzz_frames --roster`` runs this campaign. Two silos with accepted keys, and a stranger, send
-valid, mutated, repeated and lost messages over six connections of ``memory://``. A new coordinator's end is made every
-2,000 frames: without and with hidden headers, padding, and admission by stated data. The clock is advanced explicitly.
-
-After each frame, what the roster holds and has answered is compared with the rate limits, from counts of this module.
+Two silos with accepted keys, and a stranger, send valid, damaged, repeated and lost messages over up to six connections
+of ``memory://`` to a coordinator's end without or with hidden headers, padding, and admission by stated data. The clock
+is advanced explicitly. After each frame, what the roster holds and has answered is compared with the rate limits, from
+counts of this module.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.fuzz_mutations import golden_messages, mutated_body, mutated_bytes, mutated_msgpack
 from coordinator import handshakes
 from coordinator import sessions as rosters
 from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
@@ -42,10 +41,11 @@ from fedmq.wire.refusal_log import PER_MINUTE, UNKNOWN
 from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
+from tests.damaged_frames import damaged_body, damaged_bytes, damaged_msgpack, golden_messages
 
 RUN = "golden-1"
-#: Frames after which a new coordinator's end is made.
-EPISODE = 2000
+#: Frames of an exchange.
+EXCHANGE = 500
 _URI = "memory://fuzz-roster"
 _SILOS = ("silo-00", "silo-01")
 _MAX_BODY = 1 << 20
@@ -85,10 +85,10 @@ class _Line:
     rekeying: rekeying.Rekeying | None = None
 
 
-class RosterReaders:
+class RosterSenders:
     """The senders, the coordinator's end, and the checks; use it as a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: random.Random) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fedmq-fuzz-roster-")
         root = Path(self._folder.name)
         init_keys(root / "keys", (COORDINATOR, *_SILOS))
@@ -96,81 +96,70 @@ class RosterReaders:
         self._identities = {name: load_identity(root / "keys", name) for name in (COORDINATOR, *_SILOS)}
         self._strangers = [Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "stranger")]
         self._messages, self._ephemeral = golden_messages(), Ephemeral.generate()
-        self._listener, self._frames, self._episode = listen(_URI), 0, 0
-        self._log: MessageLog | None = None
-        self._kinds: dict[str, Callable[[np.random.Generator, _Line], Frames]] = {
-            "roster hello": self._hello,
-            "roster copy": self._copy,
-            "roster ready": self._ready,
-            "roster message": self._message,
-            "roster rekey": self._rekey,
-            "roster raw": self._raw,
+        self._listener = listen(_URI)
+        self._kinds: dict[str, Callable[[random.Random, _Line], Frames]] = {
+            "hello": self._hello,
+            "copy": self._copy,
+            "ready": self._ready,
+            "message": self._message,
+            "rekey": self._rekey,
+            "raw": self._raw,
         }
+        self._open(draw)
 
-    def __enter__(self) -> RosterReaders:
+    def __enter__(self) -> RosterSenders:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_episode()
+        self._log.close()
+        for line in self._lines:
+            line.connection.close()
         self._listener.close()
         self._folder.cleanup()
 
     # ------------------------------------------------------------------------------------------------ coordinator's end
-    def _end_episode(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log.path.unlink()
-            for line in self._lines:
-                line.connection.close()
-            self._log = None
-
-    def _begin_episode(self, generator: np.random.Generator) -> None:
-        self._end_episode()
-        self._episode += 1
+    def _open(self, draw: random.Random) -> None:
         self.clock = HandClock()
-        log = self._log = MessageLog(Path(self._folder.name) / f"{self._episode}.jsonl", COORDINATOR, self.clock)
-        self._options = _OPTIONS[int(generator.integers(len(_OPTIONS)))]
+        log = self._log = MessageLog(Path(self._folder.name) / "log.jsonl", COORDINATOR, self.clock)
+        self._options = _OPTIONS[draw.randrange(len(_OPTIONS))]
         admission: Admission | None = (
             None,
             SimulatedAdmission(dict.fromkeys(_SILOS, _STATED), RUN),
             OwnDataAdmission(_SILOS, RUN, evaluator=False, minimum=1),
-        )[int(generator.integers(3))]
+        )[draw.randrange(3)]
         self.roster = Roster(
             self._listener, self._identities[COORDINATOR], self._accepted, RUN, log, self.clock, _MAX_BODY,
             admission=admission, options=self._options,
         )  # fmt: skip
         self.roster.inquiries = Inquiries(RUN, _SILOS, 10, self.clock, log, admission)
-        self._steady = bool(generator.random() < 0.5)
+        self._steady = draw.random() < 0.5
         self._lines = [_Line(connect(_URI)) for _ in range(2 if self._steady else 6)]
         self._hellos: list[tuple[tuple[bytes, bytes], Initiated]] = []
-        self._pace = float(generator.choice([0.0001, 0.003, 0.02]))
-        self._lost = float(generator.choice([0.0, 0.2, 1.0]))
-        self._began, self._granted, self._frames = self.clock.at, Counter[str](), 0
+        self._pace = draw.choice([0.0001, 0.003, 0.02])
+        self._lost = draw.choice([0.0, 0.2, 1.0])
+        self._began, self._granted = self.clock.at, Counter[str]()
         self._accepted_messages, self._answers, self._readies = Counter[str](), Counter[str](), 0
 
-    def read(self, generator: np.random.Generator) -> tuple[str, Callable[[], object]]:
+    def read(self, draw: random.Random) -> tuple[str, Callable[[], object]]:
         """The name of a sender's action, and a function that has the roster take its frames."""
-        if self._log is None or self._frames >= EPISODE:
-            self._begin_episode(generator)
-        self._frames += 1
-        self._let_time_pass(generator)
-        name = str(generator.choice(list(self._kinds), p=_STEADY if self._steady else _CHANGING))
-        line = self._lines[int(generator.integers(len(self._lines)))]
-        frames = self._kinds[name](generator, line)
+        self._let_time_pass(draw)
+        name = draw.choices(list(self._kinds), _STEADY if self._steady else _CHANGING)[0]
+        line = self._lines[draw.randrange(len(self._lines))]
+        frames = self._kinds[name](draw, line)
         return name, lambda: self._pass(line, frames)
 
-    def _let_time_pass(self, generator: np.random.Generator) -> None:
+    def _let_time_pass(self, draw: random.Random) -> None:
         """Move the clock; now and then, silos get tasks, keys are read again, and a connection is made again."""
-        self.clock.at += float(generator.exponential(self._pace)) + (5.0 if generator.random() < 0.001 else 0.0)
-        if generator.random() < 0.05:
-            name = _SILOS[int(generator.integers(2))]
+        self.clock.at += draw.expovariate(1 / self._pace) + (5.0 if draw.random() < 0.001 else 0.0)
+        if draw.random() < 0.05:
+            name = _SILOS[draw.randrange(2)]
             header = self.roster.header(name, Kind.EVALUATE)
             self._granted[name] += self.roster.send(name, Message(header)) > 0
-        if generator.random() < 0.01:
+        if draw.random() < 0.01:
             self.roster.watch_keys()
             self.roster.note_unlogged()
-        if generator.random() < 0.01 and not self._steady:
-            at = int(generator.integers(len(self._lines)))
+        if draw.random() < 0.01 and not self._steady:
+            at = draw.randrange(len(self._lines))
             self._lines[at].connection.close()
             self._lines[at] = _Line(connect(_URI))
 
@@ -244,16 +233,14 @@ class RosterReaders:
         for each in (answering._hellos, answering._copies, self.roster._rekeys, self.roster._messages):
             most = 2 * len(self._accepted)  # handshakes and inquiries
             assert len(each._of) <= most, f"{len(each._of)} rate limits for {most // 2} keys"
-        if self._frames % 500 == 0:
-            self._check_log(seconds)
 
-    def _check_log(self, seconds: float) -> None:
+    def check_log(self) -> None:
         """Compare the number of log records with the rate limits.
 
         Raises:
             AssertionError: there are more.
         """
-        assert self._log is not None
+        seconds = self.clock.at - self._began
         refused, opened = Counter[str](), Counter[str]()
         for _, record in read_log(self._log.path):
             if isinstance(record, RefusedRecord):
@@ -269,69 +256,69 @@ class RosterReaders:
             assert refused[name] <= most, f"{refused[name]} log records of refusals of {name}, allowed {most:.0f}"
 
     # --------------------------------------------------------------------------------------------------------- senders
-    def _hello(self, generator: np.random.Generator, line: _Line) -> Frames:
-        """A hello or an inquiry, of a silo or a stranger; half of them mutated, half of these signed again."""
-        known = generator.random() < (0.98 if self._steady else 0.8)
+    def _hello(self, draw: random.Random, line: _Line) -> Frames:
+        """A hello or an inquiry, of a silo or a stranger; half of them damaged, half of these signed again."""
+        known = draw.random() < (0.98 if self._steady else 0.8)
         identity = (
-            self._identities[_SILOS[self._lines.index(line) if self._steady else int(generator.integers(2))]]
+            self._identities[_SILOS[self._lines.index(line) if self._steady else draw.randrange(2)]]
             if known
-            else self._strangers[int(generator.integers(2))]
+            else self._strangers[draw.randrange(2)]
         )
-        run = str(generator.choice([RUN, ANY_RUN, "other-1"], p=[0.8, 0.15, 0.05]))
+        run = draw.choices([RUN, ANY_RUN, "other-1"], [0.8, 0.15, 0.05])[0]
         # One key agreement for all hellos saves most of the time; the nonce makes them different.
-        ephemeral = replace(self._ephemeral, nonce=generator.bytes(len(self._ephemeral.nonce)))
+        ephemeral = replace(self._ephemeral, nonce=draw.randbytes(len(self._ephemeral.nonce)))
         hello, line.initiated = initiate(identity, COORDINATOR, run, 0.0, ephemeral, options=self._options)
         line.welcome = None
-        if generator.random() < (0.95 if self._steady else 0.5):
+        if draw.random() < (0.95 if self._steady else 0.5):
             if known and run == RUN:
                 self._hellos = [*self._hellos[-50:], (hello, line.initiated)]
             return hello
         clear, body = hello
-        if generator.random() < 0.5:
-            return mutated_msgpack(clear, generator), body
-        return clear, body[:SIGNATURE_BYTES] + mutated_msgpack(body[SIGNATURE_BYTES:], generator)
+        if draw.random() < 0.5:
+            return damaged_msgpack(clear, draw), body
+        return clear, body[:SIGNATURE_BYTES] + damaged_msgpack(body[SIGNATURE_BYTES:], draw)
 
-    def _copy(self, generator: np.random.Generator, line: _Line) -> Frames:
+    def _copy(self, draw: random.Random, line: _Line) -> Frames:
         """A copy of an earlier hello, on any connection."""
         if not self._hellos:
-            return self._hello(generator, line)
-        hello, line.initiated = self._hellos[int(generator.integers(len(self._hellos)))]
+            return self._hello(draw, line)
+        hello, line.initiated = self._hellos[draw.randrange(len(self._hellos))]
         return hello
 
-    def _ready(self, generator: np.random.Generator, line: _Line) -> Frames:
-        """The ready or inquire after a welcome, one in three mutated; a hello without a welcome."""
+    def _ready(self, draw: random.Random, line: _Line) -> Frames:
+        """The ready or inquire after a welcome, one in three damaged; a hello without a welcome."""
         if line.initiated is None or line.welcome is None:
-            return self._hello(generator, line)
+            return self._hello(draw, line)
         try:
             ready, session = complete(line.initiated, self._accepted, line.welcome, 0.0)
         except RemoteWireError:
-            return self._hello(generator, line)
+            return self._hello(draw, line)
         frames = [bytes(frame) for frame in ready]
-        if generator.random() < 0.33:
-            at = int(generator.integers(2))
-            frames[at] = (mutated_bytes if at else mutated_msgpack)(frames[at], generator)
+        if draw.random() < 0.33:
+            at = draw.randrange(2)
+            frames[at] = (damaged_bytes if at else damaged_msgpack)(frames[at], draw)
         else:
             line.session, line.rekeying, line.welcome = session, None, None
         return frames
 
-    def _message(self, generator: np.random.Generator, line: _Line) -> Frames:
-        """A sealed message of any kind and body: mutated before or after sealing, repeated, or after a lost one."""
+    def _message(self, draw: random.Random, line: _Line) -> Frames:
+        """A sealed message of any kind and body: damaged before or after sealing, repeated, or after a lost one."""
         session = line.session
-        if session is None or generator.random() < 0.02:
-            return self._ready(generator, line)
-        clear, body = self._messages[int(generator.integers(len(self._messages)))]
+        if session is None or draw.random() < 0.02:
+            return self._ready(draw, line)
+        clear, body = self._messages[draw.randrange(len(self._messages))]
         golden = codec.decode_header(clear)
         header = replace(golden, run=session.run, sender=session.name, receiver=session.peer)
-        if generator.random() < 0.2:
+        if draw.random() < 0.2:
             header, body = replace(header, kind=Kind.HEARTBEAT, reply_to=None), b""
-        body = mutated_body(body, generator) if body and generator.random() < 0.3 else body
-        if generator.random() < self._lost:
+        body = damaged_body(body, draw) if body and draw.random() < 0.3 else body
+        if draw.random() < self._lost:
             session.seal(header, [body])  # lost
         frames = [bytes(frame) for frame in session.seal(header, [body]).frames]
-        if generator.random() < 0.2:
-            at = int(generator.integers(2))
-            frames[at] = (mutated_bytes if at else mutated_msgpack)(frames[at], generator)
-        elif generator.random() < 0.05:
+        if draw.random() < 0.2:
+            at = draw.randrange(2)
+            frames[at] = (damaged_bytes if at else damaged_msgpack)(frames[at], draw)
+        elif draw.random() < 0.05:
             line.connection.send(frames)
             got = self._listener.receive(5.0)
             assert got is not None
@@ -339,21 +326,41 @@ class RosterReaders:
             self._accepted_messages[session.name] += isinstance(taken, Message)
         return frames
 
-    def _rekey(self, generator: np.random.Generator, line: _Line) -> Frames:
-        """A request for new keys, one in three mutated; the next one may come before the answer."""
+    def _rekey(self, draw: random.Random, line: _Line) -> Frames:
+        """A request for new keys, one in three damaged; the next one may come before the answer."""
         if line.session is None:
-            return self._ready(generator, line)
+            return self._ready(draw, line)
         session = line.session
         header = Header(
             run=session.run, kind=Kind.REKEY, sender=session.name, receiver=session.peer, sequence=0, sent_at=0.0
         )
-        if generator.random() < 0.33:
-            return session.seal(header, [generator.bytes(int(generator.integers(0, 200)))]).frames
+        if draw.random() < 0.33:
+            return session.seal(header, [draw.randbytes(draw.randrange(200))]).frames
         sealed, line.rekeying = rekeying.begin(self._identities[session.name], session, header, self._ephemeral)
         return sealed.frames
 
-    def _raw(self, generator: np.random.Generator, line: _Line) -> Frames:
+    def _raw(self, draw: random.Random, line: _Line) -> Frames:
         """A golden message without a seal."""
         del line
-        clear, body = self._messages[int(generator.integers(len(self._messages)))]
-        return mutated_msgpack(clear, generator), mutated_bytes(body, generator)
+        clear, body = self._messages[draw.randrange(len(self._messages))]
+        return damaged_msgpack(clear, draw), damaged_bytes(body, draw)
+
+
+def exchanged(draw: random.Random, frames: int = EXCHANGE) -> Counter[str]:
+    """Have a roster take a number of frames; returns how often each action of the senders had each outcome.
+
+    Raises:
+        AssertionError: a rate limit was exceeded.
+    """
+    outcomes = Counter[str]()
+    with RosterSenders(draw) as senders:
+        for _ in range(frames):
+            name, take = senders.read(draw)
+            try:
+                take()
+            except RemoteWireError as error:
+                outcomes[f"{name} {error.reason}"] += 1
+            else:
+                outcomes[f"{name} accepted"] += 1
+        senders.check_log()
+    return outcomes

@@ -1,4 +1,8 @@
-"""Random damage to files: of their bytes, of what their format holds, and of the folder that they are in."""
+"""Damaged files of any kind: of their bytes, of what their format holds, and of the folder that they are in.
+
+:func:`folders` is a Hypothesis strategy of damaged folders, and :func:`read_damaged` reads one: a reader may return or
+raise ``InputError`` with one line. The kinds are in the modules ``*file_kinds.py``; ``benchmarks/fuzz.py`` lists all.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import base64
 import csv
 import io
 import json
+import os
 import random
 import re
+import shutil
 import tarfile
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +30,9 @@ import pyarrow
 import pyarrow.parquet
 import scipy.io
 import yaml
+from hypothesis import strategies as st
+
+from fedmq.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,23 @@ class Kind:
     Args:
         valid: makes a folder with a valid example.
         read: reads it; given the folder.
+        repaired: computes the checksums of a damaged file anew, given its name and content, so that the checks behind
+            them are reached in half of the examples; None for files without checksums.
+        most: most damaged files in an example.
     """
 
     valid: Callable[[], Folder]
     read: Callable[[Path], object]
+    repaired: Callable[[str, bytes], bytes] | None = None
+    most: int = 2
+
+
+class Damaged(dict[str, "bytes | Special"]):
+    """The content of a damaged folder; its representation has the sizes only."""
+
+    def __repr__(self) -> str:
+        shown = ((name, f"{len(it)} bytes" if isinstance(it, bytes) else it) for name, it in sorted(self.items()))
+        return f"Damaged({', '.join(f'{name!r}: {what}' for name, what in shown)})"
 
 
 #: Values that replace others in what a format holds.
@@ -71,6 +95,10 @@ _SPECIALS = (
     *(Special("link", target) for target in ("/etc/passwd", "/dev/zero", "..", "/etc", "nothing", "self")),
 )
 _DTYPES = ("f2", "f4", "f8", "i1", "u1", "i8", "u8", "?", "c8", "U3", "S2", "M8[s]")
+
+
+def _chance(draw: random.Random, percent: int) -> bool:
+    return draw.randrange(100) < percent
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -108,17 +136,30 @@ def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
 
 
 # --- what a format holds --------------------------------------------------------------------------------------------
-def replaced(value: Any, draw: random.Random) -> Any:
-    """A JSON value in which one part, or all of it, is another value."""
-    if isinstance(value, dict) and value and draw.random() < 0.9:
+def replaced(value: Any, draw: random.Random, strange: Sequence[Any] = STRANGE) -> Any:
+    """Plain data in which one part is removed, repeated, nested or replaced by one of some strange values."""
+    if isinstance(value, dict) and value and _chance(draw, 88):
         key = draw.choice(list(value))
-        if draw.random() < 0.1:
-            return {name: each for name, each in value.items() if name != key}
-        return value | {key: replaced(value[key], draw)}
-    if isinstance(value, list) and value and draw.random() < 0.8:
+        match draw.randrange(10):
+            case 0:
+                return {name: part for name, part in value.items() if name != key}
+            case 1:
+                return value | {f"{key}x": value[key]}
+        return value | {key: replaced(value[key], draw, strange)}
+    if isinstance(value, list) and value and _chance(draw, 82):
         place = draw.randrange(len(value))
-        return [*value[:place], replaced(value[place], draw), *value[place + 1 :]]
-    return draw.choice(STRANGE)
+        match draw.randrange(10):
+            case 0:
+                return [*value[:place], *value[place + 1 :]]
+            case 1:
+                return [*value, *value[place:]] * draw.randint(1, 40)
+        return [*value[:place], replaced(value[place], draw, strange), *value[place + 1 :]]
+    if _chance(draw, 2):
+        nested: Any = value
+        for _ in range(draw.randint(10, 600)):
+            nested = [nested]
+        return nested
+    return draw.choice(strange)
 
 
 def _text(value: str) -> bytes:
@@ -126,7 +167,7 @@ def _text(value: str) -> bytes:
 
 
 def _json(content: bytes, draw: random.Random) -> bytes:
-    return _text(json.dumps(replaced(json.loads(content), draw), ensure_ascii=draw.random() < 0.5))
+    return _text(json.dumps(replaced(json.loads(content), draw), ensure_ascii=_chance(draw, 50)))
 
 
 def _lines(content: bytes, draw: random.Random) -> bytes:
@@ -199,10 +240,10 @@ def _array(value: np.ndarray, draw: random.Random) -> Any:
 
 def _arrays(arrays: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     name = draw.choice(list(arrays))
-    if draw.random() < 0.1:
+    if _chance(draw, 10):
         del arrays[name]
         return arrays
-    if draw.random() < 0.1:
+    if _chance(draw, 10):
         return {draw.choice(["image", "text", "x", "label", "IAll"]) if key == name else key: each
                 for key, each in arrays.items()}  # fmt: skip
     return arrays | {name: _array(np.asarray(arrays[name]), draw)}
@@ -210,7 +251,7 @@ def _arrays(arrays: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 def _npz(content: bytes, draw: random.Random) -> bytes:
     made = io.BytesIO()
-    if draw.random() < 0.5:
+    if _chance(draw, 50):
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             np.savez(made, **_arrays(dict(stored), draw))
         return made.getvalue()
@@ -238,7 +279,7 @@ def _zip(content: bytes, draw: random.Random) -> bytes:
 def _mat(content: bytes, draw: random.Random) -> bytes:
     stored = {key: each for key, each in scipy.io.loadmat(io.BytesIO(content)).items() if not key.startswith("__")}
     made = io.BytesIO()
-    scipy.io.savemat(made, _arrays(stored, draw), do_compression=draw.random() < 0.5)
+    scipy.io.savemat(made, _arrays(stored, draw), do_compression=_chance(draw, 50))
     return made.getvalue()
 
 
@@ -258,7 +299,7 @@ def _table(content: bytes, draw: random.Random, ending: str) -> bytes:
         pyarrow.parquet.read_table(io.BytesIO(content)) if as_parquet else pyarrow.ipc.open_stream(content).read_all()
     )
     columns = table.to_pydict()
-    if draw.random() < 0.3:
+    if _chance(draw, 30):
         name = draw.choice(list(columns))
         columns = {draw.choice(["image", "text", "split", "labels", "x"]) if key == name else key: each
                    for key, each in columns.items()}  # fmt: skip
@@ -301,7 +342,7 @@ def _tar(content: bytes, draw: random.Random) -> bytes:
 def _png(content: bytes, draw: random.Random) -> bytes:
     """Another size, depth or colour type in the header, with a right checksum."""
     header = bytearray(content[12:29])
-    if draw.random() < 0.5:
+    if _chance(draw, 50):
         at = 4 * draw.randint(1, 2)
         header[at : at + 4] = (draw.choice(_NUMBERS) % 2**32).to_bytes(4, "big")
     else:
@@ -342,25 +383,33 @@ def restructured(name: str, content: bytes, draw: random.Random) -> bytes:
 
 
 # --- folders --------------------------------------------------------------------------------------------------------
-def damaged(folder: Folder, draw: random.Random) -> dict[str, bytes | Special]:
-    """A copy of a folder in which one or two files are damaged, exchanged, missing, or no regular files."""
-    found = dict(folder)
-    for _ in range(1 if len(found) == 1 else draw.randint(1, 2)):
-        # Most folders have many pictures and few files that describe them.
-        kinds = sorted({Path(name).suffix for name in found})
-        if not kinds:
+@cache
+def valid(kind: Kind) -> Folder:
+    """The valid example of a kind, made once in a process."""
+    return kind.valid()
+
+
+def damaged(kind: Kind, draw: random.Random) -> Damaged:
+    """A valid folder in which a few files are damaged, exchanged, missing, or no regular files."""
+    found = Damaged(valid(kind))
+    repair = kind.repaired if kind.repaired is not None and _chance(draw, 60) else None
+    for _ in range(1 if len(found) == 1 else draw.randint(1, kind.most)):
+        # Most folders have many images and few files that describe them.
+        endings = sorted({Path(name).suffix for name in found})
+        if not endings:
             break
-        kind = draw.choice(kinds)
-        name = draw.choice(sorted(name for name in found if Path(name).suffix == kind))
-        content, chance = found[name], draw.random()
-        if isinstance(content, Special) or chance < 0.05:
+        ending = draw.choice(endings)
+        name = draw.choice(sorted(name for name in found if Path(name).suffix == ending))
+        content, chance = found[name], draw.randrange(100)
+        if isinstance(content, Special) or chance < 5:
             _change_place(found, name, draw)
         else:
-            found[name] = restructured(name, content, draw) if chance < 0.5 else damaged_bytes(content, draw)
+            changed = restructured(name, content, draw) if chance < 50 else damaged_bytes(content, draw)
+            found[name] = changed if repair is None else repair(name, changed)
     return found
 
 
-def _change_place(found: dict[str, bytes | Special], name: str, draw: random.Random) -> None:
+def _change_place(found: Damaged, name: str, draw: random.Random) -> None:
     other = draw.choice(sorted(found))
     match draw.randrange(5):
         case 0 if len(found) > 1:
@@ -377,3 +426,57 @@ def _change_place(found: dict[str, bytes | Special], name: str, draw: random.Ran
         case _:
             special = draw.choice(_SPECIALS)
             found[name] = Special("link", Path(name).name) if special.target == "self" else special
+
+
+def write(folder: Path, content: Folder) -> None:
+    """Write the files of a folder in place of what is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, held in content.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(held, bytes):
+            path.write_bytes(held)
+        elif held.what == "folder":
+            path.mkdir()
+        elif held.what == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(held.target)
+
+
+def files_of(make: Callable[[Path], object], *chosen: str) -> dict[str, bytes]:
+    """The files that a function writes into a folder: all, or those below the chosen paths."""
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+        root = Path(name)
+        make(root)
+        paths = {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+        return {at: path.read_bytes() for at, path in paths.items() if not chosen or at.startswith(chosen)}
+
+
+# --- strategies -----------------------------------------------------------------------------------------------------
+@st.composite
+def folders(draw: st.DrawFn, kind: Kind) -> Damaged:
+    """Damaged folders of a kind."""
+    return damaged(kind, draw(st.randoms()))
+
+
+def read_damaged(kind: Kind, content: Folder, place: Path) -> str:
+    """Read a damaged folder; returns the outcome.
+
+    Args:
+        kind: of the files.
+        content: of the folder.
+        place: where it is written.
+
+    Raises:
+        AssertionError: the refusal has several lines.
+        Exception: any other exception of the reader.
+    """
+    write(place, content)
+    try:
+        kind.read(place)
+    except InputError as error:
+        assert "\n" not in str(error), f"a refusal of several lines: {error}"
+        return "refused"
+    return "read"

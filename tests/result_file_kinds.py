@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from benchmarks.fuzz_damage import Folder, Kind
-from benchmarks.fuzz_run_kinds import check_sane, run_to_end, scenario_file
 from coordinator.faults import FaultInjector
 from coordinator.participation import read_trace
+from fedmq.audit import report
+from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock, WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone
 from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare
@@ -30,21 +29,26 @@ from fedmq.runs.report import run_report, side_by_side
 from fedmq.runs.report.logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.keys import passphrase_in
+from fedmq.wire.log_records import GENESIS, canonical, chain
 from fedmq.wire.message_log import MessageLog
+from tests import threaded_run
+from tests.damaged_files import Folder, Kind, files_of
+from tests.run_file_kinds import check_sane, run_to_end, scenario_file
 
 _SILOS = ("silo-00", "silo-01")
 
 
 # --- results --------------------------------------------------------------------------------------------------------
+def _finish(root: Path) -> None:
+    run_to_end(root)
+    report_data.write(open_release(root, "cpu"), None)
+
+
 @cache
 def _finished() -> Folder:
     """The files that a report is made of."""
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        root = Path(name)
-        run_to_end(root)
-        report_data.write(open_release(root, "cpu"), None)
-        files = ("scenario.yaml", "summary.json", "metrics.jsonl", "report_data.json", "messages/coordinator.jsonl")
-        return {each: (root / each).read_bytes() for each in files}
+    names = ("scenario.yaml", "summary.json", "metrics.jsonl", "report_data.json", "messages/coordinator.jsonl")
+    return files_of(_finish, *names)
 
 
 def _read_results(folder: Path) -> None:
@@ -87,12 +91,13 @@ def _read_faults(folder: Path) -> None:
 # --- prepared data --------------------------------------------------------------------------------------------------
 @cache
 def _prepared() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
+    def make(cache_folder: Path) -> None:
         data = load(scenario_file()).data
         assert data is not None
-        prepared = prepare(data, Backbone(name="features"), Path(name))
-        item_digests(prepared, data)
-        return {path.name: path.read_bytes() for path in sorted(prepared.folder.iterdir()) if path.is_file()}
+        item_digests(prepare(data, Backbone(name="features"), cache_folder), data)
+
+    found = files_of(make, "data/")
+    return {Path(name).name: content for name, content in found.items() if name.count("/") == 2}
 
 
 def _read_prepared(folder: Path) -> None:
@@ -114,10 +119,7 @@ def _read_prepared(folder: Path) -> None:
 # --- others ---------------------------------------------------------------------------------------------------------
 @cache
 def _model_with_card() -> Folder:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        root = Path(name)
-        run_to_end(root)
-        return {path.name: path.read_bytes() for path in sorted((root / "model").iterdir()) if path.is_file()}
+    return {Path(name).name: content for name, content in files_of(run_to_end, "model/").items()}
 
 
 def _passphrase() -> Folder:
@@ -131,7 +133,45 @@ def _read_passphrase(folder: Path) -> None:
     assert 0 < len(passphrase_in(path)) <= 1024 and b"\n" not in passphrase_in(path)
 
 
+# --- run folders ----------------------------------------------------------------------------------------------------
+@cache
+def _run_folder() -> Folder:
+    """A run folder with the logs of all processes."""
+
+    def make(folder: Path) -> None:
+        scenario = threaded_run.resolved(scenario_file())
+        (folder / "scenario.yaml").write_text(scenario.dump())
+        assert threaded_run.run(scenario, folder).summary is not None
+
+    return files_of(make, "scenario.yaml", "summary.json", "metrics.jsonl", "model/", "messages/")
+
+
+def _chained(name: str, content: bytes) -> bytes:
+    """The records of a log with a valid chain, so that the checks behind it are reached."""
+    if not name.startswith("messages/"):
+        return content
+    head, lines = GENESIS, list[bytes]()
+    for number, line in enumerate(content.splitlines()):
+        try:
+            record = {**json.loads(line), "n": number, "previous": head}
+            record.pop("hash", None)
+            head = chain(head, record)
+            lines.append(canonical(record | {"hash": head}))
+        except (ValueError, TypeError, UnicodeError, RecursionError):
+            lines.append(line)
+    return b"\n".join([*lines, b""])
+
+
+def _audit(folder: Path) -> None:
+    """``fedmq audit``, with its page and table."""
+    found = audit_run(folder)
+    json.dumps(found.to_plain())
+    report.page(folder, found, report.verdict(found, report.Evidence()))
+    report.table(folder, found)
+
+
 RESULT_KINDS: Mapping[str, Kind] = {
+    "run folder": Kind(_run_folder, _audit, _chained, most=10),
     "results": Kind(_finished, _read_results),
     "runs of a comparison": Kind(_runs_csv, lambda folder: tables.named([folder])),
     "trace": Kind(_trace, _read_trace),

@@ -27,18 +27,18 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.federation.updates import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
-from fedmq.wire.payloads import ClassPrototypes, DiscriminatorDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload
 from protocols import fedavg, objectives
 from protocols.objectives import triplet
 from protocols.parts import aggregation, class_prototypes, training
@@ -254,7 +254,7 @@ class FedHap(FederatedProtocol):
         modality = "both" if local.silo.paired else "image" if local.silo.image else "text"
         return class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
         tensors = dict(merged.state.tensors)
@@ -274,8 +274,8 @@ class FedHap(FederatedProtocol):
         change = mixed(before.tensors[_CHANGE], after.tensors[_CHANGE], rate)
         return replace(after, tensors={**after.tensors, _CHANGE: change})
 
-    def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
-        updates = [_discriminator_update(reply) for reply in replies]
+    def _merged_discriminator(self, change: Tensor, replies: Sequence[Update]) -> Tensor:
+        updates = [_as_delta(reply) for reply in replies]
         weights = self.fedavg.weights(updates)
         step = aggregation.weighted_sum([update.delta for update in updates], weights)
         return (change.double() + step).float()
@@ -327,9 +327,10 @@ class Terms:
         return discriminator.fooled(seen, labels, options.adv_g, options.eq8)
 
 
-def _discriminator_update(reply: Reply) -> aggregation.Update:
-    sent = take(reply.payloads, DiscriminatorDelta)
-    return aggregation.Update(reply.silo, aggregation.read_only(sent.buffer), sent.n_samples, reply.factor)
+def _as_delta(reply: Update) -> Update:
+    """The reply with its discriminator's update in place of the model's."""
+    payload = take(reply.payloads, DiscriminatorDelta)
+    return replace(reply, payloads=(Delta(payload.layout_digest, payload.buffer, payload.n_samples),))
 
 
 PROTOCOL = FedHap

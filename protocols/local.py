@@ -19,12 +19,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
 )
 from fedmq.wire.payloads import Loss, Payload
 from protocols import fedavg
@@ -85,7 +85,7 @@ class Alone(FederatedProtocol):
         state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Nothing to merge."""
         return MergeResult(state)
 

@@ -19,7 +19,7 @@ import protocols
 from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Local, Reply, State, Task
+from fedmq.federation.protocol import Local, State, Task, Update
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
@@ -37,12 +37,12 @@ NO_UPDATE = {"creamfl_public", "fedproto", "local"}
 updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
 
-def delta_of(reply: Reply) -> Delta | PartialDelta:
+def delta_of(reply: Update) -> Delta | PartialDelta:
     (delta,) = [payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)]
     return delta
 
 
-def change_of(run: SmallFederation, reply: Reply) -> torch.Tensor:
+def change_of(run: SmallFederation, reply: Update) -> torch.Tensor:
     """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
     if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
@@ -65,7 +65,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
         protocols.load("_merge")
 
 
-def sends(run: SmallFederation, reply: Reply, modality: str) -> bool:
+def sends(run: SmallFederation, reply: Update, modality: str) -> bool:
     """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
     branch = run.model.branch(modality)
@@ -194,20 +194,9 @@ def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:
     return run.protocol.traits().shared_layers
 
 
-def on_the_way(run: SmallFederation, reply: Reply) -> tuple[Payload, ...]:
+def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
     """A reply's payloads as sent over the wire."""
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
-
-
-def check(run: SmallFederation, reply: Reply, sent: tuple[Payload, ...], samples: int | None = None) -> None:
-    """Check payloads of a silo as the coordinator does before a merge."""
-    header = Header(
-        run="run", kind=Kind.REPLY, sender=reply.silo.name, receiver="coordinator", sequence=1, sent_at=0.0,
-        reply_to=1, base_version=1,
-    )  # fmt: skip
-    uploads = run.protocol.uploads(reply.silo)
-    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared_layers(run), samples=samples)
-    run.protocol.check(sent)
 
 
 @updating_protocol
@@ -234,7 +223,10 @@ def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_th
 @updating_protocol
 def test_an_update_of_other_layers_is_refused(name: str) -> None:
     run = population(name)
+    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
+                    reply_to=1, base_version=0)  # fmt: skip
     for reply in run.replies():
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
         (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
         if not isinstance(update, PartialDelta):
@@ -249,7 +241,7 @@ def test_an_update_of_other_layers_is_refused(name: str) -> None:
         for other in others:
             payloads = tuple(other if payload is update else payload for payload in sent)
             with pytest.raises(RemoteWireError, match="layers"):
-                check(run, reply, payloads)
+                check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
 
 
 @every_protocol
@@ -283,19 +275,28 @@ def test_a_merge_of_one_reply_is_possible(name: str) -> None:
 
 
 @updating_protocol
-def test_a_broken_update_is_refused_before_the_merge(name: str) -> None:
+def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
     run = population(name)
-    reply = run.replies()[0]
-    sent = on_the_way(run, reply)
-    (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
-    check(run, reply, sent)
-    for broken in (
-        dataclasses.replace(update, buffer=update.buffer[:-1].copy()),
-        dataclasses.replace(update, layout_digest="0" * 64),
-        dataclasses.replace(update, n_samples=0),
-    ):
+    good = next(reply for reply in run.replies() if reply.silo.paired)
+    delta, layers = delta_of(good), run.protocol.traits().shared_layers
+
+    def check(change: Payload) -> None:
+        payloads = tuple(change if payload is delta else payload for payload in good.payloads)
+        header = Header(
+            run="run",
+            kind=Kind.REPLY,
+            sender=good.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            reply_to=1,
+            sent_at=0.0,
+        )
+        check_reply(Message(header, payloads), run.protocol.uploads(good.silo), run.context, good.silo, layers)
+
+    check(delta)
+    for change in ({"buffer": delta.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}):
         with pytest.raises(RemoteWireError):
-            check(run, reply, tuple(broken if payload is update else payload for payload in sent))
+            check(dataclasses.replace(delta, **change))
 
 
 @every_protocol
@@ -418,24 +419,41 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
     run.round()
     tried = 0
     for reply in run.replies():
+        header = Header(
+            run="run",
+            kind=Kind.REPLY,
+            sender=reply.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            sent_at=0.0,
+            reply_to=1,
+            base_version=1,
+        )
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
-        check(run, reply, sent)
+        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers)
         for place, payload in enumerate(sent):
             for other in misshapen(payload):
                 payloads = (*sent[:place], other, *sent[place + 1 :])
                 tried += 1
                 with pytest.raises(RemoteWireError):
-                    check(run, reply, payloads)
+                    check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
+                    run.protocol.check(payloads)
     assert tried or name == "local"  # which sends a loss, a number
 
 
 def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
     run = population("fedavg", kinds=[(True, True)] * 2)
     for reply in run.replies():
+        name = reply.silo.name
+        header = Header(
+            run="run", kind=Kind.REPLY, sender=name, receiver="coordinator", sequence=1, sent_at=0.0, reply_to=1
+        )
+        message, uploads = Message(header, reply.payloads), run.protocol.uploads(reply.silo)
         held = len(run.shares[reply.silo.index])
-        check(run, reply, reply.payloads, samples=held)
+        check_reply(message, uploads, run.context, reply.silo, samples=held)
         with pytest.raises(RemoteWireError, match=rf"{held} samples, the silo has {held - 1}"):
-            check(run, reply, reply.payloads, samples=held - 1)
+            check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
 
 
 @pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])

@@ -33,6 +33,7 @@ from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
+from fedmq.packages import MissingPackageError
 from fedmq.storage.cache import cache_folder
 from fedmq.text import Progress, printable, tell
 
@@ -66,9 +67,9 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
         frames = raw.pictures.frames(row)
         path = Path(raw.pictures.name(row))
         pages = further_pages(path) if in_files(raw) and path.suffix.lower() in IMAGE_ENDINGS else 0
+    except MissingPackageError:
+        raise
     except InputError as error:
-        if isinstance(error.__context__, ImportError):
-            raise  # the package that reads these files is missing
         return _Decoded(problem=f"{error.place}: {error.found}")
     pixels = blake3.blake3()
     for frame in frames:

@@ -17,7 +17,8 @@ from fedmq.config.site import Site, read_site
 from fedmq.config.yaml_files import read_yaml
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.encoders.images import IMAGE_ENDINGS, files_below
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
 from fedmq.retrieval.released_model import Release

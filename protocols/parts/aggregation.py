@@ -6,9 +6,7 @@ a merge never depends on the order of arrival.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, ReportedValue, SiloFacts
+from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, Model, PartialDelta
+from fedmq.wire.payloads import Model
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 16
@@ -29,23 +26,6 @@ _BLOCK = 1 << 16
 LARGEST_WEIGHT = ReportedValue(
     "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."
 )
-
-
-@dataclass(frozen=True)
-class Update:
-    """The update of one reply, as methods average it.
-
-    Args:
-        silo: the sender.
-        delta: float32 [P], of the whole model or of the method's shared layers.
-        samples: number of local samples it was trained on.
-        factor: weight factor of the reply, from its staleness and how rarely its silo replies.
-    """
-
-    silo: SiloFacts
-    delta: Tensor
-    samples: int
-    factor: float
 
 
 def branch_slices(layout: Layout) -> dict[str, slice]:
@@ -76,23 +56,9 @@ def owns(silo: SiloFacts, name: str) -> bool:
     return has and (silo.paired or module != "enhance")
 
 
-def ordered(replies: Sequence[Reply]) -> list[Reply]:
-    """Sort replies into the fixed silo order.
-
-    Raises:
-        RemoteWireError: two replies are of the same task.
-    """
-    result = sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
-    keys = [(reply.silo.index, reply.sequence) for reply in result]
-    if len(set(keys)) != len(keys):
-        raise RemoteWireError("replay", "two replies to the same task in one merge")
-    return result
-
-
-def update_of(reply: Reply) -> Update:
-    """The update of a reply, which the coordinator has validated and completed; its delta is read-only."""
-    payload = next(payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta))
-    return Update(reply.silo, read_only(payload.buffer), payload.n_samples, reply.factor)
+def ordered(replies: Sequence[Update]) -> list[Update]:
+    """Sort replies into the fixed silo order."""
+    return sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
 
 
 def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
@@ -131,13 +97,6 @@ def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor
     return result
 
 
-def read_only(array: npt.NDArray[Any]) -> Tensor:
-    """View a received array as a tensor without copying; use it in element-wise sums only, see :func:`as_tensor`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only arrays; this one is never written
-        return torch.from_numpy(array)
-
-
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
     """Copy an array into memory from torch's allocator.
 
@@ -172,7 +131,7 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def fresh_rows(versions: Tensor, replies: Sequence[Reply], version: int, max_age: int | None) -> tuple[Tensor, Tensor]:
+def fresh_rows(versions: Tensor, replies: Sequence[Update], version: int, max_age: int | None) -> tuple[Tensor, Tensor]:
     """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].
 
     Rows of silos that reply in this merge are always used, whatever their age.

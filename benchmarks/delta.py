@@ -18,7 +18,7 @@ from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from protocols.parts.aggregation import accumulate, read_only
 
 _WARM, _REPEATS = 8, 60

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.key_agreement import begin, finish
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import PAYLOADS
-from fedmq.wire.rekeying import begin, finish
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from tools.make_golden_frames import (
     RUN,
     describe,

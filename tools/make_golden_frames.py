@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import complete, confirm, initiate, respond
-from fedmq.wire.key_agreement import Ephemeral
+from fedmq.wire.key_agreement import Ephemeral, answer, begin, finish
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
@@ -50,8 +50,7 @@ from fedmq.wire.payloads import (
     SiloMetrics,
     SiloModalities,
 )
-from fedmq.wire.rekeying import answer, begin, finish
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"

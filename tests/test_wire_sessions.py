@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import key_agreement
-from fedmq.wire import sealed_sessions as crypto
+from fedmq.wire import sessions as crypto
 from fedmq.wire.codec import encode_header
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, Loss

@@ -17,7 +17,8 @@ from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.data import first_check
 from fedmq.encoders.base import InputSpec
-from fedmq.experiments.grid import Entry, parse_metrics
+from fedmq.experiments.grid import Entry
+from fedmq.experiments.summary import parse_metrics
 from fedmq.models import hash_networks
 from tools import make_reference
 

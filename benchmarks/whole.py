@@ -13,7 +13,7 @@ import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.runs import loop_seconds, rcsr_scenario, simulated
 from coordinator.rounds import RoundsPlan
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.federation.population import Population, build_population

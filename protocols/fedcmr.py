@@ -210,8 +210,7 @@ class FedCmr(FederatedProtocol):
         table = state.tensors[_LOSSES].clone()
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
-        before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.fresh_rows(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

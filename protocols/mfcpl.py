@@ -55,7 +55,7 @@ from protocols.parts.options import check
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
 #: Input of the pseudo-classes, by silo: centroids of its captions, their numbers of captions, whether it reported.
-GIVEN, GIVEN_SIZES, HEARD = "given_centroids", "given_centroids_sizes", "given_centroids_heard"
+GIVEN, GIVEN_SIZES, REPORTED = "given_centroids", "given_centroids_sizes", "given_centroids_heard"
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Mfcpl(FederatedProtocol):
         return {
             GIVEN: torch.zeros(silos, self.classes, self.context.dim),
             GIVEN_SIZES: torch.zeros(silos, self.classes, dtype=torch.int64),
-            HEARD: torch.zeros(silos, dtype=torch.bool),
+            REPORTED: torch.zeros(silos, dtype=torch.bool),
         }
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
@@ -275,8 +275,6 @@ class Mfcpl(FederatedProtocol):
         reports = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):
-            # Old checkpoints lack the table of centroids.
-            tensors = {**self._no_centroids(), **tensors}
             tensors |= self._stored_centroids(
                 tensors, replies, [each for each in reports if each[1].modality == "text"]
             )
@@ -311,17 +309,17 @@ class Mfcpl(FederatedProtocol):
         centroids: Sequence[tuple[Reply, ClassPrototypes]],
     ) -> dict[str, Tensor]:
         """The table of which silos have reported and each silo's last centroids, updated with the replies."""
-        given, sizes, heard = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, HEARD))
-        heard[[reply.silo.index for reply in replies]] = True
+        given, sizes, reported = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, REPORTED))
+        reported[[reply.silo.index for reply in replies]] = True
         for reply, each in centroids:
             given[reply.silo.index], sizes[reply.silo.index] = as_tensor(each.prototypes), as_tensor(each.counts)
-        return {GIVEN: given, GIVEN_SIZES: sizes, HEARD: heard}
+        return {GIVEN: given, GIVEN_SIZES: sizes, REPORTED: reported}
 
     def _pseudo_classes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The silos' centroids merged by seeded K-means; empty until enough silos have reported."""
         valid, cohort = tensors[GIVEN_SIZES] > 0, self.context.cohort
         senders, paired = int(valid.any(1).sum()), sum(silo.paired for silo in self.context.silos)
-        full_round = cohort is None or int(tensors[HEARD].sum()) >= cohort
+        full_round = cohort is None or int(tensors[REPORTED].sum()) >= cohort
         if senders == 0 or not (full_round or 2 * senders >= paired):
             return {}
         generator = numpy_generator(self.context.seed, "mfcpl", "classes")

@@ -52,7 +52,7 @@ from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols.parts.options import refuse_other_bases
 from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.statistics_table import Statistics, updated_table
+from protocols.parts.router import Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -290,14 +290,12 @@ class Rcsr(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
-        # Old checkpoints lack the mask: take the silos' configured modalities, which only faults change.
-        mask = torch.tensor([prototypes.has(silo) for silo in self.context.silos])
-        options, tensors = self.options, {_MASK: mask, **state.tensors}
+        options, tensors = self.options, state.tensors
         replies = aggregation.ordered(replies)
         updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
+        table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         uniform = options.router == "uniform"
         weights = aggregation.sample_weights([1 if uniform else update.samples for update in updates])

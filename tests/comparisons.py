@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmq.cli import compare as cli_compare
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner

@@ -27,7 +27,8 @@ from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.audit.signatures import KnownKeys
 from fedmq.cli.data import show_data
-from fedmq.config import loader, site, user_files
+from fedmq.config import resolve as scenarios
+from fedmq.config import site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.readers.features import read_features
@@ -400,7 +401,7 @@ def _kinds() -> dict[str, Kind]:
         "wikipedia": _published("wikipedia", data_set_folders.wikipedia),
         "pascal": _published("pascal", data_set_folders.pascal),
         "scenario": Kind(
-            partial(_yaml, "scenario.yaml", _SCENARIO), lambda folder: loader.load(folder / "scenario.yaml")
+            partial(_yaml, "scenario.yaml", _SCENARIO), lambda folder: scenarios.load(folder / "scenario.yaml")
         ),
         "site": Kind(partial(_yaml, "silo.yaml", _SITE), lambda folder: site.read_site(folder / "silo.yaml")),
         "policy": Kind(partial(_yaml, "policy.yaml", _POLICY), lambda folder: read_policy(folder / "policy.yaml")),

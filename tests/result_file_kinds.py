@@ -13,7 +13,7 @@ from coordinator.participation import read_trace
 from fedmq.audit import report
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock, WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone
 from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare

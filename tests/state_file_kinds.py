@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedmq.clock import WallClock
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario, Training
 from fedmq.data.extract import store
 from fedmq.encoders.base import InputSpec

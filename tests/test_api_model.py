@@ -20,8 +20,8 @@ import fedmq
 from fedmq.errors import InputError
 from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import gallery as galleries
-from fedmq.retrieval.nearest import flat_index, nearest
 from fedmq.retrieval.released_model import open_model, open_release
+from fedmq.retrieval.search import flat_index, nearest
 from tests import command_line
 from tests.threaded_run import resolved, run
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import protocols
 from fedmq.cli import compare, key_reference
 from fedmq.cli import main as cli
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.encoders.base import InputSpec
 from fedmq.experiments.grid import Entry, parse_metrics

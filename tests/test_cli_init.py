@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.site import read_site
 from fedmq.data import catalogue
 from fedmq.data.extract import complete

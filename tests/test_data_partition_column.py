@@ -11,7 +11,7 @@ import scipy.io as scipy_io
 from PIL import Image
 from safetensors.numpy import save_file
 
-from fedmq.config.loader import parse
+from fedmq.config.resolve import parse
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data.extract import plan

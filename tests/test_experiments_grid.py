@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedmq.cli import main as cli
-from fedmq.config.loader import apply_settings
+from fedmq.config.resolve import apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError

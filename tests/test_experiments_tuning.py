@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
 from fedmq.clock import WallClock
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
-from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tuning import TrialState, Tuned
 from tests.in_process_jobs import InThisProcess, run_jobs_here
 from tests.threaded_run import resolved
@@ -43,7 +41,7 @@ class WithRefusals(InThisProcess):
     def __init__(self, job: pool.Job) -> None:
         super().__init__(job)
         folder = Path(job.command[job.command.index("--quiet") - 1])
-        if loader.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
+        if scenarios.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
             summary = json.loads((folder / "summary.json").read_text())
             refused = {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}
             (folder / "summary.json").write_text(json.dumps({**summary, "unusable_replies": refused}))
@@ -89,12 +87,12 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
     assert [row["method"] for row in rows] == ["fedavg", "fedavg", "rcsr", "rcsr"]
     for method in ("fedavg", "rcsr"):
         best = max((row for row in rows if row["method"] == method), key=lambda row: float(row["value"]))
-        scenario = loader.load(out / f"best-{method}.yaml")
+        scenario = scenarios.load(out / f"best-{method}.yaml")
         assert scenario.protocol.label == method
         assert scenario.training.learning_rate == float(best["training.learning_rate"])
         assert scenario.rounds == 4 and scenario.evaluation.split == "test"
     folders = sorted((out / "runs").glob("*/summary.json"))
-    trials = [loader.load(each.with_name("scenario.yaml")) for each in folders]
+    trials = [scenarios.load(each.with_name("scenario.yaml")) for each in folders]
     assert {(each.rounds, each.evaluation.split) for each in trials} == {(2, "val")}
     again = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--quiet"])
     assert again.exit_code == 0 and len(here) == 4  # nothing is left to run
@@ -227,39 +225,17 @@ def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
 
 
-def test_a_journal_drops_an_incomplete_last_step_and_finds_any_other_change(tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
-    written = SearchJournal(path, "search")
-    written.append_logs([{"op_code": 0, "value": 0.1}])
-    with written.step():
-        written.append_logs([{"op_code": 1, "value": math.nan}])
-        written.append_logs([{"op_code": 2}])
-    with pytest.raises(KeyError), written.step():
-        written.append_logs([{"op_code": 3}])
-        raise KeyError
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in sorted({*range(0, len(whole), 13), first - 1, first, len(whole) - 1, len(whole)}):
-        path.write_bytes(whole[:end])
-        count = {len(whole): 3}.get(end, int(end >= first))
-        assert [each["op_code"] for each in SearchJournal(path, "search").read_logs(0)] == list(range(count))
-        assert path.read_bytes() == whole[: {0: 0, 1: first, 3: len(whole)}[count]]
-    one, two, three, _ = whole.split(b"\n")
-    changed = {
-        2: [one, two.replace(b"NaN", b"0.5"), three],
-        1: [one.replace(b"0.1", b"1.0"), two, three],
-        3: [one, two, two, three],
-    }
-    others = [[two, three], [one, three], [one, three, two], [b"[" * 100_000], [b"\xff"], [b"[]"], [b"{}"], [b""]]
-    for lines in [*changed.values(), *others]:
-        damaged = b"\n".join(lines) + b"\n"
-        path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"line \d: found 'a damaged or misplaced line', allowed: .*delete it"):
-            SearchJournal(path, "search")
-        assert path.read_bytes() == damaged
-    path.write_bytes(whole)
-    with pytest.raises(InputError, match="line 1"):
-        SearchJournal(path, "another search")
+@pytest.mark.parametrize(
+    "damage", ["[]", "{}", "{", '{"op_code": 99, "worker_id": "x"}', '{"op_code": 4, "worker_id": "x"}']
+)
+def test_a_damaged_journal_is_refused_in_one_line(damage: str, tiny: Path, tmp_path: Path) -> None:
+    path, out = spec(tiny, tmp_path), tmp_path / "out"
+    assert tuned(path, out, lambda: True).stopped
+    first, *others = (out / "study.journal").read_text().splitlines()
+    (out / "study.journal").write_text("\n".join([first, damage, *others, ""]))
+    with pytest.raises(InputError, match="delete it") as refused:
+        tuned(path, out)
+    assert refused.value.place == str(out / "study.journal") and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["search.json", "study.journal"])

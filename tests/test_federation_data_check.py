@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from fedmq.cli import data as cli_data
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
 from fedmq.data.catalogue import SETS

@@ -117,9 +117,8 @@ def test_items_with_one_caption_have_no_caption_contrast() -> None:
         ("rcsr", {"anchor": "multi", "warmup": 0, "anchor_support": 3, "anchor_centroids": 5}),
     ],
 )
-@pytest.mark.parametrize("rows_kept", [True, False], ids=["", "state of before rows were kept"])
 def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
-    name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = population(name, options, kinds=((True, True),), sizes=(60,))
     silo, pool = run.context.silos[0], run.shares[0]
@@ -142,10 +141,6 @@ def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
     monkeypatch.setattr(centroids, "centroids_of", watched)
     before = torch.arange(40)
     hold(before)
-    if not rows_kept:
-        run.personal[0] = {key: each for key, each in run.personal[0].items() if "_rows_" not in key}
-        hold(before)
-        reported[:2] = []
     after = before.clone()
     after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last row is already in it
     hold(after)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordinator import program
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import MissingModality, Objective, Training
 from fedmq.config.sections import Evaluation
 from fedmq.data.label_levels import COARSE

@@ -115,14 +115,6 @@ def test_half_of_the_paired_silos_or_a_rounds_number_of_silos_are_enough_for_pse
     assert seen == [False] * (len(order) - 1) + [True]
 
 
-def test_a_checkpoint_without_stored_centroids_can_be_resumed() -> None:
-    run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=()), 4)
-    without = {name: each for name, each in run.state.tensors.items() if not name.startswith("given_")}
-    run.state = dataclasses.replace(run.state, tensors=without)
-    run.round()
-    assert made(run)
-
-
 def test_no_pseudo_class_is_made_of_missing_centroids() -> None:
     run = population("mfcpl", {"classes": 3}, labels=(), kinds=((True, False), (False, True)), sizes=(6, 6))
     for _ in range(3):

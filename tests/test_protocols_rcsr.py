@@ -126,17 +126,13 @@ def test_the_router_over_the_table_weights_a_buffer_of_two() -> None:
     assert int((run.state.tensors["table_versions"] >= 0).sum()) == 4
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before the mask was kept"])
-def test_the_table_stores_the_modalities_of_each_silos_last_report(older: bool) -> None:
+def test_the_table_stores_the_modalities_of_each_silos_last_report() -> None:
     runs = [population("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
     for run in runs:
         run.round()
         lost, gained = run.context.silos[0], run.context.silos[1]
         lost, gained = dataclasses.replace(lost, text=False), dataclasses.replace(gained, text=True)
         run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
-        if older:
-            without = {name: each for name, each in run.state.tensors.items() if name != "table_mask"}
-            run.state = State(run.state.theta, without, run.state.values)
         for _ in range(2):
             run.round([lost, gained, *run.context.silos[2:]])
     assert torch.equal(runs[0].state.theta, runs[1].state.theta)
@@ -145,17 +141,6 @@ def test_the_table_stores_the_modalities_of_each_silos_last_report(older: bool) 
     assert runs[1].state.tensors["table_mask"].tolist() == told
     runs[1].round(runs[1].context.silos[2:])
     assert runs[1].state.tensors["table_mask"].tolist() == told
-
-
-def test_the_router_over_the_table_reads_a_checkpoint_without_the_mask() -> None:
-    run, older = (population("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
-    for each in (run, older):
-        each.round()
-    without = {name: each for name, each in older.state.tensors.items() if name != "table_mask"}
-    older.state = State(older.state.theta, without, older.state.values)
-    for each in (run, older):
-        each.round(each.context.silos[:2])
-    assert equal_states(run.state, older.state)
 
 
 def test_an_older_reply_does_not_overwrite_the_table() -> None:

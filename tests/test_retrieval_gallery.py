@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data, Scenario
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RunError

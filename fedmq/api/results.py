@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedmq.config.loader import load as read_scenario
+from fedmq.config.resolve import load as read_scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs.report import run_report

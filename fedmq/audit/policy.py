@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedmq.audit.log_checks import Audit, Finding
-from fedmq.config.loader import input_error
 from fedmq.config.sections import Name, Part
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord
@@ -119,7 +118,7 @@ def read_policy(path: Path) -> Policy:
     try:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
-        raise _input_error(error, path) from None
+        raise input_error(error, path, raw, Policy) from None
     strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
         raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has its own key")
@@ -129,20 +128,6 @@ def read_policy(path: Path) -> Policy:
     if policy.peers is None and all(rule == Rule() for rule in every):
         raise InputError(str(path), "a policy that limits nothing", f"at least one of {', '.join(Rule.model_fields)}")
     return policy
-
-
-def _input_error(error: ValidationError, path: Path) -> InputError:
-    general, first = input_error(error, path), error.errors()[0]
-    place, found, allowed = general.place.removesuffix(".[key]"), general.found, general.allowed
-    if first["type"] == "extra_forbidden":
-        location = first["loc"]
-        below = Rule if len(location) > 1 and location[-2] in ("up", "down") else Ways
-        allowed = f"one of {', '.join((Policy if len(location) == 1 else below).model_fields)}"
-    elif first["type"] in ("model_type", "dict_type"):
-        allowed = "a mapping"
-    elif isinstance(first["input"], dict):
-        found = "a mapping"
-    return InputError(place, found, allowed)
 
 
 @dataclass(frozen=True)

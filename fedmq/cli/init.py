@@ -13,7 +13,7 @@ import typer
 
 from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import CONNECT, Quiet
-from fedmq.cli.scenarios import again, plug_in_names, resolved
+from fedmq.cli.scenarios import plug_in_names, resolved
 from fedmq.errors import InputError
 from fedmq.text import print_line, printable
 
@@ -249,12 +249,11 @@ def _write(file: Path, text: str, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
         err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
-    from fedmq.config import loader, yaml_files  # noqa: PLC0415
-    from fedmq.config.resolve import Source  # noqa: PLC0415
+    from fedmq.config import yaml_files  # noqa: PLC0415
+    from fedmq.config.resolve import Source, parse  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
-    scenario = loader.parse(yaml_files.parse(text), file)
-    run = again(resolved(Source(file, scenario)).scenario)
+    run = resolved(Source(file, parse(yaml_files.parse(text), file)))
     preparation.check_without_features(run, None if quiet else bar())
     write_text(file, text)

@@ -72,7 +72,7 @@ def complete_report(folder: RunFolder, progress: Progress | None, *, damaged: bo
         InputError: the run is not finished, its files are invalid, or a log is damaged where that is refused.
     """
     import protocols  # noqa: PLC0415 - registers the objectives
-    from fedmq.config.loader import load  # noqa: PLC0415
+    from fedmq.config.resolve import load  # noqa: PLC0415
     from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
     from fedmq.runs import results  # noqa: PLC0415

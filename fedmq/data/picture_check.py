@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from fedmq.data.raw_set import RawSet
-from fedmq.encoders.images import VIDEO_ENDINGS, Files, check_header, is_folder
-from fedmq.encoders.pictures_with_gaps import WithGaps
+from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, is_folder
+from fedmq.encoders.images import VIDEO_ENDINGS, check_header
 from fedmq.errors import InputError
+from fedmq.packages import MissingPackageError
 from fedmq.text import Progress, tell
 
 #: Maximum number of image files whose headers are read, and of pictures inside other files that are decoded.
@@ -57,7 +58,7 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
 
 def in_files(raw: RawSet) -> bool:
     """Whether each picture is a file of its own, not one in an archive or an array."""
-    return isinstance(raw.pictures.held if isinstance(raw.pictures, WithGaps) else raw.pictures, Files)
+    return isinstance(raw.pictures.held if isinstance(raw.pictures, ImagesWithGaps) else raw.pictures, ImageFiles)
 
 
 def _problem(raw: RawSet, files: bool, row: int) -> str:
@@ -69,8 +70,8 @@ def _problem(raw: RawSet, files: bool, row: int) -> str:
         path = Path(raw.pictures.name(row))
         if path.suffix.lower() not in VIDEO_ENDINGS and not is_folder(path):
             check_header(path)
+    except MissingPackageError:
+        raise
     except InputError as error:
-        if isinstance(error.__context__, ImportError):
-            raise
         return f"{raw.keys[row]} ({error.found})"
     return ""

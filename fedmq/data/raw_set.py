@@ -23,8 +23,7 @@ from fedmq.data.duplicates import first_of_equals
 from fedmq.data.item_modalities import Present, presence
 from fedmq.data.readers.cells import one_spelling
 from fedmq.data.readers.label_arrays import MAX_LABELS
-from fedmq.encoders.images import Files, Pictures
-from fedmq.encoders.pictures_with_gaps import WithGaps
+from fedmq.encoders.image_sets import ImageFiles, Images, ImagesWithGaps
 from fedmq.errors import InputError, line_of
 from fedmq.storage.regular_files import check_regular
 from fedmq.text import Progress, tell
@@ -63,7 +62,7 @@ class RawSet:
 
     place: str
     keys: tuple[str, ...]
-    pictures: Pictures
+    pictures: Images
     captions: tuple[tuple[str, ...], ...]
     bag: Array | None = None
     labels: U8 | None = None
@@ -96,7 +95,7 @@ class RawSet:
     @cached_property
     def pictured(self) -> npt.NDArray[np.bool_]:
         """Bool [n]: whether each item has a picture, whether or not its file is readable."""
-        if not isinstance(self.pictures, WithGaps):
+        if not isinstance(self.pictures, ImagesWithGaps):
             return np.ones(len(self), np.bool_)
         return np.array([at is not None for at in self.pictures.rows])
 
@@ -147,7 +146,7 @@ class RawSet:
             InputError: a picture cannot be read.
         """
         contents = self.stamps
-        if contents is None or not isinstance(self.pictures, Files):
+        if contents is None or not isinstance(self.pictures, ImageFiles):
             contents = self.pictures.contents(tell(progress, "pictures compared", len(self)))
         return first_of_equals(contents)
 

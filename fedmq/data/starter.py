@@ -18,7 +18,8 @@ from fedmq.data.raw_set import U8, RawSet, whole
 from fedmq.data.readers import manifest, parquet, photo_folder
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import IMAGE_ENDINGS, files_below
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 from fedmq.text import Progress, first_few
 

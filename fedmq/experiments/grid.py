@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedmq.config.loader import apply_settings
+from fedmq.config.resolve import apply_settings
 from fedmq.config.run_id import without_younger
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import ERRORS, read_yaml

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fedmq.config.loader import apply_settings, input_error, place_of
+from fedmq.config.resolve import apply_settings
 from fedmq.config.sections import Count
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid
 from fedmq.storage.regular_files import is_file
@@ -95,9 +95,6 @@ class ComparisonFile(BaseModel):
         return self.compare if self.sweep is None else (self.sweep,)
 
 
-KEYS = tuple(field.alias or name for name, field in ComparisonFile.model_fields.items())
-
-
 def is_comparison(raw: Mapping[str, object]) -> bool:
     """Whether a YAML file is a comparison file rather than a scenario."""
     return any(kind in raw for kind in KINDS)
@@ -114,14 +111,10 @@ def read(path: Path) -> ComparisonFile | None:
         return None
     if all(kind in raw for kind in KINDS):
         raise InputError(str(path), "both compare and sweep", "one of them")
-    if unknown := [key for key in raw if key not in KEYS]:
-        allowed = f"one of {', '.join(KEYS)}; options of execution (--out, --jobs, ...) stay on the command line"
-        raise InputError(place_of(path, unknown), raw[unknown[0]], allowed)
     try:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
-        named = input_error(error, path)
-        raise InputError(named.place, error.errors()[0]["input"], named.allowed) from None
+        raise input_error(error, path, raw, ComparisonFile) from None
     if file.kind == "compare" and ON_VALIDATION in file.select:
         raise InputError(f"{path}: select", ON_VALIDATION, "with sweep; here key=value,value,...")
     for name in file.scenarios:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from fedmq.config.loader import apply_settings, input_error
+from fedmq.config.resolve import apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import known_names
@@ -205,7 +205,7 @@ def read(path: Path) -> TuneFile:
     try:
         spec = TuneFile.model_validate(raw)
     except ValidationError as error:
-        raise input_error(error, path) from None
+        raise input_error(error, path, raw, TuneFile) from None
     if not is_file(path.parent / spec.tune):
         raise InputError(f"{path}: tune", spec.tune, f"a scenario file, relative to {path.parent}")
     return spec

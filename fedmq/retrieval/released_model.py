@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue

@@ -14,11 +14,11 @@ from fedmq import seeds
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.silo_dataset import load_silo_dataset
-from fedmq.encoders.images import Pictures
+from fedmq.encoders.image_sets import Images
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, comparable
+from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
@@ -211,7 +211,7 @@ def _described(release: Release, population: Population, rows: I64) -> Describe:
 def _as_item(
     keys: Sequence[str],
     captions: Sequence[Sequence[str]],
-    pictures: Pictures | None,
+    pictures: Images | None,
     places: Sequence[int],
     item: int,
     number: int,
@@ -223,7 +223,7 @@ def _as_item(
     return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
 
 
-def thumbnail(pictures: Pictures, row: int) -> str:
+def thumbnail(pictures: Images, row: int) -> str:
     """A small JPEG of a whole picture, or of a video's middle frame, as a data URI; empty if it cannot be read."""
     try:
         frames = pictures.frames(row)

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
 from fedmq.packages import package

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
 from protocols.parts.options import check
-from protocols.parts.reconstruction import Reconstruction
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, affinity, cosines, mean_square
+from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 
 @dataclass(frozen=True)

@@ -207,21 +207,18 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def fresh_rows(
-    versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
-) -> tuple[Tensor, Tensor]:
+def fresh_rows(versions: Tensor, replies: Sequence[Reply], version: int, max_age: int | None) -> tuple[Tensor, Tensor]:
     """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].
 
     Rows of silos that reply in this merge are always used, whatever their age.
 
     Args:
-        versions: before the merge; None in old checkpoints, whose rows count as reported at the current version.
-        table: [N] before the merge, below 0 for silos that have not reported.
+        versions: int64 [N] before the merge; -1 for silos that have not reported.
         replies: replies of the merge.
         version: current model version.
         max_age: see :func:`still_known`.
     """
-    versions = torch.where(table >= 0, version, -1) if versions is None else versions.clone()
+    versions = versions.clone()
     rows = [reply.silo.index for reply in replies]
     versions[rows] = torch.tensor([reply.base_version for reply in replies])
     known = still_known(versions, version, max_age)

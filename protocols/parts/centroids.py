@@ -107,8 +107,7 @@ def _members(
     first = _first(rows)
     seen = members = rows[:0]
     if names[0] in local.state:
-        members = local.state[names[0]]
-        seen = local.state.get(names[1], rows)  # old states have no rows: assume the current items
+        members, seen = local.state[names[0]], local.state[names[1]]
         ended = members[~(torch.isin(seen, rows) & _first(seen))]
         members = torch.where(torch.isin(members, ended), -1, members)
     new = first & ~torch.isin(rows, seen)

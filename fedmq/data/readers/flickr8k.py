@@ -12,7 +12,7 @@ from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, first_existing, folder_of, is_number, read_text
 from fedmq.data.readers.karpathy import FOLDERS, annotation_files, read_karpathy
 from fedmq.data.splits import split_numbers
-from fedmq.encoders.images import Files
+from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 
 TOKENS = "Flickr8k.token.txt"
@@ -63,7 +63,7 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
         RawSet(
             place=str(tokens),
             keys=tuple(keys),
-            pictures=Files(tuple(images / key for key in keys)),
+            pictures=ImageFiles(tuple(images / key for key in keys)),
             captions=tuple(tuple(captions.get(key, ())) for key in keys),
             split=split_numbers(str(tokens), splits, {}),
         )

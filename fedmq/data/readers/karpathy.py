@@ -15,7 +15,7 @@ from typing import Any
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, first_existing, folder_of, multi_hot, read_json
 from fedmq.data.splits import split_numbers
-from fedmq.encoders.images import Files
+from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 
 #: Usual image folders of each set below ``data.path``.
@@ -112,7 +112,7 @@ def read_karpathy(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(entry["filename"] for entry in entries),
-            pictures=Files(files),
+            pictures=ImageFiles(files),
             captions=tuple(
                 tuple(text for sentence in entry["sentences"] if (text := sentence["raw"].strip())) for entry in entries
             ),

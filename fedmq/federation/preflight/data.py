@@ -34,6 +34,7 @@ from fedmq.errors import InputError
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population, check_clusters
 from fedmq.federation.protocol import SiloFacts
+from fedmq.packages import MissingPackageError
 from fedmq.storage.cache import cache_folder
 from fedmq.text import Progress, tell
 
@@ -65,9 +66,9 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
         frames = raw.pictures.frames(row)
         path = Path(raw.pictures.name(row))
         pages = further_pages(path) if in_files(raw) and path.suffix.lower() in IMAGE_ENDINGS else 0
+    except MissingPackageError:
+        raise
     except InputError as error:
-        if isinstance(error.__context__, ImportError):
-            raise  # the package that reads these files is missing
         return _Decoded(problem=f"{error.place}: {error.found}")
     pixels = blake3.blake3()
     for frame in frames:

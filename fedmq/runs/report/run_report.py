@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
+from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.report import figures
 from fedmq.runs.report.data import ReportData
 from fedmq.runs.report.html import Figure, render

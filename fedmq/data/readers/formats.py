@@ -1,23 +1,30 @@
-"""The arrays in .mat, .h5, .npz and .safetensors files; :mod:`fedmq.storage.quarantine` runs this.
+"""What libraries read from other people's files: arrays, tables and archives.
 
-SciPy, h5py, NumPy and safetensors read them, and nothing is unpickled. Paths are strings.
+:mod:`fedmq.storage.quarantine` runs this.
+SciPy, h5py, NumPy, safetensors, pyarrow and tarfile read them, and nothing is unpickled. Paths are strings.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import tarfile
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.errors import InputError
 from fedmq.packages import package
 
 Array = npt.NDArray[Any]
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
 
 
 class Listed(TypedDict):
@@ -90,7 +97,7 @@ def _described(key: str, shape: Any, *, matlab: bool = False, strings: bool = Fa
     return Listed(key=key, shape=list(map(int, shape)), matlab=matlab, strings=strings, integers=integers, hdf5=False)
 
 
-# --- NumPy and safetensors ------------------------------------------------------------------------------------------
+# NumPy and safetensors ------------------------------------------------------------------------------------------
 
 
 def _in_npz(path: str) -> list[Listed]:
@@ -190,3 +197,91 @@ def _dense(matrix: Any) -> Array:
     columns = matrix.tocsc()
     columns.check_format(full_check=True)
     return np.asarray(columns.toarray())
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+class Described(TypedDict):
+    """What a Parquet or Arrow file says of itself.
+
+    Args:
+        columns: type of each column by name, as pyarrow writes it.
+        groups: number of rows of each row group.
+        huggingface: Hugging Face's metadata, in JSON; empty without.
+    """
+
+    columns: dict[str, str]
+    groups: list[int]
+    huggingface: str
+
+
+def describe_table(path: str) -> Described:
+    """Columns and row groups of a Parquet or Arrow file."""
+    table = _table(path, Path(path).stat().st_mtime_ns)
+    if isinstance(table, list):
+        schema, groups = table[0].schema, [len(batch) for batch in table]
+    else:
+        about = table.metadata
+        schema, groups = table.schema_arrow, [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+    metadata = (schema.metadata or {}).get(b"huggingface", b"")
+    columns = {field.name: str(field.type) for field in schema}
+    return Described(columns=columns, groups=groups, huggingface=metadata.decode(errors="replace"))
+
+
+def read_column(path: str, column: str, group: int) -> list[Any]:
+    """The values of a column of a row group: texts, numbers, bytes, and lists and structures of these."""
+    table = _table(path, Path(path).stat().st_mtime_ns)
+    if isinstance(table, list):
+        values = table[group].column(column).to_pylist()
+    else:
+        values = table.read_row_group(group, columns=[column], use_threads=False).column(column).to_pylist()
+    plain = (str, bytes, int, float, list, dict, type(None))
+    return [value if isinstance(value, plain) else str(value) for value in values]
+
+
+def read_images(path: str, column: str, group: int) -> list[bytes | None]:
+    """The image files in a column of a row group: bytes, or the field ``bytes`` of structures."""
+    values = read_column(path, column, group)
+    return [value.get("bytes") if isinstance(value, dict) else value for value in values]
+
+
+@functools.lru_cache(maxsize=8)
+def _table(path: str, _changed: int) -> Any:
+    """An opened Parquet file, or the batches of an Arrow file."""
+    if path.lower().endswith(".parquet"):
+        return package("pyarrow.parquet", "parquet", path).ParquetFile(path)
+    arrow = package("pyarrow", "parquet", path)
+    mapped = arrow.memory_map(path)
+    as_file = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    table = (arrow.ipc.open_file if as_file else arrow.ipc.open_stream)(mapped).read_all()
+    table.validate(full=True)  # pyarrow would follow a damaged offset out of the file
+    if not (batches := table.to_batches()):
+        raise ValueError("no row")
+    return batches
+
+
+# --- archives -------------------------------------------------------------------------------------------------------
+
+
+def list_members(path: str) -> list[tuple[str, int, int]]:
+    """Name, and start and size [bytes] of the content, of each file in an uncompressed tar file.
+
+    Raises:
+        InputError: the archive was cut off, or has links, devices or paths that lead out of it.
+    """
+    size, members = Path(path).stat().st_size, []
+    with tarfile.open(path, "r:") as archive:
+        for info in archive:
+            inside, place = PurePosixPath(info.name), f"{path}: {info.name}"
+            if inside.is_absolute() or ".." in inside.parts:
+                raise InputError(place, "a path that leads out of the archive", "paths within it")
+            if info.isdir():
+                continue
+            if not info.isreg() or info.issparse():
+                raise InputError(place, "a link, a device or a sparse file", "regular files only")
+            if info.offset_data + info.size > size:
+                raise InputError(place, "a file that was cut off", "a complete archive")
+            members.append((info.name, info.offset_data, info.size))
+    return members

@@ -11,7 +11,7 @@ from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
 from coordinator.rounds import Phase
 from fedmq.clock import Clock
-from fedmq.config.scenario_digests import KeyDigests, keys_in, named
+from fedmq.config.run_id import KeyDigests, keys_in, named
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.federation.agreement import FormatError

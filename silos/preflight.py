@@ -17,7 +17,7 @@ import torch
 
 import protocols
 from fedmq.audit.policy_guard import PolicyGuard, guard_of, kinds_needed
-from fedmq.config.scenario_digests import named
+from fedmq.config.run_id import named
 from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError

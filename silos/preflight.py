@@ -35,7 +35,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
-from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
+from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Reason
 from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -117,7 +117,7 @@ def preflight(
 # --- keys and coordinator -------------------------------------------------------------------------------------------
 def _versions(joining: Joining) -> list[Outcome]:
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    detail = f"{here}, wire {', '.join(map(str, WIRE_VERSIONS))}; run {joining.arguments.run.id}"
+    detail = f"{here}, wire {WIRE_VERSION}; run {joining.arguments.run.id}"
     return [Outcome(Verdict.OK, detail)]
 
 
@@ -169,7 +169,7 @@ def _handshake(joining: Joining, identity: Identity, accepted: Accepted) -> Outc
         if frames is None:
             within = f"within {joining.limits.answer_seconds:.0f} s"
             return Outcome(Verdict.SKIPPED, f"no answer from {uri} {within}: not started, or it does not know this key")
-        _, session = complete(initiated, accepted, frames, 0.0)
+        complete(initiated, accepted, frames, 0.0)
     except HelloRefusedError as error:
         if error.reason == Reason.WRONG_RUN and status is not None:
             which = _differing(arguments, status)
@@ -181,7 +181,7 @@ def _handshake(joining: Joining, identity: Identity, accepted: Accepted) -> Outc
     finally:
         connection.close()
     so_far = "" if status is None else f"; {status.phase}, round {status.round} of {status.rounds}"
-    detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {session.wire_version}{so_far}"
+    detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {WIRE_VERSION}{so_far}"
     return Outcome(Verdict.OK, detail)
 
 

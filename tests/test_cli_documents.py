@@ -16,7 +16,8 @@ from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.encoders.base import InputSpec
-from fedmq.experiments.grid import Entry, parse_metrics
+from fedmq.experiments.grid import Entry
+from fedmq.experiments.summary import parse_metrics
 from fedmq.federation import preflight
 from fedmq.models import hash_networks
 from tools import make_reference

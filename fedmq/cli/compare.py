@@ -322,8 +322,8 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
     varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
     select = [plan.parse_variation(text, "--select") for text in options.select or []]
     seeds = plan.parse_seeds(_SEEDS if options.seeds is None else options.seeds)
-    metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
-    targets = tuple(plan.parse_target(text) for text in options.target or [])
+    metrics = summary.parse_metrics(_METRIC if options.metric is None else options.metric)
+    targets = tuple(summary.parse_target(text) for text in options.target or [])
     try:
         made = plan.ComparisonPlan(
             entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
@@ -346,8 +346,8 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
         splits = {resolve(each.file, list(each.settings), None).scenario.evaluation.split for each in chosen}
         made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
-        plan.check_across(made)
-        plan.check_metrics(made, resolve)
+        summary.check_across(made)
+        summary.check_metrics(made, resolve)
     except InputError as error:
         if options.source is None:
             raise

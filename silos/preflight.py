@@ -30,13 +30,13 @@ from fedmq.packages import versions
 from fedmq.runs.status import StatusFile, status_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, counted
-from fedmq.wire.connection_troubles import SAME_SCENARIO
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Reason
 from fedmq.wire.payloads import Payload, tensor_bytes
+from fedmq.wire.refusals import SAME_SCENARIO
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host

@@ -44,14 +44,14 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload, SiloMetrics
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from protocols.parts.missing_branch import shortened
 from silos.failure_reports import FailureReporter
 from silos.personal_state import StateNotes, StateStore

@@ -22,8 +22,8 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import counted, size_text
+from fedmq.wire.log_records import SentPayloads
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sent_payloads import SentPayloads
 
 if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue
@@ -88,7 +88,7 @@ def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
     path = folder.root / "report_data.json"
     if not path.is_file():
         return None
-    data = read_json(path, ReportData, "the pictures and projections of a report; delete it to do without")
+    data = read_json(path, ReportData, "the images and projections of a report; delete it to do without")
     return data if data.model_digest == summary.model_digest else None
 
 

@@ -142,7 +142,7 @@ def preflight(
     held = "images and captions" if silo.facts.paired else "images only" if silo.facts.image else "captions only"
     unpaired = f" ({silo.facts.unpaired} more with one of them)" if silo.facts.unpaired else ""
     yield Check("data", Verdict.OK, f"{len(silo.dataset)} training items, {held}{unpaired}")
-    for line in silo.population.prepared.remarks:
+    for line in silo.population.prepared.warnings:
         yield Check("remark", Verdict.WARNING, line)
     if lacking := _left_out(arguments, silo):
         yield Check("items", Verdict.WARNING, lacking)

@@ -209,7 +209,7 @@ def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scena
 def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
     """Extract a scenario's frozen features on a device, by default the scenario's, and print their shapes."""
     from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
-    from fedmq.data.remarks import sentences  # noqa: PLC0415
+    from fedmq.data.warnings import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
@@ -219,10 +219,10 @@ def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
     facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print_json({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)})
+        print_json({**facts, "warnings": found.meta.warnings.plain(), "folder": str(found.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
         out.print(f"{facts['n']} items: {shapes}, in", highlight=False, markup=False)
         out.print(str(found.folder), highlight=False, soft_wrap=True, markup=False)
-        for line in sentences(found.meta.remarks):
+        for line in sentences(found.meta.warnings):
             out.print(printable(line), highlight=False, soft_wrap=True, markup=False)

@@ -295,7 +295,7 @@ def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
     with pytest.raises(InputError, match=r"\.faiss: found 'a damaged index"):
         by_item(embeddings, made.items.keys[0])
     made.vectors.write_bytes(b"PK\x03\x04cut short")
-    with pytest.raises(InputError, match="a damaged file"):
+    with pytest.raises(InputError, match="an exported gallery"):
         made.array("image")
 
 
@@ -311,7 +311,7 @@ def test_arrays_that_do_not_fit_their_description_are_refused(name: str, embeddi
             made.array(name)
     with zipfile.ZipFile(made.vectors, "w") as archive:
         archive.writestr(f"{name}.npy", b"no array")
-    with pytest.raises(InputError, match="found 'bytes"):
+    with pytest.raises(InputError, match="found 'S"):
         made.array(name)
 
 

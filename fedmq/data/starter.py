@@ -239,7 +239,8 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
             "more alike."
         )
     else:
-        partition, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: distributed at random."
+        partition = f"partition: {{kind: iid, least: {LEAST}}}"
+        why = "# Too few items for topics: distributed at random."
     backbone = "features" if data.name == "features" else "lite"
     kept = f", missing: {data.missing}" if data.missing else ""
     lines = [

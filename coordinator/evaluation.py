@@ -17,8 +17,8 @@ from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
-from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
+from fedmq.evaluation.metrics import Metric, known_names, objection
+from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine

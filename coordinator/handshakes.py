@@ -11,7 +11,7 @@ from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
 from coordinator.rounds import Phase
 from fedmq.clock import Clock
-from fedmq.config.scenario_digests import KeyDigests, keys_in, named
+from fedmq.config.run_id import KeyDigests, keys_in, named
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.federation.agreement import FormatError
@@ -20,7 +20,6 @@ from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
@@ -87,11 +86,12 @@ class Handshakes:
         self._hellos, self._copies = PeerRateLimits(HELLOS), PeerRateLimits(COPIES, 10.0)
         self._rejections = RateLimit(REJECTIONS, clock.stopwatch(), 10.0)
 
-    def hello(self, address: bytes, frames: Sequence[memoryview]) -> None:
+    def hello(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> None:
         """Answer a hello.
 
         Args:
             address: where the frames came from.
+            header: the decoded header.
             frames: the frames.
 
         Raises:
@@ -102,15 +102,16 @@ class Handshakes:
         if pending is not None and pending.hello == digest:
             self._listener.send(address, pending.welcome)
             return
-        self._check_limits(decode_header(frames[0]), copy=digest in self._answered)
+        self._check_limits(header, copy=digest in self._answered)
         try:
+            now = self._clock.now()
             welcome, responded = respond(
-                self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
+                self._identity, self._accepted, self._run, frames, now, options=self._options, header=header
             )
         except RemoteWireError as error:
             self._reject(address, frames, error)
             if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
-                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                detail = f"claims to be {header.sender}, with another scenario: {error.detail}"
                 raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
@@ -129,7 +130,7 @@ class Handshakes:
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
 
-    def complete(self, address: bytes, frames: Sequence[memoryview]) -> tuple[Responded, Session]:
+    def complete(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> tuple[Responded, Session]:
         """The handshake that a ready or inquire message completes, and its session; arguments as in :meth:`hello`.
 
         Raises:
@@ -138,7 +139,7 @@ class Handshakes:
         pending = self._pending.get(address)
         if pending is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
-        session = confirm(pending.responded, frames)
+        session = confirm(pending.responded, frames, header)
         del self._pending[address]
         return pending.responded, session
 

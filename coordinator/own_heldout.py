@@ -13,8 +13,8 @@ from coordinator.run_context import RunContext
 from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
-from fedmq.evaluation.fairness import fairness_of, means, weighted_means
-from fedmq.evaluation.metrics import HEADLINE, Metric, objection
+from fedmq.evaluation.metrics import Metric, objection
+from fedmq.evaluation.recall import HEADLINE, fairness_of, means, weighted_means
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures

@@ -21,7 +21,7 @@ from coordinator.run_context import RunContext, run_context_of
 from fedmq.config.scenario import Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import HEADLINE
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State

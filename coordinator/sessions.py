@@ -153,13 +153,13 @@ class Roster:
         proven, header = peer.session.authentic if peer else 0, None
         try:
             # The header is not authenticated yet; it only selects the handler, which checks it again.
-            header = decode_clear(frames[0])
+            header = decode_clear(frames[0], any_version=True)
             kind = None if isinstance(header, ShortHeader) else header.kind
-            if kind is Kind.HELLO:
-                self._handshakes.hello(address, frames)
+            if isinstance(header, Header) and kind is Kind.HELLO:
+                self._handshakes.hello(address, header, frames)
                 return None
-            if kind in (Kind.READY, Kind.INQUIRE):
-                return self._ready(address, frames, size)
+            if isinstance(header, Header) and kind in (Kind.READY, Kind.INQUIRE):
+                return self._ready(address, header, frames, size)
             if peer is None:
                 if (report := self._reports.take(address, frames)) is not None:
                     self._note_other_scenario(*report)
@@ -171,7 +171,7 @@ class Roster:
                 if displaced:
                     return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
-            return self._message(peer, frames, size)
+            return self._message(peer, header, frames, size)
         except RemoteWireError as error:
             if peer is None or peer.session.authentic == proven:
                 # No key vouches for the frames, even if they arrived on the connection of a session.
@@ -248,19 +248,16 @@ class Roster:
         self._refusals.flush()
         self._stale.note(all_=True)
 
-    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
-        responded, session = self._handshakes.complete(address, frames)
+    def _ready(self, address: bytes, header: Header, frames: Sequence[memoryview], size: int) -> Ready | None:
+        responded, session = self._handshakes.complete(address, header, frames)
         self._stale.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
             return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._log.handshake("received", Kind.READY, peer.name, size)
-        if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
+        if self._admission is None:
             return self._admit(peer)
-        if session.wire_version == 1:
-            self._by_address[address] = peer
-            raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
         # An older session of that name continues until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
@@ -356,10 +353,12 @@ class Roster:
             if name in self._admission.stated:
                 self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
 
-    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
+    def _message(
+        self, peer: Peer, header: Header | ShortHeader, frames: Sequence[memoryview], size: int
+    ) -> Message | Ready | None:
         proven = peer.session.authentic
         try:
-            opened = peer.session.open(frames, max_body=self._max_body)
+            opened = peer.session.open(frames, max_body=self._max_body, header=header)
         except RemoteWireError:
             if peer.session.authentic > proven:  # its refusal is logged, and a gap has requests sent again
                 self._allow(peer, self._messages, _ALLOWED)

@@ -18,7 +18,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import kind_of
 from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of
-from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import device_here

@@ -17,8 +17,8 @@ import torch
 
 import protocols
 from fedmq.audit.policy_guard import PolicyGuard, guard_of, kinds_needed
+from fedmq.config.run_id import named
 from fedmq.config.scenario import Scenario
-from fedmq.config.scenario_digests import named
 from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
@@ -35,7 +35,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.inquiry import NoAnswerError, UnknownHostError, ask_status
 from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity, words
-from fedmq.wire.messages import COORDINATOR, WIRE_VERSIONS, Reason
+from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Reason
 from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -104,7 +104,7 @@ def preflight(
     status: StatusFile | None = None
     torch.set_num_threads(1)
     here = ", ".join(f"{name} {each}" for name, each in versions().items())
-    detail = f"{here}, wire {', '.join(map(str, WIRE_VERSIONS))}; run {arguments.run.id}"
+    detail = f"{here}, wire {WIRE_VERSION}; run {arguments.run.id}"
     yield Check("versions", Verdict.OK, detail)
     try:
         identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
@@ -249,7 +249,7 @@ def _handshake(
             within = f"within {limits.answer_seconds:.0f} s"
             detail = f"no answer from {uri} {within}: not started, or it does not know this key"
             return Check(name, Verdict.SKIPPED, detail)
-        _, session = complete(initiated, accepted, frames, 0.0)
+        complete(initiated, accepted, frames, 0.0)
     except HelloRefusedError as error:
         if error.reason == Reason.WRONG_RUN and status is not None:
             which = _differing(arguments, status)
@@ -261,7 +261,7 @@ def _handshake(
     finally:
         connection.close()
     so_far = "" if status is None else f"; {status.phase}, round {status.round} of {status.rounds}"
-    detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {session.wire_version}{so_far}"
+    detail = f"accepts this key, this scenario ({arguments.run.id}) and wire version {WIRE_VERSION}{so_far}"
     return Check(name, Verdict.OK, detail)
 
 

@@ -28,7 +28,6 @@ from fedmq.audit import heads as time_stamp
 from fedmq.audit.heads import StampError
 from fedmq.cli import operate
 from fedmq.config.resolve import ResolvedRun, Source, load, read, resolve
-from fedmq.config.scenario import Scenario
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RunError
 from fedmq.experiments import process_pool, tune_file, tuning
@@ -250,9 +249,9 @@ class _Here:
     kill = wait = terminate
 
 
-def _resolve_trial(file: Path, settings: Any, seed: int | None) -> Scenario:
+def _resolve_trial(file: Path, settings: Any, seed: int | None) -> ResolvedRun:
     more = [] if seed is None else [f"seed={seed}"]
-    return resolve(read(file, (*settings, *more)), protocols, weights=False).scenario
+    return resolve(read(file, (*settings, *more)), protocols, weights=False)
 
 
 def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
@@ -260,7 +259,7 @@ def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
     search = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [4, 8]}
     spec = {"tune": str(scenario_file()), "search": search, "trials": trials, "rounds": 1, "batch": 2, "startup": 2}
     file.write_text(yaml.safe_dump(spec))
-    plan = tune_file.plan_of(file, tune_file.read(file), _resolve_trial, lambda _: False)
+    plan = tune_file.plan_of(file, tune_file.read(file), _resolve_trial)
     place = Workplace(folder / "runs", _resolve_trial, lambda _: "", False, 2)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: lambda: stopped)
 

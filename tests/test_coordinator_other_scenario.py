@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
+from fedmq.config.run_id import MOST_NAMED, KeyDigests, keys_in, named
 from fedmq.config.scenario import Scenario
-from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, keys_in, named
 from fedmq.federation.population import build_population
 from fedmq.runs.status import read_status, status_of
 from fedmq.storage.run_folder import RunFolder

@@ -13,7 +13,6 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
-from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Scenario
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
@@ -331,12 +330,6 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
 
 
 # ---------------------------------------------------------------------------------------------------- names and curves
-def test_personal_every_enters_the_run_name_only_where_it_is_set(tiny: Path) -> None:
-    facts = facts_of(scenario_of(tiny).model_dump(mode="json"))
-    assert "personal_every" not in facts["evaluation"]
-    assert facts_of(scenario_of(tiny, EVERY).model_dump(mode="json"))["evaluation"]["personal_every"] == 2
-
-
 def test_personal_models_have_curves_over_merges_and_time_and_a_figure_in_the_report(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ def test_command_line_options_override_a_comparison_file(
     (first, *_) = cli_compare.plan_of(replace(options, baseline=None), resolve).entries
     with pytest.raises(InputError, match=r"--across.*'rounds', allowed: silos\.count or protocol\.tau"):
         cli_compare.plan_of(replace(options, baseline=None, across="rounds"), resolve)
-    assert resolve(first.file, list(first.settings), None).rounds == 7
+    assert resolve(first.file, list(first.settings), None).scenario.rounds == 7
 
 
 def test_settings_of_a_file_are_kept_unless_the_command_line_replaces_them(

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from fedmq.cli import main as cli
 from fedmq.clock import WallClock
 from fedmq.config import resolve as scenarios
+from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.tuning import TrialState, Tuned
 from tests.in_process_jobs import InThisProcess, run_jobs_here
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
 #: Learning rate of the runs of which a reply counts as refused.
@@ -61,17 +62,13 @@ def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
 
 
 def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
-    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), shared)
-    place = Workplace(folder / "runs", lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), lambda _: "", False, 2)
+    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
+    place = Workplace(folder / "runs", resolve_fully, lambda _: "", False, 2)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop, Impatient())
 
 
-def seed_of(seed: int | None) -> list[str]:
-    return [] if seed is None else [f"seed={seed}"]
-
-
-def shared(_: object) -> bool:
-    return False
+def resolve_fully(file: Path, settings: list[str], seed: int | None) -> ResolvedRun:
+    return run_of(resolved(file, *settings, *([] if seed is None else [f"seed={seed}"])))
 
 
 @pytest.mark.slow
@@ -221,7 +218,7 @@ def test_a_wrong_tuning_file_is_refused_before_anything_runs(
 def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     values = [[0.9, 0.999], [0.8, 0.99]]
     path = spec(tiny, tmp_path, search={"training.betas": values})
-    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1]), shared)
+    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,8 @@ KEYS = {each.name: each.key.public_key() for each in (SILO, COORDINATOR)}
 PADDED, HIDDEN = Wire(padding=True), Wire(hide_names=True)
 
 
-def pair(options: Wire = Wire(), versions: tuple[int, ...] | None = None) -> tuple[Session, Session]:  # noqa: B008
-    hello, initiated = initiate(SILO, "coordinator", RUN, 0.0, versions=versions, options=options)
+def pair(options: Wire = Wire()) -> tuple[Session, Session]:  # noqa: B008
+    hello, initiated = initiate(SILO, "coordinator", RUN, 0.0, options=options)
     welcome, responded = respond(COORDINATOR, KEYS, RUN, hello, 0.0, options=options)
     ready, silo = complete(initiated, KEYS, welcome, 0.0)
     return silo, confirm(responded, ready)
@@ -122,8 +121,6 @@ def test_keys_are_due_after_their_messages_bytes_or_hours_but_not_with_an_older_
     assert rekeying.due(silo, Wire(rekey_messages=6), 0.0) and not rekeying.due(silo, Wire(rekey_messages=7), 0.0)
     assert rekeying.due(silo, Wire(rekey_gigabytes=1e-7), 0.0)
     assert not rekeying.due(silo, Wire(rekey_gigabytes=1e-5), 0.0)
-    old, _ = pair(versions=(1, 2))
-    assert old.wire_version == 2 and not rekeying.due(old, Wire(), 1e9)
 
 
 @given(st.text(max_size=3000), st.sampled_from([HIDDEN, PADDED]))
@@ -163,7 +160,7 @@ def test_padding_adds_at_most_a_quarter_and_few_sizes_remain() -> None:
 
 def test_damaged_sealed_headers_and_padding_are_refused() -> None:
     silo, coordinator = pair(PADDED)
-    body = b"".join(map(bytes, encode_body(beat(silo), 3)))
+    body = b"".join(map(bytes, encode_body(beat(silo))))
     content = bytearray(coordinator.open(seal_message(silo, beat(silo)).frames).body)
     assert bytes(content) == body
     for damaged in (
@@ -188,13 +185,9 @@ def test_an_unreadable_hidden_message_is_refused_with_its_header() -> None:
     assert refused.value.header.reply_to == 7 and refused.value.reason == "malformed"
 
 
-def test_what_is_to_be_hidden_is_not_sent_to_a_peer_that_cannot_hide_it() -> None:
-    hello, _ = initiate(SILO, "coordinator", RUN, 0.0, versions=(1, 2))
-    with pytest.raises(RemoteWireError) as refused:
-        respond(COORDINATOR, KEYS, RUN, hello, 0.0, options=PADDED)
-    assert refused.value.reason == "wire_version" and "supported here: 3" in refused.value.detail
-    plain = seal_message(pair(Wire())[0], replace(beat(pair()[0])))
-    assert isinstance(decode_clear(plain.frames[0]), Header), "nothing is hidden by default"
+def test_nothing_is_hidden_by_default() -> None:
+    silo, _ = pair()
+    assert isinstance(decode_clear(seal_message(silo, beat(silo)).frames[0]), Header)
 
 
 def test_faults_on_messages_need_names_in_clear(tiny: Path) -> None:

@@ -20,7 +20,6 @@ from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.retrieval.gallery_data import pictures_below
-from fedmq.retrieval.nearest import nearest
 from fedmq.retrieval.released_model import (
     ModelFolder,
     PersonalModel,
@@ -29,6 +28,7 @@ from fedmq.retrieval.released_model import (
     is_model,
     open_model,
 )
+from fedmq.retrieval.search import nearest
 from fedmq.runs.release import ReleaseConfig
 
 #: A picture: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
-from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.models.two_tower import TwoTower

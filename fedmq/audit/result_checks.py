@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means, weighted_means
+from fedmq.evaluation.recall import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary

@@ -19,8 +19,8 @@ from fedmq.audit.starts import Starts
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import is_known, objection
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_by_name, digests_of, parameters
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (

@@ -25,7 +25,7 @@ from fedmq.safe_console import SafeConsole
 from fedmq.text import counted, print_json
 
 if TYPE_CHECKING:
-    from fedmq.config.scenario import Scenario
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.experiments.grid import ComparisonPlan, Resolve
     from fedmq.experiments.process_pool import JobProgress
     from fedmq.experiments.runner import CheckPartition, Comparison, Prepare
@@ -182,7 +182,7 @@ class Roots:
     prepare: Callable[[bool], Prepare]
     check_partition: CheckPartition
     until_stopped: Callable[[], Callable[[], bool]]
-    warn: Callable[[Iterable[Scenario]], None]
+    warn: Callable[[Iterable[ResolvedRun]], None]
 
 
 Execute = Callable[[Options, "Roots"], None]
@@ -343,7 +343,7 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [each for each in made.entries if len(each.candidates) > 1]
-        splits = {resolve(each.file, list(each.settings), None).evaluation.split for each in chosen}
+        splits = {resolve(each.file, list(each.settings), None).scenario.evaluation.split for each in chosen}
         made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
         plan.check_across(made)
@@ -363,12 +363,12 @@ def carry_out(options: Options, roots: Roots) -> None:
     """
     plan = plan_of(options, roots.resolve)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
-    from fedmq.experiments.grid import default_folder, scenarios, without_options  # noqa: PLC0415
+    from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     out, err, command = SafeConsole(), SafeConsole(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
-    roots.warn(scenarios(plan, roots.resolve))
+    roots.warn(resolved_runs(plan, roots.resolve))
     if RunFolder(folder).scenario.exists():
         raise InputError(f"--out {folder}", "the folder of a run", "another folder, which the comparison creates")
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
-from fedmq.cli.scenarios import again, resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
 from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
@@ -163,16 +163,9 @@ def data_features(
 
     Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
     """
-    scenario = _scenario(file, settings, seed)
+    scenario = resolved_file(file, settings, seed).scenario
     with continued_by_repeating():
         _extract(scenario, device, as_json=as_json)
-
-
-def _fits(scenario: Scenario, folder: Path) -> None:
-    """Refuse a scenario that cannot run on the prepared data in a folder."""
-    from fedmq.launch import preparation  # noqa: PLC0415
-
-    preparation.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
 
 
 def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:
@@ -194,16 +187,17 @@ def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: in
         check_fit(run, here)
         use_cache(here.cache)
         return data_check.check_site(run.scenario, here, bar())
-    scenario = _scenario(file, settings, seed)
-    if scenario.data is None:
+    run = resolved_file(file, settings, seed)
+    if run.scenario.data is None:
         command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
         raise InputError(str(file), "partition.kind own, where each site has its own data", command)
-    return data_check.check(scenario, _fits, bar())
+    from fedmq.launch import preparation  # noqa: PLC0415
 
+    def fits(scenario: Scenario, folder: Path) -> None:
+        """Refuse a scenario that cannot run on the prepared data in a folder."""
+        preparation.population_here(run.changed(scenario.model_copy(update={"device": "cpu"})), None, folder)
 
-def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
-    """A scenario with its defaults."""
-    return resolved_file(file, settings, seed).scenario
+    return data_check.check(run.scenario, fits, bar())
 
 
 def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,13 +18,14 @@ from fedmq.cli import audit, compare, init, operate, preflight, reference, repla
 from fedmq.cli.console import BAD_INPUT, bar, print_anything
 from fedmq.cli.data import data_app
 from fedmq.cli.keys import keys_app, sign_command, verify_command
-from fedmq.cli.scenarios import again, resolved_file, warn
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.packages import __version__
 from fedmq.text import print_line, print_traceback
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
 
 app = typer.Typer(
@@ -115,10 +116,10 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare(quiet: bool) -> Callable[[Scenario], Path]:
+def _prepare(quiet: bool) -> Callable[[ResolvedRun], Path]:
     from fedmq.launch import preparation  # noqa: PLC0415
 
-    return lambda scenario: preparation.prepare_population(again(scenario), None if quiet else bar())
+    return lambda run: preparation.prepare_population(run, None if quiet else bar())
 
 
 def _check_partition(scenario: Scenario, folder: Path) -> None:
@@ -133,15 +134,7 @@ def _check_partition(scenario: Scenario, folder: Path) -> None:
         raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the number of training samples")
 
 
-def _scenario_of(file: Path, settings: list[str], seed: int | None) -> Scenario:
-    return resolved_file(file, settings, seed).scenario
-
-
-def _warn(scenarios: Iterable[Scenario]) -> None:
-    warn(map(again, scenarios))
-
-
-_ROOTS = compare.Roots(_scenario_of, _prepare, _check_partition, run.until_stopped, _warn)
+_ROOTS = compare.Roots(resolved_file, _prepare, _check_partition, run.until_stopped, warn)
 #: The groups of ``fedmq --help`` with their commands, both in order.
 _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "Start here": {
@@ -180,7 +173,7 @@ def _add_commands() -> None:
             app.command(name, rich_help_panel=group)(command)
     compare.add_compare(app, _ROOTS)
     compare.add_sweep(app, _ROOTS)
-    tune.add_tune(app, _ROOTS, lambda scenario: again(scenario).personal_only)
+    tune.add_tune(app, _ROOTS)
     app.add_typer(keys_app, name="keys", rich_help_panel="Operate")
     app.add_typer(data_app, name="data", rich_help_panel="Start here")
 

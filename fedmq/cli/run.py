@@ -41,7 +41,7 @@ from fedmq.cli.options import (
     whereabouts,
 )
 from fedmq.cli.report import Live, LivePort, complete_report, live_page
-from fedmq.cli.scenarios import again, check_here, explain, quick_imports, read_here, resolved, resolved_file
+from fedmq.cli.scenarios import check_here, explain, quick_imports, read_here, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
@@ -235,7 +235,7 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
     """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
     from fedmq.runs.resume import extended  # noqa: PLC0415
 
-    return run if extend is None else again(extended(run.scenario, extend))
+    return run if extend is None else run.changed(extended(run.scenario, extend))
 
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

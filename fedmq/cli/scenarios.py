@@ -15,7 +15,6 @@ from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
-    from fedmq.config.scenario import Scenario
 
 
 @contextlib.contextmanager
@@ -76,13 +75,6 @@ def read_here(file: Path, settings: list[str] | None = None, seed: int | None = 
     source = read(file, settings or (), seed)
     refuse_first(source, plug_in_names())
     return source
-
-
-def again(scenario: Scenario) -> ResolvedRun:
-    """The run of a scenario that has been resolved, and possibly changed since."""
-    from fedmq.config.resolve import Source  # noqa: PLC0415
-
-    return resolved(Source(Path(f"{scenario.name}.yaml"), scenario), adopt=False)
 
 
 def warn(runs: Iterable[ResolvedRun]) -> None:

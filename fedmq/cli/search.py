@@ -331,10 +331,10 @@ def curves_command(
     Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
     """
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
-    from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
-    cutoffs = pr_curves.parse_cutoffs(top)
+    cutoffs = plots.parse_cutoffs(top)
     show = bar()
     models = _models(_finished_runs(runs, silo, site), lambda run: open_run_model(run, device, silo, show, site))
     folder = make_folder(out_dir or runs[0] / "curves")
@@ -343,11 +343,11 @@ def curves_command(
     for name, releases in models:
         each = []
         for release in releases:
-            each.append(pr_curves.measured(release, cutoffs, show))
+            each.append(plots.measured(release, cutoffs, show))
             show("runs measured", next(measured), total)
-        found.append(pr_curves.mean(name, each))
-    write_text(folder / "curves.csv", pr_curves.table(found))
-    write_text(folder / "curves.html", pr_curves.page(found, ", ".join(run.name for run in found)))
+        found.append(plots.mean(name, each))
+    write_text(folder / "curves.csv", plots.curves_table(found))
+    write_text(folder / "curves.html", plots.curves_page(found, ", ".join(run.name for run in found)))
     if as_json:
         maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
         print_json({"folder": str(folder), "runs": maps}, indent=None)
@@ -379,7 +379,7 @@ def tsne_command(
 ) -> None:
     """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
 
-    Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
+    Writes plots.csv and plots.html with a plot per model of the evaluated items' images and first captions. For rows
     of a comparison, the first run is shown.
 
     Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
@@ -388,7 +388,7 @@ def tsne_command(
     """
     from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
-    from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     show, planes = bar(), []
@@ -398,12 +398,12 @@ def tsne_command(
     sides = [each for each in MODALITIES if side in (None, each)]
     for done, (name, (release,)) in enumerate(models):
         show("models placed", done, len(models))
-        planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
+        planes.append(plots.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
     show("models placed", len(models), len(models))
-    write_text(folder / "tsne.csv", tsne.table(planes))
-    write_text(folder / "tsne.html", tsne.page(planes))
+    write_text(folder / "tsne.csv", plots.tsne_table(planes))
+    write_text(folder / "tsne.html", plots.tsne_page(planes))
     if as_json:
         points = {plane.name: len(plane.items) for plane in planes}
         print_json({"folder": str(folder), "points": points}, indent=None)
         return
-    out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)
+    out.print(f"{folder}: plots.csv, plots.html", highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -125,6 +125,10 @@ class ResolvedRun:
     pooled: bool
     personal_only: bool
     warnings: tuple[str, ...] = ()
+
+    def changed(self, scenario: Scenario) -> ResolvedRun:
+        """The run with another device or number of rounds; what its scenario names is looked up already."""
+        return replace(self, scenario=scenario, id=name_of(scenario.model_dump(mode="json")))
 
 
 # ----------------------------------------------------------------------------------- from the file to its schema

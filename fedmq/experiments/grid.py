@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedmq.config.resolve import apply_settings
-from fedmq.config.run_id import without_younger
+from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import ERRORS, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
@@ -32,7 +31,7 @@ from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
 from fedmq.runs.results import Target
 from fedmq.text import did_you_mean, nearest
 
-Resolve = Callable[[Path, list[str], int | None], Scenario]
+Resolve = Callable[[Path, list[str], int | None], ResolvedRun]
 """Reads a scenario file with settings and a seed, with every default written out."""
 
 #: Pseudo-key of a variation: each value is a mapping of several keys, with an optional ``name`` that is shown for it.
@@ -205,8 +204,8 @@ def parse_target(text: str) -> Target:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
 
 
-def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
-    """Every scenario of the plan, including candidates, without seeds."""
+def resolved_runs(plan: ComparisonPlan, resolve: Resolve) -> Iterator[ResolvedRun]:
+    """Every run of the plan, including candidates, without seeds."""
     variants = dict.fromkeys(
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
     )
@@ -234,7 +233,7 @@ def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
         InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
     """
     requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
-    evaluations = dict.fromkeys(each.evaluation for each in scenarios(plan, resolve))
+    evaluations = dict.fromkeys(run.scenario.evaluation for run in resolved_runs(plan, resolve))
     known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
     for option, name in requested:
         if "." not in name and name not in known:
@@ -280,7 +279,7 @@ def entries(
     # Settings below a varied key apply to the rows; the file's own method may not have such an option.
     prefixes = tuple(f"{key}." for each in varied for key in each.keys)
     file_settings = [setting for setting in settings if not _key(setting).startswith(prefixes)]
-    scenarios = {file: resolve(file, file_settings, None) for file in files}
+    scenarios = {file: resolve(file, file_settings, None).scenario for file in files}
     names_of = {file: {scenario.name, scenario.protocol.label} for file, scenario in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
     own = {file: _own_method(file, file_settings) for file in files}
@@ -299,7 +298,8 @@ def entries(
         name = ", ".join([*prefix, *(f"{key}={text}" for key, text in draft.point)])
         row_settings = (*settings, *draft.settings)
         with _naming_option("--vary", draft.settings), _hinting(name, row_settings, varied):
-            names = {resolve(draft.file, list(row_settings), None).protocol.label, draft.scenario, method, name}
+            own_method = resolve(draft.file, list(row_settings), None).scenario.protocol.label
+            names = {own_method, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
         runs = _different_runs(draft.file, row_settings, candidates, resolve)
@@ -320,7 +320,7 @@ def _different_runs(
     runs: dict[str, Scenario] = {}
     for candidate in candidates:
         with _naming_option("--select", candidate):
-            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None)
+            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None).scenario
     check_candidates(runs)
     return tuple(scenario.model_dump_json() for scenario in runs.values())
 
@@ -458,7 +458,8 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
 
     It does not depend on seeds and columns, so that more of them can be added later.
     """
-    facts = [[named_by(resolve(entry.file, list(entry.settings), 0)), entry.candidates] for entry in plan.entries]
+    rows = [(resolve(entry.file, list(entry.settings), 0).scenario, entry.candidates) for entry in plan.entries]
+    facts = [[named_by(scenario), candidates] for scenario, candidates in rows]
     names = "-".join(dict.fromkeys(entry.method for entry in plan.entries))
     slug = re.sub(r"[^a-z0-9_.]+", "-", names.lower())[:40].strip("-")
     return Path("runs") / f"{kind}-{slug}-{digest(facts)}"
@@ -467,8 +468,7 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
 def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None = None) -> dict[str, Any]:
     """A scenario as plain data, whose digest is part of names.
 
-    Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios, so
-    that names of existing runs stay valid.
+    Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios.
 
     Args:
         scenario: the resolved scenario.
@@ -480,7 +480,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
     below = f"{Path.cwd()}{os.sep}"
     weights = {key: value for key in ("name", "pretrained", "text_encoder") if (value := facts["backbone"].get(key))}
     facts["backbone"] |= {key: value.removeprefix(below) for key, value in weights.items()}
-    return without_younger(facts)
+    return facts
 
 
 def digest(facts: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fedmq.evaluation.fairness import fairness_of
+from fedmq.evaluation.recall import fairness_of
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Stored
 from fedmq.text import nearest

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict, ValidationError
 
 from fedmq import seeds
 from fedmq.clock import Clock, WallClock
-from fedmq.config.scenario import Scenario
+from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
@@ -173,9 +173,9 @@ def _best(trials: Iterable[Trial], *, maximise: bool) -> dict[str, Trial]:
     return {method: trial for method, (_, trial) in best.items()}
 
 
-def first_scenarios(plan: TunePlan, place: Workplace) -> list[Scenario]:
-    """The scenario of each method's first trial."""
-    return [_runs_of(plan, method, as_settings(method.first), place)[0].scenario for method in plan.methods]
+def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
+    """The run of each method's first trial."""
+    return [_runs_of(plan, method, as_settings(method.first), place)[0].resolved for method in plan.methods]
 
 
 def _claim(plan: TunePlan, folder: Path, place: Workplace) -> None:

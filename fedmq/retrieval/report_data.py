@@ -17,8 +17,8 @@ from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.image_sets import Images
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, comparable
+from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package

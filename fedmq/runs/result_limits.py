@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedmq.evaluation.metrics import HEADLINE, metric_of, shown
+from fedmq.evaluation.metrics import metric_of, shown
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
 from fedmq.runs.status import StatusFile
 from fedmq.text import counted, enumerated, first_few, printable

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.runs.result_limits import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,

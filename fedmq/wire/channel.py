@@ -249,7 +249,7 @@ class Channel:
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(connection_troubles.silent(self._uri, self._run, _QUIET_SECONDS))
+                self._report_once(connection_troubles.silent(self._uri, _QUIET_SECONDS))
                 if minutes := int((now - self._unanswered_since) // 60):
                     after = "60 s" if minutes == 1 else f"{minutes} min"
                     self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
@@ -357,10 +357,7 @@ class Channel:
         if header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
             found, allowed = f"{refusal.withheld} ({refusal.rule})", "what this silo has to send before it can join"
             self._inbox.put(InputError("policy: forbids", found, allowed))
-        # Peers of wire version 1 do not know refusals.
-        old = session.wire_version == 1
-        answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal
-        return Message(replace(header, kind=Kind.ERROR), (answer,))
+        return Message(replace(header, kind=Kind.ERROR), (refusal,))
 
     def _end_session(self, why: LogEvent) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
@@ -449,7 +446,7 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
-        if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
+        if self.statement:
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
     def _on_connection_refusal(self, refusal: ConnectionRefusal | None) -> None:

@@ -11,12 +11,9 @@ from fedmq.wire.transports.tcp import unknown_host
 SAME_SCENARIO = "both sides need the same file and the same --set and --seed"
 
 
-def silent(uri: str, run: str, seconds: float) -> str:
+def silent(uri: str, seconds: float) -> str:
     """The line about a coordinator that has not answered for a time [s]."""
-    why = (
-        "no coordinator listens there yet, a firewall is in between, or it is busy; it keeps trying. A coordinator of "
-        f"an earlier release does not answer either if it does not accept this key or has another run than {run}"
-    )
+    why = "no coordinator listens there yet, a firewall is in between, or it is busy; it keeps trying"
     if host := unknown_host(uri):
         why = f"the name {host} is unknown on this machine"
     return f"no answer from {uri} for {seconds:.0f} s: {why}"

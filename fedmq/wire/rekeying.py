@@ -30,7 +30,7 @@ from fedmq.wire.handshake import (
 )
 from fedmq.wire.key_agreement import Ephemeral, agreed_secrets, derive_keys, initiator_secrets
 from fedmq.wire.keys import Identity
-from fedmq.wire.messages import SHORT_HEADER_VERSION, Header, Reason
+from fedmq.wire.messages import Header, Reason
 from fedmq.wire.sealed_sessions import Opened, Sealed, Session
 
 REKEY_LABEL = b"fedmq 1 rekey"
@@ -64,8 +64,6 @@ def due(session: Session, limits: Wire, seconds: float) -> bool:
         limits: the limits of the current keys.
         seconds: real time since the session received them [s].
     """
-    if session.wire_version < SHORT_HEADER_VERSION:
-        return False
     return (
         seconds >= 3600 * limits.rekey_hours
         or session.sent + session.received >= limits.rekey_messages

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, named
+from fedmq.config.run_id import MOST_NAMED, KeyDigests, named
 from fedmq.errors import FedmqError
 from fedmq.storage.json_files import Stored
 from fedmq.wire.handshake import Accepted, HelloRefusedError

@@ -24,10 +24,10 @@ from fedmq.wire.codec import (
     encode_body,
     encode_header,
     encode_short_header,
+    unknown_version,
 )
 from fedmq.wire.messages import (
     SESSION_BYTES,
-    SHORT_HEADER_VERSION,
     WIRE_VERSION,
     Header,
     Kind,
@@ -106,7 +106,6 @@ class Session:
         session: identifier, 16 bytes.
         send_key: 32 bytes, the peer's receive key.
         receive_key: 32 bytes, the peer's send key.
-        wire_version: negotiated in the handshake.
         options: what of its messages this side hides.
 
     Attributes:
@@ -126,12 +125,10 @@ class Session:
         session: bytes,
         send_key: bytes,
         receive_key: bytes,
-        wire_version: int = WIRE_VERSION,
         options: Wire = _NOTHING_HIDDEN,
     ) -> None:
-        self.run, self.name, self.peer, self.wire_version = run, name, peer, wire_version
-        self._hides = options.hides and wire_version >= SHORT_HEADER_VERSION
-        self._pads = options.padding and self._hides
+        self.run, self.name, self.peer = run, name, peer
+        self._hides, self._pads = options.hides, options.padding
         self.authentic = 0
         self._receiving = self._use(session, send_key, receive_key)
         self._coming: _Receiving | None = None
@@ -165,7 +162,7 @@ class Session:
         return self._receiving.next
 
     def seal(self, header: Header, buffers: Sequence[BytesLike]) -> Sealed:
-        """Seal a body under the next counter and set the header's session, counter and wire version.
+        """Seal a body under the next counter and set the header's session and counter.
 
         Args:
             header: run, sender and receiver must be the session's.
@@ -184,7 +181,7 @@ class Session:
         size = body_size(buffers)
         if size > MAX_BODY:
             raise LocalWireError(f"the body has {size} bytes, allowed {MAX_BODY}")
-        header = replace(header, session=self.session, counter=self._next_sent, wire_version=self.wire_version)
+        header = replace(header, session=self.session, counter=self._next_sent, wire_version=WIRE_VERSION)
         clear, buffers = self._frames(header, buffers)
         size = body_size(buffers)
         # Incremented before the key is used, so that no failure below can lead to a repeated nonce.
@@ -210,23 +207,26 @@ class Session:
 
     def sealed_size(self, message: Message) -> int:
         """Size of all frames that :func:`seal_message` would make of a message [bytes]."""
-        header = replace(message.header, session=self.session, counter=self._next_sent, wire_version=self.wire_version)
-        clear, buffers = self._frames(header, encode_body(message, self.wire_version))
+        header = replace(message.header, session=self.session, counter=self._next_sent)
+        clear, buffers = self._frames(header, encode_body(message))
         return len(clear) + body_size(buffers) + TAG_BYTES
 
-    def open(self, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> Opened:
+    def open(
+        self, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY, header: Header | ShortHeader | None = None
+    ) -> Opened:
         """Open the peer's next message. A refused one leaves the session unchanged, except that a gap is skipped.
 
         Args:
             frames: unencrypted header, sealed body.
             max_body: maximum size of an accepted body [bytes].
+            header: the clear header, if the caller has decoded it.
 
         Raises:
             RemoteWireError: ``malformed``, ``oversized``, ``wire_version``, ``wrong_run``, ``unknown_session``,
                 ``unknown_sender``, ``wrong_receiver``, ``exhausted``, ``replay``, ``tampered`` or ``gap``.
         """
         clear, sealed = _two(frames)
-        header = decode_clear(clear)
+        header = header or decode_clear(clear)
         size = sealed.nbytes - TAG_BYTES
         largest = padded_size(max_body + MAX_PREFIX) if isinstance(header, ShortHeader) else max_body
         if size < 0:
@@ -269,9 +269,8 @@ class Session:
 
     def _keys_for(self, header: Header | ShortHeader) -> _Receiving:
         """The keys of a message; refuses a header that cannot be this session's next, before decrypting."""
-        if header.wire_version != self.wire_version:
-            detail = f"wire version {header.wire_version}, agreed on {self.wire_version}"
-            raise RemoteWireError(Reason.WIRE_VERSION, detail)
+        if header.wire_version != WIRE_VERSION:
+            raise unknown_version(header.wire_version)
         if isinstance(header, Header) and header.run != self.run:
             raise RemoteWireError(Reason.WRONG_RUN, f"run {header.run}, here {self.run}")
         keys = self._receiving
@@ -304,7 +303,7 @@ def seal_message(session: Session, message: Message) -> Sealed:
     """
     if message.header.kind in HANDSHAKE_KINDS | REKEY_KINDS:
         raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
-    return session.seal(message.header, encode_body(message, session.wire_version))
+    return session.seal(message.header, encode_body(message))
 
 
 def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:

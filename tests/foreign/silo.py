@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-COORDINATOR, VERSION, BEAT_SECONDS = "coordinator", 3, 2.0
+COORDINATOR, VERSION, BEAT_SECONDS = "coordinator", 1, 2.0
 #: Fields of each payload kind in the order of its table; those in the second tuple are tensors.
 FIELDS = {
     "model": (("layout_digest", "buffer"), ("buffer",)),
@@ -215,7 +215,7 @@ class Silo:
         """Hello, welcome, ready."""
         x25519, mlkem = X25519PrivateKey.generate(), MLKEM768PrivateKey.generate()
         clear = msgpack.packb(self.header("hello"), use_bin_type=True)
-        fields = {"versions": [VERSION], "nonce": os.urandom(32)}
+        fields = {"nonce": os.urandom(32)}
         fields |= {"x25519": x25519.public_key().public_bytes_raw(), "mlkem768": mlkem.public_key().public_bytes_raw()}
         packed = msgpack.packb(fields, use_bin_type=True)
         signature = self.key.sign(b"fedmq 1 hello" + digest_of(b"", clear, packed))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedmq.evaluation.fairness import fairness_of
-from fedmq.evaluation.metrics import HEADLINE, Metric, shown
+from fedmq.evaluation.metrics import Metric, shown
+from fedmq.evaluation.recall import HEADLINE, fairness_of
 from fedmq.runs.report.data import Example, ReportData, Space
 from fedmq.runs.report.html import COLOURS, Figure, colour
 from fedmq.runs.report.logs import RUN_TIME, LogFacts

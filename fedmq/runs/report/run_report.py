@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
+from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.report import figures
 from fedmq.runs.report.data import ReportData
 from fedmq.runs.report.html import Figure, render

@@ -23,9 +23,9 @@ from fedmq.data.extract import left_out, pooled, store
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders import clip, clip_weights, images
-from fedmq.encoders.base import image_encoder
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.encoders.images import decode
+from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError
 from fedmq.models.build import build
 from fedmq.models.two_tower import Branch

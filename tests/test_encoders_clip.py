@@ -21,7 +21,8 @@ from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.config.sections import Modality
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip, clip_weights
-from fedmq.encoders.base import InputSpec, image_encoder
+from fedmq.encoders.base import InputSpec
+from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError, RunError
 from fedmq.federation.population import device_of
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update

@@ -27,7 +27,8 @@ from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.data.splits import split_of
 from fedmq.data.warnings import of_captions, of_vectors
-from fedmq.encoders.base import Encoder, image_encoder, text_encoder
+from fedmq.encoders.base import Encoder
+from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import DataItemError, InputError, RunError
 from fedmq.storage.cache import build_once, key_of
 from fedmq.storage.locks import locked

@@ -15,7 +15,8 @@ from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.encoders.base import MODALITIES, Encoder, InputSpec, image_encoder, text_encoder
+from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
+from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.heldout import load_inference
 from fedmq.federation.population import Population, device_of

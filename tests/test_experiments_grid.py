@@ -17,6 +17,7 @@ from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
 from fedmq.experiments.grid import ComparisonPlan
+from fedmq.experiments.summary import parse_target
 from fedmq.federation.population import build_population
 from tests.comparisons import entries, place, resolve
 from tests.threaded_run import run_of
@@ -44,7 +45,7 @@ def test_keys_that_a_comparison_sets_itself_cannot_be_varied(text: str, allowed:
 @pytest.mark.parametrize("value", ["nan", "inf", "", "x"])
 def test_a_target_is_a_number(value: str) -> None:
     with pytest.raises(InputError, match="--target"):
-        planning.parse_target(f"mean_r1={value}")
+        parse_target(f"mean_r1={value}")
 
 
 def test_values_are_yaml_and_may_apply_to_one_method() -> None:

@@ -322,8 +322,8 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
     varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
     select = [plan.parse_variation(text, "--select") for text in options.select or []]
     seeds = plan.parse_seeds(_SEEDS if options.seeds is None else options.seeds)
-    metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
-    targets = tuple(plan.parse_target(text) for text in options.target or [])
+    metrics = summary.parse_metrics(_METRIC if options.metric is None else options.metric)
+    targets = tuple(summary.parse_target(text) for text in options.target or [])
     try:
         made = plan.ComparisonPlan(
             entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
@@ -346,8 +346,8 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
         splits = {resolve(each.file, list(each.settings), None).scenario.evaluation.split for each in chosen}
         made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
-        plan.check_across(made)
-        plan.check_metrics(made, resolve)
+        summary.check_across(made)
+        summary.check_metrics(made, resolve)
     except InputError as error:
         if options.source is None:
             raise
@@ -450,10 +450,10 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
 
 
 def _progress_line(what: str, how: JobProgress) -> str:
-    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
+    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, ETA 3.1 min``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
-    left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
-    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *left])
+    eta = [] if how.left is None else [f"ETA {how.left:.0f} s" if how.left < 120 else f"ETA {how.left / 60:.1f} min"]
+    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *eta])
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
         out.print(f"see fedmq {command} NAME for the meaning of its options", highlight=False)
 
 
-#: Kinds of files; those of ``fedmq.experiments.file_schemas.FileKind``, whose import takes too long for --help.
+#: Kinds of files; those of ``fedmq.experiments.spec_file.FileKind``, whose import takes too long for --help.
 KINDS = ("scenario", "site", "comparison", "tuning")
 
 _Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.", show_default=False)]
@@ -124,7 +124,7 @@ def schema_command(kind: _Kind) -> None:
 
     Example: [bold]fedmq schema scenario[/bold]
     """
-    from fedmq.experiments.file_schemas import FileKind, schema_of  # noqa: PLC0415
+    from fedmq.experiments.spec_file import FileKind, schema_of  # noqa: PLC0415
 
     if kind not in KINDS:
         raise InputError("KIND", kind, one_of(kind, KINDS))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -21,15 +20,12 @@ from typing import Any
 
 from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Evaluation
 from fedmq.config.yaml_files import ERRORS, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.custom_metrics import measures_of
-from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
-from fedmq.experiments.candidates import check_candidates
-from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
+from fedmq.evaluation.metrics import BRIEF
 from fedmq.runs.results import Target
-from fedmq.text import did_you_mean, nearest
 
 Resolve = Callable[[Path, list[str], int | None], ResolvedRun]
 """Reads a scenario file with settings and a seed, with every default written out."""
@@ -38,7 +34,6 @@ Resolve = Callable[[Path, list[str], int | None], ResolvedRun]
 TOGETHER = "set"
 _METHOD_KEYS = ("protocol", "protocol.name", TOGETHER)
 _VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<values>.+)", re.DOTALL)
-_METRIC = re.compile(r"\w+(\.[\w-]+)*")
 
 
 @dataclass(frozen=True)
@@ -131,6 +126,18 @@ _NOT_CHOSEN = ("evaluation.split", "evaluation.every", "evaluation.personal_ever
 _NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
 
 
+#: What does not change the model that a run trains: where and how it is computed, and what is measured of it.
+_SAME_MODEL: Mapping[str, bool | set[str]] = {
+    "name": True,
+    "device": True,
+    "launcher": True,
+    "track": True,
+    "wire": True,
+    "silos": {"slots", "hosts", "needs"},
+    "evaluation": set(Evaluation.model_fields) - {"patience", "every"},
+}
+
+
 # --------------------------------------------------------------------------------------------------- from the options
 def parse_variation(text: str, option: str) -> Variation:
     """Read ``key=a,b,c`` or ``method:key=a,b,c``; values are YAML.
@@ -175,82 +182,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def parse_metrics(text: str) -> tuple[str, ...]:
-    """Read ``mean_r1,fairness.worst_r1``.
-
-    Raises:
-        InputError: one is not a valid name.
-    """
-    parts = tuple(part.strip() for part in text.split(","))
-    for part in parts:
-        if not _METRIC.fullmatch(part):
-            raise InputError("--metric", part, "names such as mean_r1, fairness.worst_r1, bytes.up, seconds.virtual")
-    return tuple(dict.fromkeys(parts))
-
-
-def parse_target(text: str) -> Target:
-    """Read ``mean_r10=0.5``.
-
-    Raises:
-        InputError: the text has another form.
-    """
-    metric, _, value = text.partition("=")
-    try:
-        target = float(value)
-        if not math.isfinite(target):
-            raise ValueError
-        return Target(metric, target)
-    except ValueError:
-        raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
-
-
 def resolved_runs(plan: ComparisonPlan, resolve: Resolve) -> Iterator[ResolvedRun]:
     """Every run of the plan, including candidates, without seeds."""
     variants = dict.fromkeys(
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
     )
     return (resolve(file, list(settings), None) for file, settings in variants)
-
-
-def check_across(plan: ComparisonPlan) -> None:
-    """Refuse ``--across`` with a key that is not varied.
-
-    Raises:
-        InputError: no row has such a varied key, or it is the method.
-    """
-    varied = dict.fromkeys(key for entry in plan.entries for key, _ in entry.point)
-    if plan.across is not None and plan.across not in varied:
-        allowed = " or ".join(varied) or "a key that --vary has, other than protocol"
-        raise InputError("--across", plan.across, allowed)
-
-
-def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
-    """Refuse columns and targets that no run of the plan can have, before hours of computation.
-
-    Names with a dot are paths in the summary; of those, parts that depend on the data or the method are not checked.
-
-    Raises:
-        InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
-    """
-    requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
-    evaluations = dict.fromkeys(run.scenario.evaluation for run in resolved_runs(plan, resolve))
-    known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
-    for option, name in requested:
-        if "." not in name and name not in known:
-            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
-            listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
-            hint = did_you_mean(name, known)
-            raise InputError(option, name, f"{listed}; {hint}" if hint else listed)
-        if "." in name and (allowed := allowed_instead(name, known)):
-            raise InputError(option, name, allowed)
-    for target in plan.targets:
-        name, text = target.metric, f"{target.metric}={target.value:g}"
-        if "." in name and name.partition(".")[0] not in EVALUATED:
-            raise InputError(
-                "--target", text, f"a metric of evaluations, e.g. mean_r1, or below {', '.join(EVALUATED)}"
-            )
-        if is_known(name) and not (metric := metric_of(name)).low <= target.value <= metric.high:
-            raise InputError("--target", text, f"a value from {metric.low:g} to {metric.high:g}")
 
 
 def entries(
@@ -321,8 +258,24 @@ def _different_runs(
     for candidate in candidates:
         with _naming_option("--select", candidate):
             runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None).scenario
-    check_candidates(runs)
+    _check_candidates(runs)
     return tuple(scenario.model_dump_json() for scenario in runs.values())
+
+
+def _check_candidates(scenarios: Mapping[str, Scenario]) -> None:
+    """Refuse candidates that train the same model, of which none is better.
+
+    Args:
+        scenarios: scenarios of a row's candidates, by their settings.
+
+    Raises:
+        InputError: two of them differ only in where the run is computed or what is measured.
+    """
+    models: dict[str, str] = {}
+    for settings, scenario in scenarios.items():
+        model = scenario.model_dump_json(exclude=_SAME_MODEL)
+        if (other := models.setdefault(model, settings)) != settings:
+            raise InputError("--select", settings, f"candidates that differ: it trains the same model as {other}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import known_names
 from fedmq.experiments.grid import Entry, Resolve
-from fedmq.experiments.summary_paths import allowed_instead
+from fedmq.experiments.summary import allowed_instead
 from fedmq.storage.regular_files import is_file
 from fedmq.text import nearest
 

@@ -19,7 +19,7 @@ from fedmq.federation.updates import read_only
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from protocols.parts.aggregation import accumulate
 
 _WARM, _REPEATS = 8, 60

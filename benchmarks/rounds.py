@@ -40,7 +40,7 @@ from fedmq.federation.protocol import (
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import Delta, Model, Payload
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.sessions import Session
 from protocols.parts import aggregation
 
 

@@ -38,7 +38,7 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 from silos.program import Silo

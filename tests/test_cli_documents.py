@@ -15,10 +15,10 @@ from fedmq.cli import compare, key_reference
 from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Objective, Scenario
-from fedmq.data import first_check
 from fedmq.encoders.base import InputSpec
 from fedmq.experiments.grid import Entry
 from fedmq.experiments.summary import parse_metrics
+from fedmq.federation import preflight
 from fedmq.models import hash_networks
 from tools import make_reference
 
@@ -207,7 +207,7 @@ def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry,
         found.append((entries, options))
 
     monkeypatch.setattr(compare, "carry_out", only_resolve)
-    monkeypatch.setattr(first_check, "refuse_first", lambda _source, _plug_ins: None)  # the data need not be here
+    monkeypatch.setattr(preflight, "refuse_scenario", lambda _source, _plug_ins: None)  # the data need not be here
     monkeypatch.chdir(ROOT)
     CliRunner().invoke(cli.app, shlex.split(command, comments=True), catch_exceptions=False, standalone_mode=False)
     return found[0]

@@ -31,7 +31,7 @@ from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.payload_digest import digest
+from fedmq.wire.codec import digest
 from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
 from tests.command_line import completed, fedmq

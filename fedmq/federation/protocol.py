@@ -52,6 +52,11 @@ class SiloFacts:
         return self.image and self.text
 
     @property
+    def held(self) -> str:
+        """The modalities that it holds, in words."""
+        return "images and captions" if self.paired else "images only" if self.image else "captions only"
+
+    @property
     def unpaired(self) -> int:
         """Number of training items in addition to the pairs of a silo with both modalities; 0 for other silos."""
         return self.image_only + self.text_only if self.paired else 0

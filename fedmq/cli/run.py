@@ -439,7 +439,8 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from silos.program import SiloArguments, run_silo  # noqa: PLC0415
+    from silos.program import run_silo  # noqa: PLC0415
+    from silos.tasks import SiloArguments  # noqa: PLC0415
 
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)

@@ -41,7 +41,7 @@ class ResultChecks:
     """The last digests that the coordinator noted.
 
     Args:
-        noted: place of the note, and its digests by file; None without one, as in logs of earlier releases.
+        noted: place of the note, and its digests by file; None before the run has ended.
         after: places of the coordinator's messages after the note that are not its last ones to its peers.
     """
 
@@ -235,7 +235,7 @@ class TrafficChecks:
                     )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
-            if name in summary.messages.model_fields_set and logged_count != stated_count:
+            if logged_count != stated_count:
                 yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"
 
 

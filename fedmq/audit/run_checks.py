@@ -341,7 +341,7 @@ def _check_summary(
         count = summary.per_silo[silo].participations if silo in summary.per_silo else 0
         if count != merged[silo]:
             yield place, f"{count} participations of {silo}, but {merged[silo]} of its replies were merged"
-    if summary.tasks.merged not in (None, merged.total()):
+    if summary.tasks.merged != merged.total():
         yield place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}"
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
     yield from _check_means(place, summary, personal_means(summary.personal_whole_split, summary.personal_per_silo))

@@ -15,11 +15,12 @@ from benchmarks.measure import Number, Result, spread
 from coordinator.updates import check_reply
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.federation.updates import read_only
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sealed_sessions import keep_buffers
-from protocols.parts.aggregation import accumulate, read_only
+from fedmq.wire.sessions import keep_buffers
+from protocols.parts.aggregation import accumulate
 
 _WARM, _REPEATS = 8, 60
 _SILO = "silo-00"

@@ -21,14 +21,14 @@ from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, Sil
 from fedmq.text import printable
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.handshake import Responded, confirm, reject, respond
+from fedmq.wire.inquiry import OTHER_SCENARIO
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, EVALUATOR, Header, Kind, Reason
 from fedmq.wire.payloads import MAX_STATUS, Error, RunStatus
-from fedmq.wire.scenario_query import OTHER_SCENARIO
-from fedmq.wire.sealed_sessions import Session, open_message
+from fedmq.wire.sessions import Session, open_message
 from fedmq.wire.transports.base import Listener
 
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.

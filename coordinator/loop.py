@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
+from coordinator.aggregation import merge_line, merged_state, states_in_use, weighted
 from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -40,7 +40,7 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status import StatusReport
 from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
-from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validate_reply
+from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validated
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
@@ -323,8 +323,8 @@ class Loop:
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
-                validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message, cause=record)
+                update = validated(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
+                self._outcomes.put(self.rounds.pending, silo.name, update.sequence, update, cause=record)
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
                 self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
@@ -448,8 +448,9 @@ class Loop:
     def _merge(self, action: Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
-        messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
-        replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)
+        now, merges = self.rounds.version, self.counters.participations
+        updates = [self._outcomes.update(reply.silo, reply.sequence) for reply in arrived]
+        replies = [weighted(self.run_context, update, self.states, now, merges) for update in updates]
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise self._errors.failure(f"no silo could train by round {round_}; the first error was {error}")
         merged = MergeResult(self.states[self.rounds.version], {})
@@ -477,7 +478,7 @@ class Loop:
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
         self.states = states_in_use(self.states, {version, *self.evaluation.versions}, self.rounds.pending)
-        line = merge_line(version, self.clock.now(), replies, losses_of(replies), merged.log)
+        line = merge_line(version, self.clock.now(), replies, merged.log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_metrics(self.run_context.folder, line, self.clock, durable=True)

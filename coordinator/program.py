@@ -46,8 +46,7 @@ from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
-from fedmq.wire.sealed_sessions import TAG_BYTES, keep_buffers
+from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, keep_buffers, padded_size
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen

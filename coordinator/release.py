@@ -32,8 +32,8 @@ from fedmq.runs.release import ReleaseConfig, ReleasedInputs
 from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
+from fedmq.wire.codec import digest
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics, Payload
 
 

@@ -14,7 +14,7 @@ from coordinator.peers import HeaderMaker, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
-from fedmq.wire import rekeying
+from fedmq.wire import key_agreement
 from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
@@ -23,8 +23,8 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.refusal_log import UNKNOWN, RefusalLog, StaleSessions
-from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.refusals import UNKNOWN, RefusalLog, StaleSessions
+from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
 #: Interval at which the folder of accepted keys is checked for changes [s]: a removed key is out within a second.
@@ -94,7 +94,7 @@ class Roster:
         self.header = HeaderMaker(run, identity.name, clock)
         self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
         # By peer, not by connection or session, as a peer could open new ones.
-        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(MESSAGES)
+        self._rekeys, self._messages = PeerRateLimits(key_agreement.MOST_REKEYS_ANSWERED), PeerRateLimits(MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -388,9 +388,13 @@ class Roster:
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
-        self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
+        self._allow(
+            peer,
+            self._rekeys,
+            f"{key_agreement.MOST_REKEYS_ANSWERED} requests for new keys at once, then one per second",
+        )
         header = self.header(peer.name, Kind.REKEYED)
-        sealed = rekeying.answer(self._identity, self._accepted[peer.name], peer.session, asked, header)
+        sealed = key_agreement.answer_rekey(self._identity, self._accepted[peer.name], peer.session, asked, header)
         self._stale.know(peer.session.session)
         peer.heard = self._clock.stopwatch()
         self.received += 1

@@ -19,11 +19,9 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome
-from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.protocol import SiloFacts, Update
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Loss
 
 _KINDS: Mapping[type[Event], TimelineEvent] = {
     Arrived: TimelineEvent.ARRIVED,
@@ -99,7 +97,7 @@ class Timeline:
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trace) -> Event:
+def event_of(entry: TimelineEntry, outcome: Update | Failed | None, trace: Trace) -> Event:
     """Convert a due entry to an event of the rounds machine.
 
     Args:
@@ -116,8 +114,7 @@ def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trac
             assert outcome is not None  # noqa: S101 - the loop waits for it
             if isinstance(outcome, Failed):
                 return outcome
-            losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
-            return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+            return Arrived(entry.silo, entry.sequence, outcome.loss)
 
 
 def note_event(
@@ -192,7 +189,7 @@ class Outcomes:
         self.due = due
         self._silos, self._clock, self._timeline = silos, clock, timeline
         self._fault_injector, self._log, self._counters = fault_injector, log, counters
-        self._stored: dict[tuple[str, int], Message | Failed] = {}
+        self._stored: dict[tuple[str, int], Update | Failed] = {}
         self._causes: dict[tuple[str, int], int | None] = {}
 
     def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
@@ -216,7 +213,7 @@ class Outcomes:
                 self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
         return self.due[silo]
 
-    def get(self, silo: str, sequence: int) -> Message | Failed | None:
+    def get(self, silo: str, sequence: int) -> Update | Failed | None:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
 
@@ -230,11 +227,11 @@ class Outcomes:
             return entry.kind is not EntryKind.ARRIVAL or self.get(entry.silo, entry.sequence) is not None
         return entry.at <= self._clock.now()
 
-    def reply(self, silo: str, sequence: int) -> Message:
-        """The stored reply to a task that did not fail."""
-        message = self.get(silo, sequence)
-        assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
-        return message
+    def update(self, silo: str, sequence: int) -> Update:
+        """The update in the reply to a task that did not fail."""
+        outcome = self.get(silo, sequence)
+        assert isinstance(outcome, Update)  # noqa: S101 - the rounds machine merges no failed tasks
+        return outcome
 
     def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
         """Whether a task is pending and has no outcome yet."""
@@ -246,7 +243,7 @@ class Outcomes:
         pending: Mapping[str, PendingTask],
         silo: str,
         sequence: int,
-        outcome: Message | Failed,
+        outcome: Update | Failed,
         after: float | None = None,
         *,
         cause: int | None,
@@ -257,7 +254,7 @@ class Outcomes:
             pending: the pending tasks, by silo.
             silo: the task's silo.
             sequence: number of the task.
-            outcome: a validated reply, or the failure.
+            outcome: the update in the reply, or the failure.
             after: delay on a wall clock [s]; None for the delay of the scenario's faults.
             cause: number of the log record of the reply, or of why the task failed; None if there is none.
         """

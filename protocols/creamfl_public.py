@@ -27,12 +27,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out, TwoTower
@@ -206,7 +206,7 @@ class CreamFlPublic(FederatedProtocol):
             allowed = f"1 within {prototypes.TOLERANCE}"
             raise RemoteWireError("malformed", f"a representation of length {wrong.max():.4g}, here {allowed}")
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the representations, distil them into the global model, and recompute its representations."""
         targets = self.targets(state, aggregation.ordered(replies))
         theta, loss = self._distilled(state.theta, targets, round_)
@@ -214,7 +214,7 @@ class CreamFlPublic(FederatedProtocol):
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
         )
 
-    def targets(self, state: State, replies: Sequence[Reply]) -> dict[str, Tensor]:
+    def targets(self, state: State, replies: Sequence[Update]) -> dict[str, Tensor]:
         """What the coordinator distils: by modality, the weighted mean of the replies' representations, [N, d]."""
         targets: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
@@ -278,7 +278,7 @@ def _payload(by_modality: Mapping[str, Tensor]) -> Representations:
     return Representations(rows.half().numpy(), "both" if len(by_modality) == 2 else next(iter(by_modality)))
 
 
-def _read(reply: Reply, modality: str) -> Tensor | None:
+def _read(reply: Update, modality: str) -> Tensor | None:
     """A reply's representations of a modality, float32 [N, d]; None if it has none."""
     payload = take(reply.payloads, Representations)
     if payload.modality not in ("both", modality):

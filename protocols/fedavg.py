@@ -20,11 +20,11 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
+    Update,
     take,
 )
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
@@ -135,18 +135,17 @@ class FedAvg(FederatedProtocol):
         loss = partial(paired_loss, tau=self.options.tau)
         return training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
         theta, _ = self.averaged(state.theta, aggregation.ordered(replies))
         return MergeResult(State(theta, state.tensors, state.values))
 
-    def averaged(self, theta: Tensor, replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
+    def averaged(self, theta: Tensor, replies: Sequence[Update]) -> tuple[Tensor, Tensor]:
         """The parameters [P] after a merge of replies in the fixed silo order, and the replies' weights float64 [M]."""
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
-        weights = self.weights(updates)
-        return aggregation.merge_updates(theta, updates, weights, self.branches, self.options.branch_renorm), weights
+        weights = self.weights(replies)
+        return aggregation.merge_updates(theta, replies, weights, self.branches, self.options.branch_renorm), weights
 
-    def weights(self, updates: Sequence[aggregation.Update]) -> Tensor:
+    def weights(self, updates: Sequence[Update]) -> Tensor:
         """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
@@ -187,7 +186,7 @@ class AnchoredFedAvg(FedAvg):
             return super().work(local, task)
         return self.anchoring.work(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the updates and, with the same weights, the prototypes."""
         replies = aggregation.ordered(replies)
         theta, weights = self.averaged(state.theta, replies)

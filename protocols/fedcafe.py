@@ -31,13 +31,13 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     ReportedValue,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.hash_networks import Tower
@@ -324,7 +324,7 @@ class FedCafe(FederatedProtocol):
             return ()
         return (Memory(centroids=state.tensors["memory"].numpy(), support=state.tensors["memory_support"].numpy()),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update the global memory from the table, weight the updates by it, and add them (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
@@ -341,14 +341,13 @@ class FedCafe(FederatedProtocol):
         by_class = self.options.similarity == "identity" and memory.has_classes(self.options.memory)
         differences = memory.differences(reports, rows, filled, by_class=by_class)
         weights = self._weights(differences, replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         theta = aggregation.merge_updates(
-            state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm
+            state.theta, replies, weights, self.fedavg.branches, self.options.branch_renorm
         )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
         return MergeResult(State(theta, tensors, state.values), log)
 
-    def _report(self, reply: Reply) -> memory.Rows:
+    def _report(self, reply: Update) -> memory.Rows:
         """A reply's memory, checked; rows longer than 1, which no honest silo sends, are scaled to length 1.
 
         Raises:
@@ -371,7 +370,7 @@ class FedCafe(FederatedProtocol):
         behind = support.sum(0) if memory.has_classes(self.options.memory) else filled.long()
         return rows, behind, filled
 
-    def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
+    def _weights(self, differences: Tensor, replies: Sequence[Update]) -> Tensor:
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
         weights = aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))

@@ -21,12 +21,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
@@ -199,7 +199,7 @@ class FedCmr(FederatedProtocol):
         """The downloaded common layer, without subtracting the residual, inside the silo's personal layers."""
         return self.partial.encoders(local, payloads)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
         replies = aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]

@@ -27,12 +27,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -164,7 +164,7 @@ class FedProto(FederatedProtocol):
         """The global prototypes."""
         return (class_prototypes.download(state.tensors),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the last reports of all silos for each class."""
         reports = [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in aggregation.ordered(replies)]
         weighted = self.options.weighting == "samples"

@@ -27,12 +27,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -316,7 +316,7 @@ class FedScmr(FederatedProtocol):
         )
 
     # ----------------------------------------------------------------------- coordinator side
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
         replies = aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
@@ -328,7 +328,7 @@ class FedScmr(FederatedProtocol):
         tensors = {**merged.state.tensors, _TABLE: table, _VERSIONS: versions}
         return MergeResult(State(merged.state.theta, tensors, state.values), log)
 
-    def _updated(self, table: Tensor, replies: Sequence[Reply]) -> Tensor:
+    def _updated(self, table: Tensor, replies: Sequence[Update]) -> Tensor:
         table = table.clone()
         for reply in replies:
             payload = take(reply.payloads, PartialDelta)

@@ -34,12 +34,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -269,7 +269,7 @@ class Mfcpl(FederatedProtocol):
             return payloads
         return (*payloads, class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """As FedAvg; then update the class prototypes, and the pseudo-classes once enough silos sent centroids."""
         merged, replies = self.fedavg.merge(state, replies, round_), aggregation.ordered(replies)
         reports = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
@@ -305,8 +305,8 @@ class Mfcpl(FederatedProtocol):
     def _stored_centroids(
         self,
         tensors: Mapping[str, Tensor],
-        replies: Sequence[Reply],
-        centroids: Sequence[tuple[Reply, ClassPrototypes]],
+        replies: Sequence[Update],
+        centroids: Sequence[tuple[Update, ClassPrototypes]],
     ) -> dict[str, Tensor]:
         """The table of which silos have reported and each silo's last centroids, updated with the replies."""
         given, sizes, reported = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, REPORTED))

@@ -29,12 +29,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -336,7 +336,7 @@ class PlFedCmh(FederatedProtocol):
         """Silos whose branch can be mixed, bool [K]: they have the branch and have trained."""
         return state.tensors[_OWNERS][:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
         replies = aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
@@ -363,7 +363,7 @@ class PlFedCmh(FederatedProtocol):
         tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
-    def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:
+    def _step(self, sent: State, reply: Update, name: str, update: Tensor) -> Tensor:
         """Step [H] to subtract from a reporter's computed in the state in which its mixture was sent."""
         network = sent.tensors[f"hyper_{name}"][reply.silo.index]
         allowed = self._known(sent, name)

@@ -27,13 +27,13 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     ReportedValue,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.seeds import torch_generator
@@ -288,17 +288,16 @@ class Rcsr(FederatedProtocol):
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
         options, tensors = self.options, state.tensors
         replies = aggregation.ordered(replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         uniform = options.router == "uniform"
-        weights = aggregation.sample_weights([1 if uniform else update.samples for update in updates])
+        weights = aggregation.sample_weights([1 if uniform else update.samples for update in replies])
         adam = router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
@@ -320,7 +319,7 @@ class Rcsr(FederatedProtocol):
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
         weights = aggregation.damped(weights, factors)
 
-        theta = aggregation.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
+        theta = aggregation.merge_updates(state.theta, replies, weights, self.branches, options.branch_renorm)
         averages = prototypes.updated(
             tensors,
             router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
@@ -347,7 +346,7 @@ class Rcsr(FederatedProtocol):
         tensors: Mapping[str, Tensor],
         table: Mapping[str, Tensor],
         rows: Tensor,
-        replies: Sequence[Reply],
+        replies: Sequence[Update],
         statistics: Statistics,
     ) -> tuple[Mapping[str, Tensor], float]:
         """The fairness tensors after a step of q (eq 10), and the value of the minimax objective.
@@ -387,7 +386,7 @@ class Rcsr(FederatedProtocol):
         personal[rows] = (weights * pool_size if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
         return {"personal_weights": personal}
 
-    def _read(self, replies: Sequence[Reply]) -> Statistics:
+    def _read(self, replies: Sequence[Update]) -> Statistics:
         """The reporters' statistics, checked.
 
         Raises:

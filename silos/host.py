@@ -25,13 +25,13 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.channel_group import ChannelGroup
 from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to

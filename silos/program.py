@@ -25,8 +25,18 @@ from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
 from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
-from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused
+from fedmq.federation.participant import (
+    FATAL_ERRORS,
+    START,
+    SiteData,
+    Starting,
+    begin,
+    confirm,
+    end_reported,
+    raise_refused,
+)  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.preflight import refuse
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions, open_log
@@ -34,18 +44,17 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload, SiloMetrics
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from protocols.parts.missing_branch import shortened
 from silos.failure_reports import FailureReporter
 from silos.personal_state import StateNotes, StateStore
-from silos.start_checks import check_device, check_name
 from silos.training_slots import Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -345,8 +354,7 @@ def run_silo(
 
 def _check_start(arguments: SiloArguments) -> None:
     """Check the silo's name and its device, before anything is written or sent."""
-    scenario, site = arguments.scenario, arguments.site
-    check_device(arguments.device, scenario.device, site, check_name(arguments.name, scenario.silo_names, site))
+    refuse(START, Starting(arguments.name, arguments.device, arguments.scenario, arguments.site))
 
 
 def _log_and_channel(

@@ -21,13 +21,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import strategies as st
 
 from fedmq.errors import RemoteWireError
-from fedmq.wire import codec, handshake, rekeying
-from fedmq.wire.key_agreement import Ephemeral
+from fedmq.wire import codec, handshake
+from fedmq.wire.codec import digest
+from fedmq.wire.key_agreement import REKEY_LABEL, REKEYED_LABEL, Ephemeral, answer_rekey, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind
-from fedmq.wire.payload_digest import digest
-from fedmq.wire.sealed_headers import prefix_of
-from fedmq.wire.sealed_sessions import Session, open_message
+from fedmq.wire.sessions import Session, open_message, prefix_of
 from tests.damaged_files import STRANGE, damaged_bytes, replaced
 
 _FRAMES = Path(__file__).parent / "frames"
@@ -160,22 +159,22 @@ class Readers:
         def header(kind: Kind, end: Session) -> Header:
             return Header(run=_RUN, kind=kind, sender=end.name, receiver=end.peer, sequence=0, sent_at=0.0)
 
-        asked, state = rekeying.begin(identities["silo-00"], ends[0], header(Kind.REKEY, ends[0]), self._ephemeral)
+        asked, state = begin_rekey(identities["silo-00"], ends[0], header(Kind.REKEY, ends[0]), self._ephemeral)
         opened = ends[1].open(asked.frames)
         answer = header(Kind.REKEYED, ends[1])
         if draw.randrange(2):
-            body = self._resigned("silo-00", rekeying.REKEY_LABEL, (bytes(16),), bytes(opened.body), draw)
+            body = self._resigned("silo-00", REKEY_LABEL, (bytes(16),), bytes(opened.body), draw)
             asked_again = replace(opened, body=memoryview(body))
-            return lambda: rekeying.answer(
+            return lambda: answer_rekey(
                 identities[COORDINATOR], keys["silo-00"], ends[1], asked_again, answer, self._ephemeral
             )
         answered = ends[0].open(
-            rekeying.answer(identities[COORDINATOR], keys["silo-00"], ends[1], opened, answer, self._ephemeral).frames
+            answer_rekey(identities[COORDINATOR], keys["silo-00"], ends[1], opened, answer, self._ephemeral).frames
         )
         context = bytes(16), state.body
-        body = self._resigned(COORDINATOR, rekeying.REKEYED_LABEL, context, bytes(answered.body), draw)
+        body = self._resigned(COORDINATOR, REKEYED_LABEL, context, bytes(answered.body), draw)
         changed = replace(answered, body=memoryview(body))
-        return lambda: rekeying.finish(state, keys[COORDINATOR], ends[0], changed)
+        return lambda: finish_rekey(state, keys[COORDINATOR], ends[0], changed)
 
     def _resigned(self, name: str, label: bytes, context: tuple[bytes, ...], body: bytes, draw: random.Random) -> bytes:
         signature, packed = body[: handshake.SIGNATURE_BYTES], body[handshake.SIGNATURE_BYTES :]

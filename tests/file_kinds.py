@@ -26,6 +26,7 @@ import protocols  # noqa: F401 - registers the objectives
 from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.audit.signatures import KnownKeys
+from fedmq.cli.data import show_data
 from fedmq.config import resolve as scenarios
 from fedmq.config import site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
@@ -34,7 +35,7 @@ from fedmq.data.readers.features import read_features
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.images import video_frames
 from fedmq.experiments import spec_file, tune_file
-from fedmq.federation import data_check
+from fedmq.federation.preflight.data import check_raw
 from fedmq.models.build import build_towers
 from fedmq.retrieval.gallery import Gallery, GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
@@ -282,8 +283,8 @@ def _published(name: str, write: Callable[[Path], object]) -> Kind:
 
 def _check(name: str, file: str, folder: Path) -> object:
     """What ``fedmq data check`` does, which decodes every picture."""
-    facts = data_check.check_raw(Data(name=name, path=folder / file))
-    data_check.show(facts, Console(file=io.StringIO(), width=100))
+    facts = check_raw(Data(name=name, path=folder / file))
+    show_data(facts, Console(file=io.StringIO(), width=100))
     json.dumps(facts.to_plain())
     return facts
 

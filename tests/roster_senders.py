@@ -28,17 +28,17 @@ from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.data.splits import SPLITS
 from fedmq.errors import RemoteWireError
-from fedmq.wire import codec, rekeying
+from fedmq.wire import codec
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.handshake import SIGNATURE_BYTES, Initiated, complete, initiate
-from fedmq.wire.key_agreement import Ephemeral
+from fedmq.wire.key_agreement import MOST_REKEYS_ANSWERED, Ephemeral, Rekeying, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import DataStatement
-from fedmq.wire.refusal_log import PER_MINUTE, UNKNOWN
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.refusals import PER_MINUTE, UNKNOWN
+from fedmq.wire.sessions import Session
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from tests.damaged_frames import damaged_body, damaged_bytes, damaged_msgpack, golden_messages
@@ -82,7 +82,7 @@ class _Line:
     initiated: Initiated | None = None
     welcome: list[memoryview] | None = None
     session: Session | None = None
-    rekeying: rekeying.Rekeying | None = None
+    rekeying: Rekeying | None = None
 
 
 class RosterSenders:
@@ -202,7 +202,7 @@ class RosterSenders:
                 opened = line.session.open(frames)
                 if opened.header.kind is Kind.REKEYED and line.rekeying is not None:
                     self._answers["rekeyed"] += 1
-                    rekeying.finish(line.rekeying, self._accepted[COORDINATOR], line.session, opened)
+                    finish_rekey(line.rekeying, self._accepted[COORDINATOR], line.session, opened)
                     line.rekeying = None
             except RemoteWireError:
                 return  # of an earlier session on this connection
@@ -219,7 +219,7 @@ class RosterSenders:
             most = rosters.MESSAGES + seconds + self._granted[name] + 1
             assert count <= most, f"{count} messages of {name}, allowed {most:.0f}"
         welcomes = 2 * peers * (handshakes.HELLOS + handshakes.COPIES + 11 * seconds + 2)
-        rekeyed = peers * (rekeying.MOST_ANSWERED + seconds + 1)
+        rekeyed = peers * (MOST_REKEYS_ANSWERED + seconds + 1)
         bounds = {
             "welcome": welcomes,
             "reject": handshakes.REJECTIONS + 10 * seconds + 1,
@@ -250,7 +250,7 @@ class RosterSenders:
         allowed = {UNKNOWN: PER_MINUTE * (seconds // 60 + 1)}
         for name in _SILOS:
             # One message beyond the limit ends a session.
-            messages = rosters.MESSAGES + rekeying.MOST_ANSWERED + 2 * seconds + self._granted[name]
+            messages = rosters.MESSAGES + MOST_REKEYS_ANSWERED + 2 * seconds + self._granted[name]
             allowed[name] = messages + opened[name] + 2
         for name, most in allowed.items():
             assert refused[name] <= most, f"{refused[name]} log records of refusals of {name}, allowed {most:.0f}"
@@ -336,7 +336,7 @@ class RosterSenders:
         )
         if draw.random() < 0.33:
             return session.seal(header, [draw.randbytes(draw.randrange(200))]).frames
-        sealed, line.rekeying = rekeying.begin(self._identities[session.name], session, header, self._ephemeral)
+        sealed, line.rekeying = begin_rekey(self._identities[session.name], session, header, self._ephemeral)
         return sealed.frames
 
     def _raw(self, draw: random.Random, line: _Line) -> Frames:

@@ -20,7 +20,7 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import HandshakeRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
-from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
+from fedmq.wire.refusals import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
 from tests.waiting import PATIENCE, memory_uri, wait_for

@@ -26,10 +26,10 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.runs.results import result_digests
 from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.wire.codec import digest
 from fedmq.wire.key_requests import new_request
 from fedmq.wire.keys import accept_key, load_accepted, load_identity
 from fedmq.wire.log_records import signed_statement
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
 from tests import threaded_run
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite

@@ -25,12 +25,11 @@ from fedmq.cli.audit import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
-from fedmq.wire.codec import decode, encode_body
+from fedmq.wire.codec import decode, digest, encode_body
 from fedmq.wire.keys import Identity, fingerprint, load_accepted
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts, write_all
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Error, Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written

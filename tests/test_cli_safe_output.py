@@ -28,11 +28,11 @@ from fedmq.cli import main, operate, terminal
 from fedmq.cli.audit import print_audit
 from fedmq.cli.compare import display_progress
 from fedmq.cli.console import bar
+from fedmq.cli.data import show_data
 from fedmq.cli.search import hits_table
 from fedmq.errors import InputError
 from fedmq.experiments.process_pool import JobProgress
-from fedmq.federation import data_check
-from fedmq.federation.data_check import DataFacts, SiloData
+from fedmq.federation.preflight.data import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import SiloPhase, SiloStatus, Status, StatusFile
@@ -153,7 +153,7 @@ def test_every_command_s_output_is_harmless(text: str) -> None:
         without_captions=names, without_image=names, duplicates_of_training_items=names, duplicates_by_picture=names,
         constant=names,
     )  # fmt: skip
-    assert_harmless(on_console(lambda console: data_check.show(facts, console)))
+    assert_harmless(on_console(lambda console: show_data(facts, console)))
     assert_harmless(on_console(lambda console: console.print(hits_table([Hit(1, 0.5, text, text)], binary=False))))
 
     unusable = UnusableReplies(refused=1, last=text)

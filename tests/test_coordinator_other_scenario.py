@@ -18,15 +18,14 @@ from fedmq.config.scenario import Scenario
 from fedmq.federation.population import build_population
 from fedmq.runs.status import read_status, status_of
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire import scenario_query
+from fedmq.wire import inquiry
 from fedmq.wire.channel import Channel
-from fedmq.wire.inquiry import ask_status
+from fedmq.wire.inquiry import OTHER_SCENARIO, ScenarioComparison, ask_status, differing_keys
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import Error
-from fedmq.wire.scenario_query import OTHER_SCENARIO, ScenarioComparison, differing_keys
 from silos.host import Host, HostArguments
 from silos.program import SiloArguments
 from tests.threaded_run import resolved, run_of
@@ -163,7 +162,7 @@ def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Pa
 def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
     tiny: Path, run: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scenario_query, "differing_keys", lambda *_: ())
+    monkeypatch.setattr(inquiry, "differing_keys", lambda *_: ())
     line = refused(resolved(tiny, "seed=5"), keys, tmp_path)[0]
     assert "has another scenario: " in line and "other values" not in line
     assert all("keys" not in note for note in notes(tmp_path / "silo.jsonl", LogEvent.HELLO_REFUSED))

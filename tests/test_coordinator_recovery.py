@@ -24,7 +24,7 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
 from tests.log_causes import records

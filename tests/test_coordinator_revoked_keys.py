@@ -23,7 +23,7 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity, revoke
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, TimelineRecord
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.sealed_sessions import seal_message
+from fedmq.wire.sessions import seal_message
 from tests import in_process_run, threaded_run
 from tests.log_causes import records
 from tests.own_data_threads import OwnRun

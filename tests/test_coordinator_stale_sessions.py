@@ -15,7 +15,7 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from tests.waiting import PATIENCE, memory_uri, wait_for

@@ -17,7 +17,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Loss
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from tests.in_process_run import notes
 from tests.threaded_run import joined, resolved, run
 from tests.waiting import wait_for

@@ -17,8 +17,8 @@ from fedmq.data.extract import plan
 from fedmq.data.partition import by_column
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.errors import InputError
-from fedmq.federation.early_check import refuse_before_extraction
 from fedmq.federation.population import build_population
+from fedmq.federation.preflight.data import refuse_before_extraction
 
 HOSPITALS = ("north", "south", "east") * 8
 SPLIT = ("train",) * 15 + ("test",) * 6 + ("database",) * 3

@@ -21,7 +21,7 @@ from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split
 from fedmq.errors import InputError
-from fedmq.federation.data_check import check_raw
+from fedmq.federation.preflight.data import check_raw
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import file_digests
 from tests.read_data_sets import read

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.key_agreement import begin_rekey, finish_rekey
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import PAYLOADS
-from fedmq.wire.rekeying import begin, finish
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from tools.make_golden_frames import (
     RUN,
     describe,
@@ -95,14 +95,14 @@ def test_golden_messages_with_a_sealed_header_open_and_are_still_written_byte_fo
     assert [bytes(frame).hex() for frame in sealed.frames] == [golden[key] for key in ("clear", "sealed")]
 
 
-def test_the_golden_rekey_still_gives_its_session() -> None:
+def test_the_golden_rekey_gives_its_session() -> None:
     golden = load(FRAMES / "v1-rekey.json")
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     session = golden_session("silo-00")
-    asked, state = begin(silo, session, up(Kind.REKEY), golden_ephemeral(30))
+    asked, state = begin_rekey(silo, session, up(Kind.REKEY), golden_ephemeral(30))
     assert [bytes(frame).hex() for frame in asked.frames] == golden["rekey"]
     answered = session.open([bytes.fromhex(frame) for frame in golden["rekeyed"]])
-    finish(state, coordinator.key.public_key(), session, answered)
+    finish_rekey(state, coordinator.key.public_key(), session, answered)
     assert session.session.hex() == golden["session"]
     heartbeat = seal_message(session, Message(up(Kind.HEARTBEAT)))
     assert [bytes(frame).hex() for frame in heartbeat.frames] == golden["heartbeat"]

@@ -15,7 +15,7 @@ import protocols
 from fedmq.config.scenario import Objective, ProtocolChoice, Training
 from fedmq.config.sections import Privacy
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Reply, Task
+from fedmq.federation.protocol import Task, Update
 from fedmq.federation.updates import transform
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols.parts import aggregation
@@ -345,7 +345,7 @@ def test_noise_does_not_make_an_idle_silo_count_as_trained() -> None:
     )
     run = population("fedavg", {"single_modality": "idle"}, kinds=kinds)
 
-    def sent(reply: Reply) -> Reply:
+    def sent(reply: Update) -> Update:
         path = (reply.silo.name, 0, 1)
         payloads = tuple(
             dataclasses.replace(each, buffer=transform(np.array(each.buffer), private, 0, path))

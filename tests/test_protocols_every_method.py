@@ -18,8 +18,8 @@ from safetensors.torch import save as save_tensors
 import protocols
 from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective
-from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Local, Reply, State, Task
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.federation.protocol import Local, State, Task, Update
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
@@ -37,12 +37,12 @@ NO_UPDATE = {"creamfl_public", "fedproto", "local"}
 updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
 
-def delta_of(reply: Reply) -> Delta | PartialDelta:
+def delta_of(reply: Update) -> Delta | PartialDelta:
     (delta,) = [payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)]
     return delta
 
 
-def change_of(run: SmallFederation, reply: Reply) -> torch.Tensor:
+def change_of(run: SmallFederation, reply: Update) -> torch.Tensor:
     """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
     if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
@@ -65,7 +65,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
         protocols.load("_merge")
 
 
-def sends(run: SmallFederation, reply: Reply, modality: str) -> bool:
+def sends(run: SmallFederation, reply: Update, modality: str) -> bool:
     """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
     branch = run.model.branch(modality)
@@ -194,7 +194,7 @@ def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:
     return run.protocol.traits().shared_layers
 
 
-def on_the_way(run: SmallFederation, reply: Reply) -> tuple[Payload, ...]:
+def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
     """A reply's payloads as sent over the wire."""
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
 
@@ -285,31 +285,29 @@ def test_a_merge_of_one_reply_is_possible(name: str) -> None:
         assert torch.isfinite(merged.state.theta).all()
 
 
-@every_protocol
-def test_one_task_of_a_silo_is_never_merged_twice(name: str) -> None:
-    run = population(name)
-    replies = run.replies()
-    with pytest.raises(FedmqError):
-        run.protocol.merge(run.state, [*replies, replies[0]], 0)
-
-
 @updating_protocol
-def test_a_broken_update_is_refused(name: str) -> None:
+def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
     run = population(name)
-    good = run.replies()
-    delta = delta_of(good[0])
-    spoilt = delta.buffer.copy()
-    spoilt[3] = np.nan
-    bad = [
-        dataclasses.replace(delta, buffer=spoilt),
-        dataclasses.replace(delta, buffer=delta.buffer[:-1].copy()),
-        dataclasses.replace(delta, layout_digest="0" * 64),
-        dataclasses.replace(delta, n_samples=0),
-    ]
-    for each in bad:
-        payloads = tuple(each if payload is delta else payload for payload in good[0].payloads)
-        with pytest.raises(FedmqError):
-            run.protocol.merge(run.state, [dataclasses.replace(good[0], payloads=payloads), *good[1:]], 0)
+    good = next(reply for reply in run.replies() if reply.silo.paired)
+    delta, layers = delta_of(good), run.protocol.traits().shared_layers
+
+    def check(change: Payload) -> None:
+        payloads = tuple(change if payload is delta else payload for payload in good.payloads)
+        header = Header(
+            run="run",
+            kind=Kind.REPLY,
+            sender=good.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            reply_to=1,
+            sent_at=0.0,
+        )
+        check_reply(Message(header, payloads), run.protocol.uploads(good.silo), run.context, good.silo, layers)
+
+    check(delta)
+    for change in ({"buffer": delta.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}):
+        with pytest.raises(RemoteWireError):
+            check(dataclasses.replace(delta, **change))
 
 
 @every_protocol

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Local, Reply, Task, take
+from fedmq.federation.protocol import Local, Task, Update, take
 from fedmq.wire.payloads import ClassPrototypes, Delta
 from protocols import fedbridge
 from protocols.parts import centroids
@@ -23,7 +23,7 @@ def unit(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
-def delta(reply: Reply) -> np.ndarray:
+def delta(reply: Update) -> np.ndarray:
     return take(reply.payloads, Delta).buffer
 
 

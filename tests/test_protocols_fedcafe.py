@@ -21,7 +21,7 @@ from fedmq.data.label_levels import coarse_columns, fine_columns, trained_column
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation import heldout
-from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
 from fedmq.models import hash_networks
 from fedmq.wire.payloads import Memory, Model
 from protocols import fedcafe, objectives
@@ -40,11 +40,11 @@ def objective(base: Any = "dcmh", **options: Any) -> Objective:
     return Objective(base=base, bits=8, hidden=16, **options)
 
 
-def memory_of(reply: Reply) -> Memory:
+def memory_of(reply: Update) -> Memory:
     return next(payload for payload in reply.payloads if isinstance(payload, Memory))
 
 
-def with_memory(reply: Reply, **changes: Any) -> Reply:
+def with_memory(reply: Update, **changes: Any) -> Update:
     memory = dataclasses.replace(memory_of(reply), **changes)
     payloads = tuple(memory if isinstance(payload, Memory) else payload for payload in reply.payloads)
     return dataclasses.replace(reply, payloads=payloads)

@@ -21,7 +21,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, measure
 from fedmq.federation.population import build_population
-from fedmq.federation.protocol import Reply
+from fedmq.federation.protocol import Update
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta
@@ -48,7 +48,7 @@ def small(
     return population(name, options, objective=objective, **{"training": ADAM, **changes})
 
 
-def payload(reply: Reply, kind: type[Any]) -> Any:
+def payload(reply: Update, kind: type[Any]) -> Any:
     (found,) = [each for each in reply.payloads if isinstance(each, kind)]
     return found
 

@@ -16,7 +16,7 @@ from fedmq.config.sections import Robust
 from fedmq.data.label_levels import COARSE
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
-from fedmq.federation.protocol import Local, Reply, take
+from fedmq.federation.protocol import Local, Update, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
 from protocols import fedcmr, fedscmr
@@ -30,7 +30,7 @@ from tests.small_federation import population
 PAIRED = ((True, True),) * 3
 
 
-def with_map(reply: Reply, value: float) -> Reply:
+def with_map(reply: Update, value: float) -> Update:
     new = MeanAveragePrecision(value)
     return dataclasses.replace(
         reply, payloads=tuple(new if isinstance(each, MeanAveragePrecision) else each for each in reply.payloads)
@@ -319,7 +319,7 @@ def test_a_silo_that_cannot_measure_a_map_counts_as_the_median_of_all_that_did()
     assert (table[:, 3] >= 0).tolist() == [True, False, False, True]
 
 
-def with_loss(reply: Reply, value: float) -> Reply:
+def with_loss(reply: Update, value: float) -> Update:
     payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
     return dataclasses.replace(reply, payloads=payloads)
 

@@ -14,7 +14,7 @@ from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.wire import rekeying
+from fedmq.wire import key_agreement
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
 from fedmq.wire.limits import RateLimit
@@ -169,7 +169,7 @@ def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
 
 
 def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rekeying, "MOST_ANSWERED", 2)
+    monkeypatch.setattr(key_agreement, "MOST_REKEYS_ANSWERED", 2)
     with both_ends(tmp_path, queue=64) as (listener, roster, link):
         link._options = Wire(rekey_messages=1)
         serve_until(listener, roster, lambda: bool(roster.refused) and roster.online(SILO))

@@ -16,7 +16,7 @@ from fedmq.wire import handshake
 from fedmq.wire.handshake import HelloRefusedError, Initiated, Responded, complete, confirm, initiate, reject, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Header, Kind
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from tests.wire_checks import NAMES, RUN, assert_works, flipped, message, reason
 
 

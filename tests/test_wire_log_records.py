@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fedmq.clock import VirtualClock
+from fedmq.wire.codec import digest
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
     GENESIS,
@@ -32,7 +33,6 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Loss
 
 

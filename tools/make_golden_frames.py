@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import complete, confirm, initiate, respond
-from fedmq.wire.key_agreement import Ephemeral
+from fedmq.wire.key_agreement import Ephemeral, answer_rekey, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
@@ -50,8 +50,7 @@ from fedmq.wire.payloads import (
     SiloMetrics,
     SiloModalities,
 )
-from fedmq.wire.rekeying import answer, begin, finish
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"
@@ -253,10 +252,12 @@ def rekey_entry() -> dict[str, Any]:
     """New keys within a session; all but the rekeyed is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     ends = golden_session("silo-00"), golden_session("coordinator")
-    asked, state = begin(silo, ends[0], up(Kind.REKEY), golden_ephemeral(30))
+    asked, state = begin_rekey(silo, ends[0], up(Kind.REKEY), golden_ephemeral(30))
     opened = ends[1].open(asked.frames)
-    answered = answer(coordinator, silo.key.public_key(), ends[1], opened, down(Kind.REKEYED), golden_ephemeral(40))
-    finish(state, coordinator.key.public_key(), ends[0], ends[0].open(answered.frames))
+    answered = answer_rekey(
+        coordinator, silo.key.public_key(), ends[1], opened, down(Kind.REKEYED), golden_ephemeral(40)
+    )
+    finish_rekey(state, coordinator.key.public_key(), ends[0], ends[0].open(answered.frames))
     first = seal_message(ends[0], Message(up(Kind.HEARTBEAT)))
     return {
         "wire_version": WIRE_VERSION,

@@ -31,14 +31,14 @@ from fedmq.wire.log_records import (
     MessageRecord,
     NoteRecord,
     RefusedRecord,
+    SentPayloads,
     SignatureRecord,
     StartRecord,
     TimelineRecord,
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
-from fedmq.wire.refusal_log import UNKNOWN
-from fedmq.wire.sent_payloads import SentPayloads
+from fedmq.wire.refusals import UNKNOWN
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
 

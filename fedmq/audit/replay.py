@@ -27,10 +27,10 @@ from fedmq.runs.run_records import MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, printable
+from fedmq.wire.codec import digest
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import MessageRecord, NoteRecord, TimelineRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
 
 _EVENT = ("event", "silo", "sequence", "now", "version")

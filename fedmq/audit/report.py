@@ -21,8 +21,8 @@ from fedmq.runs.tables import csv_cell
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import counted, enumerated, first_few, printable
+from fedmq.wire.log_records import sent_payloads
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.sent_payloads import sent_payloads
 
 _COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes")
 #: Findings on the page; the JSON of the command has all.

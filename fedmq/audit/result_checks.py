@@ -18,11 +18,11 @@ from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.codec import digest
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteRecord, RefusedRecord, SignatureRecord, SignedAt
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,

@@ -35,11 +35,11 @@ from fedmq.runs.run_records import (
 )
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.codec import digest
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, RefusedRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics, Model
 
 #: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.

@@ -30,7 +30,7 @@ from fedmq.wire.log_records import (
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.sealed_sessions import REKEY_KINDS
+from fedmq.wire.sessions import REKEY_KINDS
 
 #: Place and text of a finding.
 Discrepancy = tuple[str, str]

@@ -450,10 +450,10 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
 
 
 def _progress_line(what: str, how: JobProgress) -> str:
-    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
+    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, ETA 3.1 min``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
-    left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
-    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *left])
+    eta = [] if how.left is None else [f"ETA {how.left:.0f} s" if how.left < 120 else f"ETA {how.left / 60:.1f} min"]
+    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *eta])
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
 from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
@@ -19,9 +22,12 @@ from fedmq.text import print_json, print_line, printable
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.data_check import DataFacts
+    from fedmq.federation.preflight.data import DataFacts, SiloData
     from fedmq.runs.data_records import AgreementRecord
 
+
+FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
+SHOWN = 20  # names printed of each kind; JSON has all
 
 data_app = typer.Typer(
     help="List, check and prepare data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
@@ -145,14 +151,76 @@ def data_check(
     Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
     """
     facts = _checked(file, site, settings, seed)
-    from fedmq.federation.data_check import show  # noqa: PLC0415 - loads torch, after a first word about it
-
     if as_json:
         print_json(facts.to_plain())
     else:
-        show(facts, out)
+        show_data(facts, out)
     if not facts.usable:
         sys.exit(BAD_INPUT)
+
+
+def show_data(facts: DataFacts, out: Console) -> None:
+    """Print the facts of a data set."""
+    from fedmq.config.user_files import label  # noqa: PLC0415
+    from fedmq.data.remarks import of_labels, sentences  # noqa: PLC0415
+
+    splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
+    line = f"{label(facts.data)}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
+    if facts.labels:
+        line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
+    out.print(line, highlight=False, markup=False)
+    if facts.example:
+        out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
+    for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    for kind, found in (
+        ("missing", facts.missing),
+        ("unreadable", facts.unreadable),
+        ("without captions", facts.without_captions),
+        ("text files without a picture next to them", facts.captions_alone),
+        ("without an image", facts.without_image),
+        ("of nearly one colour", facts.constant),
+        ("with several pictures in one file, of which only the first is read", facts.paged),
+        ("duplicates of training items", facts.duplicates_of_training_items),
+        ("items with the picture of a training item", facts.duplicates_by_picture),
+    ):
+        if found:
+            rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
+            out.print(f"{len(found)} {kind}{rest}:", highlight=False)
+            for name in found[:SHOWN]:
+                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
+    for line in () if facts.remarks is None else sentences(facts.remarks, known=False):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    if facts.published:
+        usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
+        line = f"papers on this data set use {usual}: some of its files may be missing"
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for problem in facts.problems:
+        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
+    if facts.silos:
+        _show_silos(facts.silos, facts.labels, out)
+    elif facts.silos is None and facts.usable:
+        out.print(
+            "fedmq data features FILE extracts the features; then this command shows the data of each silo",
+            highlight=False,
+        )
+
+
+def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
+    """Print the data of each silo and, if the table is small enough, its items by label."""
+    table = Table(Column("silo", overflow="fold"), "modalities", "samples", "held out")
+    for name, silo in silos.items():
+        alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
+        kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
+        samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
+        table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
+    out.print(table)
+    if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
+        heads = ("label", *(escape(name.removeprefix("silo-")) for name in silos))
+        table = Table(*(Column(head, overflow="fold") for head in heads))
+        for name in labels:
+            table.add_row(escape(name), *(str(silo.labels[name]) for silo in silos.values()))
+        out.print("training items of each label", table, sep="\n")
 
 
 @data_app.command("features")
@@ -180,7 +248,7 @@ def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: in
         command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
         raise InputError(str(file), "a site file", command)
     starting()
-    from fedmq.federation import data_check  # noqa: PLC0415
+    from fedmq.federation.preflight import data as data_check  # noqa: PLC0415
 
     if site is not None:
         run, here = resolved_file(file, settings, seed, manual=True), read_site(site)

@@ -42,23 +42,24 @@ def preflight_command(
     these versions, that the data can be read and fit those of the other sites, that the policy allows what the
     silo has to send, and that disk and memory are large enough. It times a training step and discards the result.
     Only the cache of features is written, and nothing about the data is sent. The exit code is 1 if a check
-    failed.
+    failed; then a line says how to fix it.
 
     Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
 
     Example: [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
     """
     starting(quiet=as_json)
-    from silos.preflight import Verdict, preflight  # noqa: PLC0415 - --help does without
+    from fedmq.federation.participant import Starting, check_name  # noqa: PLC0415 - --help does without
+    from fedmq.federation.preflight import Verdict  # noqa: PLC0415
+    from silos.preflight import preflight  # noqa: PLC0415
     from silos.program import SiloArguments  # noqa: PLC0415
-    from silos.start_checks import check_name  # noqa: PLC0415
 
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
     rules = policy or (None if here.site is None else here.site.policy)
     place = (here.name, here.connect, here.keys, here.out, here.device)
     arguments = SiloArguments(run, *place, site=here.site, policy=rules)
-    check_name(here.name, run.scenario.silo_names, here.site)
+    check_name(Starting(here.name, here.device, run.scenario, here.site))
     found = []
     for check in preflight(arguments, None if as_json else bar()):
         found.append(check)
@@ -66,6 +67,8 @@ def preflight_command(
             verdict = f"[{_STYLES[check.verdict]}]{check.verdict:8}[/]"
             detail = escape(printable(check.detail))
             out.print(f"{verdict} {check.name}: {detail}", highlight=False, soft_wrap=True)
+            if check.verdict is Verdict.FAILED:
+                out.print(f"         how to fix: {escape(check.fix)}", highlight=False, soft_wrap=True)
     if as_json:
         print_json([asdict(check) for check in found])
     if any(check.verdict is Verdict.FAILED for check in found):

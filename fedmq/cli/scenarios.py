@@ -70,10 +70,10 @@ def plug_in_names() -> dict[str, tuple[str, ...]]:
 def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
     """Read a scenario whose data are on this machine, and refuse quickly whatever can be refused without torch."""
     from fedmq.config.resolve import read  # noqa: PLC0415
-    from fedmq.data.first_check import refuse_first  # noqa: PLC0415
+    from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415
 
     source = read(file, settings or (), seed)
-    refuse_first(source, plug_in_names())
+    refuse_scenario(source, plug_in_names())
     return source
 
 

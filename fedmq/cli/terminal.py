@@ -57,7 +57,7 @@ _MIDDLE = 40
 _Evaluated = tuple[str, Mapping[str, float], Gallery | None]
 
 
-def _left(status: Status, first: tuple[int, float] | None) -> str:
+def _eta(status: Status, first: tuple[int, float] | None) -> str:
     if first is None or status.round <= first[0]:
         return "-"
     pace = (status.elapsed - first[1]) / (status.round - first[0])
@@ -109,7 +109,7 @@ def _of_round(status: Status) -> str:
     return "" if status.metrics_round is None else f" (of round {status.metrics_round})"
 
 
-def _line(status: Status, left: str) -> str:
+def _line(status: Status, eta: str) -> str:
     refused = f"  refused: {found}" if (found := _refused(status)) else ""
     waiting = waited_for(status)
     if status.phase == "gathering" and waiting:
@@ -124,16 +124,16 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  ETA {left}{refused}"
+        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  ETA {eta}{refused}"
     )
 
 
-def status_table(status: Status, left: str, title: str, custom: Sequence[Metric] = ()) -> Table:
+def status_table(status: Status, eta: str, title: str, custom: Sequence[Metric] = ()) -> Table:
     """Status of a run, for a live display.
 
     Args:
         status: status as reported by the coordinator.
-        left: time left, formatted.
+        eta: time until the end, formatted.
         title: title of the run.
         custom: user-defined metrics.
     """
@@ -143,7 +143,7 @@ def status_table(status: Status, left: str, title: str, custom: Sequence[Metric]
     waiting = max(0, status.online - status.training)
     bar = ProgressBar(total=status.rounds, completed=status.round, width=_MIDDLE)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
-    table.add_row("", bar, f"ETA {left}")
+    table.add_row("", bar, f"ETA {eta}")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
     measured = [
         f"{metric.heading} {status.metrics[metric.name]:.3f}"
@@ -216,7 +216,7 @@ def display(
                 printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
-                show(_line(status, _left(status, first[0] if first else None)))
+                show(_line(status, _eta(status, first[0] if first else None)))
 
         yield plain
         return
@@ -226,7 +226,7 @@ def display(
         def update(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            live.update(status_table(status, _left(status, first[0] if first else None), title, custom))
+            live.update(status_table(status, _eta(status, first[0] if first else None), title, custom))
 
         yield update
 

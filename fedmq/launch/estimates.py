@@ -7,7 +7,6 @@ with runs.
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import statistics
@@ -32,7 +31,7 @@ from fedmq.data.extract import ExtractionPlan
 from fedmq.data.prepare import prepare
 from fedmq.errors import FedmqError, InputError
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.protocol import SiloFacts, Task
+from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.status import Status
@@ -40,8 +39,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
-from protocols.parts.missing_branch import shortened
-from silos.preflight import first_items
+from silos.preflight import FirstStep, sent_payloads
 from silos.program import Silo, SiloArguments
 
 #: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
@@ -180,25 +178,15 @@ def measured_step(run: ResolvedRun, population: Population, name: str) -> Step |
         place = Path(folder)
         arguments = SiloArguments(run, name, InProcessPeers.uri, place, place, data=population.prepared.folder)
         silo = Silo(arguments, population, model, noise=scenario.seed)
-        training = silo.context.training
-        context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
-        protocol = protocols.create(scenario.protocol, context)
-        if not protocol.eligible(silo.facts):
+        if not protocols.create(scenario.protocol, silo.context).eligible(silo.facts):
             return None
-        size = min(training.batch_size, len(silo.dataset))
-        if size == 0:
+        if not len(silo.dataset):
             raise InputError(name, "no training items", "at least one")
-        initial = protocol.initial(silo.model.flat.detach().cpu().clone())
-        task = Task(1, 0, 0, training.rate_at(0, scenario.schedule_rounds), protocol.task(initial, silo.facts))
-        local = replace(silo.local({}), dataset=first_items(silo.dataset, size), unpaired=())
-        protocol.train(local, task)
-        began = time.monotonic()
-        trained = protocol.train(local, task)
-        seconds = time.monotonic() - began
-    steps = training.local_epochs * math.ceil(len(silo.dataset) / size)
-    peak = _peak()
-    sent = [shortened(payload, silo.context.layout, silo.facts) for payload in trained.payloads]
-    return Step(seconds * steps, peak - before if peak > most else 0, size_of(task.payloads), size_of(sent))
+        step = FirstStep.of(silo)
+        step.train()
+        trained, seconds = step.train()
+    peak, sent = _peak(), sent_payloads(silo, trained)
+    return Step(seconds * step.steps, peak - before if peak > most else 0, size_of(step.task.payloads), size_of(sent))
 
 
 def _peak() -> int:
@@ -294,11 +282,10 @@ def _who(population: Population) -> Iterator[str]:
 
 
 def _kinds(population: Population) -> dict[str, list[SiloFacts]]:
-    found: dict[str, list[SiloFacts]] = {}
+    kinds: dict[str, list[SiloFacts]] = {}
     for silo in population.silos:
-        kind = "images and captions" if silo.paired else "images only" if silo.image else "captions only"
-        found.setdefault(kind, []).append(silo)
-    return found
+        kinds.setdefault(silo.held, []).append(silo)
+    return kinds
 
 
 @dataclass(frozen=True)

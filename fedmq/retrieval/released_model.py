@@ -29,8 +29,8 @@ from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.wire.codec import digest
 from fedmq.wire.layout import MAX_BYTES
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Model, Payload
 
 

@@ -7,6 +7,7 @@ about their own use are switched off.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import logging
@@ -18,7 +19,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -314,10 +314,8 @@ class MLflow(Tracker):
             self.key = key
             self._client.update_run(key, status="RUNNING")
             return
-        if uri == beside.as_uri():
-            with locked(beside / ".lock"):  # several runs of a comparison start at once
-                experiment = self._experiment()
-        else:
+        # Several runs of a comparison start at once.
+        with locked(beside / ".lock") if uri == beside.as_uri() else contextlib.nullcontext():
             experiment = self._experiment()
         tags = {"fedmq.run": run.id, "fedmq.folder": str(run.folder.root)}
         self.key = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
@@ -353,6 +351,16 @@ class MLflow(Tracker):
 
 
 # ----------------------------------------------------------------------------------------------- Weights & Biases
+#: W&B records the run's values and files only: nothing about the machine, the code or the packages.
+_WANDB_SETTINGS: Mapping[str, object] = {
+    "silent": True,
+    "console": "off",
+    **dict.fromkeys(("disable_git", "disable_code", "disable_job_creation", "x_disable_stats"), True),
+    **dict.fromkeys(("x_disable_meta", "x_disable_machine_info"), True),
+    "x_save_requirements": False,
+}
+
+
 class WeightsAndBiases(Tracker):
     """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise.
 
@@ -379,17 +387,7 @@ class WeightsAndBiases(Tracker):
             id=self.key,
             resume="allow",
             config=dict(run.parameters),
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                disable_git=True,
-                disable_code=True,
-                disable_job_creation=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_save_requirements=False,
-            ),
+            settings=wandb.Settings(**_WANDB_SETTINGS),
         )
         self._wandb.define_metric("version")
         self._wandb.define_metric("*", step_metric="version")
@@ -419,8 +417,3 @@ TRACKERS: Mapping[str, Open] = {
     "wandb": WeightsAndBiases,
     "csv": CsvFiles,
 }
-
-
-def seconds_of(wall: str | None, otherwise: float) -> float:
-    """Real time of a line [s since 1970]; lines of older runs have none."""
-    return otherwise if wall is None else datetime.fromisoformat(wall).timestamp()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -19,7 +20,7 @@ from fedmq.errors import FedmqError, InputError
 from fedmq.packages import __version__
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, MetricsLine
-from fedmq.runs.trackers import TRACKERS, End, Open, TrackedRun, Tracker, check, seconds_of, values_of
+from fedmq.runs.trackers import TRACKERS, End, Open, TrackedRun, Tracker, check, values_of
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder, write_json
@@ -148,7 +149,8 @@ class _Follower:
         for name, each in list(self._open.items()):
             with self._contained(name):
                 for line in filter(each.is_new, lines):
-                    each.tracker.log(values_of(line), line.version, seconds_of(line.wall, time.time()))
+                    at = time.time() if line.wall is None else datetime.fromisoformat(line.wall).timestamp()
+                    each.tracker.log(values_of(line), line.version, at)
                 each.tracker.flush()
                 each.done |= {(line.kind, line.version) for line in lines}
         self._save()

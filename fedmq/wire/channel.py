@@ -17,8 +17,9 @@ from typing import Any
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire import connection_troubles, rekeying
+from fedmq.wire import key_agreement, refusals
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import RateLimit
 from fedmq.wire.log_events import LogEvent
@@ -26,9 +27,8 @@ from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
-from fedmq.wire.refusal_log import RefusalLog
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.refusals import RefusalLog
+from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -104,8 +104,8 @@ class Channel:
     ) -> None:
         self._options, self._keys_since = options, 0.0
         self._comparison = comparison
-        self._rekeying: rekeying.Rekeying | None = None
-        self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
+        self._rekeying: key_agreement.Rekeying | None = None
+        self._rekeys = RateLimit(key_agreement.MOST_REKEYS_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -249,7 +249,7 @@ class Channel:
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(connection_troubles.silent(self._uri, _QUIET_SECONDS))
+                self._report_once(refusals.silent(self._uri, _QUIET_SECONDS))
                 if minutes := int((now - self._unanswered_since) // 60):
                     after = "60 s" if minutes == 1 else f"{minutes} min"
                     self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
@@ -260,12 +260,12 @@ class Channel:
             self._send_sealed(connection, self._session, Message(self._header(Kind.HEARTBEAT)))
 
     def _new_keys_due(self, session: Session, now: float) -> bool:
-        due = self._rekeying is None and rekeying.due(session, self._options, now - self._keys_since)
+        due = self._rekeying is None and key_agreement.rekey_due(session, self._options, now - self._keys_since)
         return due and self._rekeys.take(now)
 
     def _ask_for_keys(self, connection: Connection, session: Session) -> None:
         header = self._header(Kind.REKEY)
-        sealed, self._rekeying = rekeying.begin(self._identity, session, header)
+        sealed, self._rekeying = key_agreement.begin_rekey(self._identity, session, header)
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not connection.send(sealed.frames, timeout_s=STEP_SECONDS):
             self._end_session(LogEvent.QUEUE_FULL)
@@ -285,7 +285,7 @@ class Channel:
         key = self._accepted.get(COORDINATOR)
         if self._rekeying is None or key is None:
             raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not requested"))
-        rekeying.finish(self._rekeying, key, session, opened)
+        key_agreement.finish_rekey(self._rekeying, key, session, opened)
         self._log.message("received", Message(opened.header), opened.tag, size)
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
@@ -459,7 +459,7 @@ class Channel:
                 self._report_foreign()
 
     def _report_foreign(self) -> None:
-        self._report_once(connection_troubles.foreign(self._uri, self._accepted))
+        self._report_once(refusals.foreign(self._uri, self._accepted))
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
@@ -467,4 +467,4 @@ class Channel:
         keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
         self._log.note(LogEvent.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
-        self._report_once(connection_troubles.refused(self._uri, self._identity, refusal, keys))
+        self._report_once(refusals.refused(self._uri, self._identity, refusal, keys))

@@ -15,10 +15,9 @@ that the responder refuses is answered with a signed reject message instead of a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -26,17 +25,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.text import printable
-from fedmq.wire.codec import BytesLike, decode_header, encode_header, pack, unknown_version, unpack
-from fedmq.wire.key_agreement import NONCE_BYTES, Ephemeral, agreed_secrets, derive_keys, initiator_secrets
+from fedmq.wire.codec import BytesLike, decode_header, encode_header, unknown_version, unpack
+from fedmq.wire.key_agreement import (
+    HELLO_FIELDS,
+    MAX_HANDSHAKE_BODY,
+    SIGNATURE_BYTES,
+    WELCOME_FIELDS,
+    Ephemeral,
+    agreed_secrets,
+    checked_fields,
+    derive_keys,
+    initiator_secrets,
+    signed_fields,
+    transcript_digest,
+    verified_fields,
+)
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import ANY_RUN, WIRE_VERSION, Header, Kind, Reason
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.sessions import Session
 
-MAX_HANDSHAKE_BODY = 4096
-X25519_BYTES = 32
-MLKEM_PUBLIC_BYTES = 1184
-MLKEM_CIPHERTEXT_BYTES = 1088
-SIGNATURE_BYTES = 64
 #: Maximum length of the detail of a reject message [characters].
 MAX_DETAIL = 300
 
@@ -45,9 +52,6 @@ HELLO_LABEL = b"fedmq 1 hello"
 WELCOME_LABEL = b"fedmq 1 welcome"
 READY_LABEL = b"fedmq 1 ready"
 REJECT_LABEL = b"fedmq 1 reject"
-
-HELLO_FIELDS = {"nonce": NONCE_BYTES, "x25519": X25519_BYTES, "mlkem768": MLKEM_PUBLIC_BYTES}
-WELCOME_FIELDS = {"nonce": NONCE_BYTES, "x25519": X25519_BYTES, "mlkem768": MLKEM_CIPHERTEXT_BYTES}
 
 #: What a session hides by default.
 _NOTHING_HIDDEN = Wire()
@@ -108,12 +112,7 @@ def initiate(
         sequence=0,
         sent_at=sent_at,
     )
-    fields: dict[str, object] = {
-        "nonce": ephemeral.nonce,
-        "x25519": ephemeral.x25519.public_key().public_bytes_raw(),
-        "mlkem768": ephemeral.mlkem.public_key().public_bytes_raw(),
-    }
-    frames = _signed(identity, HELLO_LABEL, b"", header, fields)
+    frames = _signed(identity, HELLO_LABEL, b"", header, ephemeral.offer())
     return frames, Initiated(identity, responder, run, ephemeral, frames, options)
 
 
@@ -156,12 +155,7 @@ def respond(
         reply_to=header.sequence,
         sent_at=sent_at,
     )
-    answer_fields: dict[str, object] = {
-        "nonce": ephemeral.nonce,
-        "x25519": ephemeral.x25519.public_key().public_bytes_raw(),
-        "mlkem768": ciphertext,
-    }
-    welcome = _signed(identity, WELCOME_LABEL, transcript_digest(*hello), answer, answer_fields)
+    welcome = _signed(identity, WELCOME_LABEL, transcript_digest(*hello), answer, ephemeral.answer(ciphertext))
     transcript = transcript_digest(*hello, *welcome)
     session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
     session = Session(
@@ -330,33 +324,18 @@ def confirm(state: Responded, frames: Sequence[BytesLike], header: Header | None
     return state.session
 
 
-def transcript_digest(*parts: bytes) -> bytes:
-    """SHA-256 over the parts, each prefixed with its length (8 bytes, big endian), so that no two lists collide."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big"))
-        digest.update(part)
-    return digest.digest()
-
-
 def _signed(
-    identity: Identity, label: bytes, context: bytes, header: Header, fields: dict[str, object]
+    identity: Identity, label: bytes, context: bytes, header: Header, fields: Mapping[str, object]
 ) -> tuple[bytes, bytes]:
     """Frames of a handshake message: header, then signature and fields; the signature covers context and both."""
     clear = encode_header(header)
-    packed = pack(fields)
-    return clear, identity.key.sign(label + transcript_digest(context, clear, packed)) + packed
+    return clear, signed_fields(identity, label, (context, clear), fields)
 
 
 def _verified(key: Ed25519PublicKey, label: bytes, context: bytes, frames: tuple[bytes, bytes]) -> bytes:
     """The packed fields of a handshake message, after verifying the sender's signature."""
     clear, body = frames
-    signature, packed = body[:SIGNATURE_BYTES], body[SIGNATURE_BYTES:]
-    try:
-        key.verify(signature, label + transcript_digest(context, clear, packed))
-    except InvalidSignature:
-        raise RemoteWireError(Reason.BAD_SIGNATURE, "the signature does not match the message or the sender") from None
-    return packed
+    return verified_fields(key, label, (context, clear), body)
 
 
 def _frames(frames: Sequence[BytesLike]) -> tuple[bytes, bytes]:
@@ -385,21 +364,6 @@ def _peer_key(header: Header, kind: Kind, run: str | None, me: str, accepted: Ac
     if key is None:
         raise RemoteWireError(Reason.UNKNOWN_SENDER, f"no key of {header.sender} is accepted here")
     return key
-
-
-def checked_fields(raw: bytes, lengths: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of a message of the handshake: byte strings of given lengths.
-
-    Raises:
-        RemoteWireError: ``malformed``.
-    """
-    plain = unpack(raw, MAX_HANDSHAKE_BODY)
-    if not isinstance(plain, dict) or plain.keys() != lengths.keys():
-        raise RemoteWireError(Reason.MALFORMED, f"not a map with the keys {', '.join(sorted(lengths))}")
-    for name, length in lengths.items():
-        if type(plain[name]) is not bytes or len(plain[name]) != length:
-            raise RemoteWireError(Reason.MALFORMED, f"{name} is not {length} bytes")
-    return plain
 
 
 def answers(earlier: Initiated, accepted: Accepted, frames: Sequence[BytesLike]) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -255,7 +256,7 @@ class HandshakeRecord(_Record):
 
 
 #: Fields of a message's header that its record holds: all but the wire version.
-HEADER = tuple(field.name for field in fields(Header) if field.name != "wire_version")
+HEADER = tuple(each.name for each in fields(Header) if each.name != "wire_version")
 
 
 class MessageRecord(_Record):
@@ -399,3 +400,40 @@ def last_head(path: Path) -> tuple[int, str] | None:
         last = file.read().splitlines(keepends=True)[-1:]
     record = record_of(last[0]) if last else None
     return None if record is None else (record.n + 1, record.hash)
+
+
+_Counts = defaultdict[str, Counter[str]]
+
+
+@dataclass
+class SentPayloads:
+    """Payloads by the process that sent them and by kind.
+
+    Args:
+        number: number of payloads.
+        bytes: total size of their tensors [bytes]; 0 for a kind that holds numbers or words only.
+    """
+
+    number: _Counts = field(default_factory=lambda: defaultdict(Counter))
+    bytes: _Counts = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, process: str, record: MessageRecord) -> None:
+        """Count the payloads of a message that a process sent."""
+        for kind, size in record.payloads:
+            self.number[process][kind] += 1
+            self.bytes[process][kind] += size
+
+
+def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:
+    """Count the payloads that each process sent, from its own log, or from the receiver's if its own is missing.
+
+    Args:
+        messages: messages as each end logged them.
+        logged: processes whose logs are available.
+    """
+    counted = SentPayloads()
+    for record in messages:
+        sender = record.header.sender
+        if record.action == "sent" or sender not in logged:
+            counted.add(sender, record)
+    return counted

@@ -25,6 +25,7 @@ from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
 from fedmq.storage.run_folder import make_folder, writing
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
@@ -44,7 +45,6 @@ from fedmq.wire.log_records import (
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import tensor_bytes
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Local, Reply, ReportedValue, SiloFacts, Task, take
+from fedmq.federation.protocol import Context, Local, ReportedValue, SiloFacts, Task, Update, take
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
 from protocols.parts import class_prototypes, training, unpaired
@@ -222,7 +222,7 @@ def download(tensors: Mapping[str, Tensor], silo: SiloFacts) -> tuple[ClassProto
 
 
 def updated(
-    tensors: Mapping[str, Tensor], replies: Sequence[Reply], round_: int, max_age: int | None
+    tensors: Mapping[str, Tensor], replies: Sequence[Update], round_: int, max_age: int | None
 ) -> dict[str, Tensor]:
     """The table after a merge; replies older than a silo's entry are ignored, and entries too old are dropped.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Reply, take
+from fedmq.federation.protocol import Context, Update, take
 from fedmq.models.hash_networks import plans_of
 from fedmq.wire.payloads import ClassPrototypes
 from protocols.parts.aggregation import as_tensor, still_known
@@ -176,7 +176,7 @@ def _check_shape(sent: ClassPrototypes, rows: int, dim: int) -> None:
         raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
 
 
-def rows_of_owned_modalities(reply: Reply) -> ClassPrototypes:
+def rows_of_owned_modalities(reply: Update) -> ClassPrototypes:
     """A reply's prototypes, with counts set to 0 for a modality that the silo lacks."""
     sent = take(reply.payloads, ClassPrototypes)
     half = len(sent.counts) // 2
@@ -188,7 +188,7 @@ def rows_of_owned_modalities(reply: Reply) -> ClassPrototypes:
 
 def updated(
     tensors: Mapping[str, Tensor],
-    replies: Sequence[tuple[Reply, ClassPrototypes]],
+    replies: Sequence[tuple[Update, ClassPrototypes]],
     version: int,
     *,
     max_age: int | None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, SiloFacts, take
+from fedmq.federation.protocol import SiloFacts, Update, take
 from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
@@ -75,7 +75,7 @@ def has(silo: SiloFacts) -> tuple[bool, bool]:
     return silo.image, silo.text
 
 
-def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
+def read_uploads(replies: Sequence[Update], dim: int) -> tuple[Tensor, Tensor]:
     """All replies' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
 
     A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit

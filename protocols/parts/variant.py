@@ -15,12 +15,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.wire.payloads import Delta, Payload
@@ -87,7 +87,7 @@ class Variant(FederatedProtocol):
         return replace(trained, state={**trained.state, **kept})
 
     @override
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         return self.fedavg.merge(state, replies, round_)
 
 

@@ -11,9 +11,17 @@ from fedmq.runs.report.html import Figure
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, tell
 from fedmq.wire.log_events import LogEvent, TimelineEvent
-from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, TimelineRecord, read_records, record_of
+from fedmq.wire.log_records import (
+    LogRecord,
+    MessageRecord,
+    NoteRecord,
+    SentPayloads,
+    TimelineRecord,
+    read_records,
+    record_of,
+    sent_payloads,
+)
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.sent_payloads import SentPayloads, sent_payloads
 
 #: Titles of time axes.
 RUN_TIME = "the run's time [s]"

@@ -22,8 +22,8 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import counted, size_text
+from fedmq.wire.log_records import SentPayloads
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sent_payloads import SentPayloads
 
 if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue

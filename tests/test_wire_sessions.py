@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import key_agreement
-from fedmq.wire import sealed_sessions as crypto
+from fedmq.wire import sessions as crypto
 from fedmq.wire.codec import encode_header
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, Loss
-from fedmq.wire.sealed_sessions import Sealed, Session, open_message, seal_message
+from fedmq.wire.sessions import Sealed, Session, open_message, seal_message
 from tests.wire_checks import RUN, assert_works, flipped, message, reason
 
 

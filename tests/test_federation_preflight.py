@@ -11,8 +11,8 @@ import pytest
 
 from fedmq.cli.scenarios import plug_in_names
 from fedmq.config.resolve import read
-from fedmq.data.first_check import refuse_first
 from fedmq.errors import InputError
+from fedmq.federation.preflight import refuse_scenario
 from fedmq.models.objective_registry import OBJECTIVES
 from protocols import METHODS
 
@@ -54,11 +54,11 @@ def test_names_and_paths_are_refused_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*METHODS.built_in(), "./mine.py"])
 def test_each_method_passes(name: str, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(f"name: e\nprotocol: {name}\ndata: {{name: openmoji}}")
-    refuse_first(read(tmp_path / "s.yaml"), plug_in_names())
+    refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
 
 
 def test_the_same_objectives_are_known_as_to_the_registry(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("name: e\nprotocol: fedavg\nobjective: none_such\ndata: {name: openmoji}")
     with pytest.raises(InputError) as raised:
-        refuse_first(read(tmp_path / "s.yaml"), plug_in_names())
+        refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
     assert f"one of {', '.join(OBJECTIVES.built_in())}" in str(raised.value)

@@ -1,6 +1,7 @@
-"""Log records of refused, unauthenticated frames: a limited number per minute, the rest as one count.
+"""Refusals: what the operator reads when a channel has no session, and what the log holds of refused frames.
 
-After a restart, messages of sessions with the earlier process are counted apart.
+Of unauthenticated frames a limited number per minute is logged, the rest as one count. After a restart, messages of
+sessions with the earlier process are counted apart.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from collections import Counter
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
+from fedmq.wire.handshake import Accepted, HelloRefusedError
+from fedmq.wire.keys import Identity, words
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Reason, ShortHeader
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Reason, ShortHeader
+from fedmq.wire.transports.tcp import unknown_host
 
 #: Name in the log of a sender that has not proven who it is.
 UNKNOWN = "unknown"
@@ -109,3 +113,46 @@ class StaleSessions:
         if self._dropped and (all_ or self._clock.stopwatch() - self._first >= _FORMER_SECONDS):
             self._log.note(LogEvent.STALE_SESSIONS, count=self._dropped)
             self._dropped, self._first = 0, math.inf
+
+
+#: What to do about another scenario.
+SAME_SCENARIO = "both sides need the same file and the same --set and --seed"
+
+
+def silent(uri: str, seconds: float) -> str:
+    """The line about a coordinator that has not answered for a time [s]."""
+    why = "no coordinator listens there yet, a firewall is in between, or it is busy; it keeps trying"
+    if host := unknown_host(uri):
+        why = f"the name {host} is unknown on this machine"
+    return f"no answer from {uri} for {seconds:.0f} s: {why}"
+
+
+def foreign(uri: str, accepted: Accepted) -> str:
+    """The line about a process that has another key than the accepted one of the coordinator."""
+    key = accepted.get(COORDINATOR)
+    return (
+        f"what listens at {uri} does not have the coordinator's key in the folder accepted/ here "
+        f"({'which has none' if key is None else words(key)}): it is another process, or the coordinator has a new "
+        "key; accept that with `fedmq keys accept`, and this process connects"
+    )
+
+
+def refused(uri: str, identity: Identity, refusal: HelloRefusedError, differing: str) -> str:
+    """The line about a coordinator that refuses the handshake.
+
+    Args:
+        uri: URI at which it listens.
+        identity: this process.
+        refusal: its answer.
+        differing: keys of the scenario with other values there, if known.
+    """
+    match refusal.reason:
+        case Reason.UNKNOWN_SENDER:
+            ask = f"its operator accepts it with `fedmq keys accept` ({words(identity)})"
+            ask += ", or this process was started with the wrong key file (--keys)"
+            return f"the coordinator at {uri} does not accept this key of {identity.name}: {ask}"
+        case Reason.WRONG_RUN:
+            which = f"{refusal.detail}{f', with other values of {differing}' if differing else ''}"
+            return f"the coordinator at {uri} has another scenario: {which}; {SAME_SCENARIO}"
+        case _:
+            return f"the coordinator at {uri} refuses the handshake: {refusal.reason}: {refusal.detail}"

@@ -1,10 +1,14 @@
-"""``fedmq data check``: describe the data on disk without loading an encoder, and report every problem."""
+"""Describe a scenario's data, and report every problem with which a run would refuse them: ``fedmq data check``.
+
+No encoder is loaded. Before features are extracted, which can take hours, zeros of their shape take their place.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,33 +17,28 @@ from pathlib import Path
 import blake3
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
-from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
 from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.duplicates import same_rows
+from fedmq.data.extract import ExtractionPlan
 from fedmq.data.label_levels import counts_of
 from fedmq.data.picture_check import in_files
+from fedmq.data.prepared_arrays import finish, save_arrays, save_present
 from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, of_captions, of_heldout_labels, of_labels, sentences
+from fedmq.data.remarks import Remarks, of_captions, of_heldout_labels
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
-from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.participant import SiteData
-from fedmq.federation.population import Population, build_population
+from fedmq.federation.population import Population, build_population, check_clusters
 from fedmq.federation.protocol import SiloFacts
 from fedmq.packages import MissingPackageError
 from fedmq.storage.cache import cache_folder
-from fedmq.text import Progress, printable, tell
+from fedmq.text import Progress, tell
 
 BATCH = 256  # images read between two reports of progress
-FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
-SHOWN = 20  # names printed of each kind; JSON has all
 _CONSTANT = 8  # maximum difference of the values, 0 to 255, of a picture that counts as blank
 
 
@@ -416,64 +415,57 @@ def _with_refusal(facts: DataFacts, checks: Callable[[], None]) -> DataFacts:
     return facts
 
 
-def show(facts: DataFacts, out: Console) -> None:
-    """Print the facts of :func:`check`."""
-    splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
-    line = f"{user_files.label(facts.data)}: {facts.items} items, {facts.captions} captions" + (
-        splits and f" ({splits})"
-    )
-    if facts.labels:
-        line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
-    out.print(line, highlight=False, markup=False)
-    if facts.example:
-        out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
-    for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
-        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-    for kind, found in (
-        ("missing", facts.missing),
-        ("unreadable", facts.unreadable),
-        ("without captions", facts.without_captions),
-        ("text files without a picture next to them", facts.captions_alone),
-        ("without an image", facts.without_image),
-        ("of nearly one colour", facts.constant),
-        ("with several pictures in one file, of which only the first is read", facts.paged),
-        ("duplicates of training items", facts.duplicates_of_training_items),
-        ("items with the picture of a training item", facts.duplicates_by_picture),
-    ):
-        if found:
-            rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
-            out.print(f"{len(found)} {kind}{rest}:", highlight=False)
-            for name in found[:SHOWN]:
-                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
-    for line in () if facts.remarks is None else sentences(facts.remarks, known=False):
-        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-    if facts.published:
-        usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
-        line = f"papers on this data set use {usual}: some of its files may be missing"
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    for problem in facts.problems:
-        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
-    if facts.silos:
-        _show_silos(facts.silos, facts.labels, out)
-    elif facts.silos is None and facts.usable:
-        out.print(
-            "fedmq data features FILE extracts the features; then this command shows the data of each silo",
-            highlight=False,
-        )
+_WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
+
+#: Raises InputError if a scenario cannot run on the prepared data in a folder.
+Fits = Callable[[Scenario, Path], None]
 
 
-def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
-    """Print the data of each silo and, if the table is small enough, its items by label."""
-    table = Table(Column("silo", overflow="fold"), "modalities", "samples", "held out")
-    for name, silo in silos.items():
-        alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
-        kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
-        samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
-        table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
-    out.print(table)
-    if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
-        heads = ("label", *(escape(name.removeprefix("silo-")) for name in silos))
-        table = Table(*(Column(head, overflow="fold") for head in heads))
-        for label in labels:
-            table.add_row(escape(label), *(str(silo.labels[label]) for silo in silos.values()))
-        out.print("training items of each label", table, sep="\n")
+def refuse_before_extraction(made: ExtractionPlan, scenario: Scenario, fits: Fits) -> None:
+    """Refuse a scenario that cannot run on a data set, as far as that can be seen without its features.
+
+    Args:
+        made: what would be extracted.
+        scenario: the resolved scenario.
+        fits: raises InputError if a run would refuse the scenario with prepared data.
+
+    Raises:
+        InputError: as of ``fits``, or there are fewer training texts than ``partition.clusters``.
+    """
+    if scenario.partition.kind == "dir_clusters":
+        present, train = made.raw.present(made.kind), made.split == SPLITS.index("train")
+        texts = int((train if present is None else train & present[:, 1]).sum())
+        check_clusters(scenario.partition.clusters, texts)
+    if scenario.backbone.adapter_site == "blocks" or scenario.backbone.end_to_end:
+        return  # needs pixels, for which there are no placeholders
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        _write_placeholder(made, scenario.backbone.dim or _WIDTH, Path(name))
+        fits(_on_vectors(scenario), Path(name))
+
+
+def _write_placeholder(made: ExtractionPlan, usual: int, folder: Path) -> None:
+    """Write a prepared data set with the labels and splits of a raw one, and zeros as features.
+
+    Their width is that of the features or, if unknown, of the other modality's, or ``usual``.
+    """
+    n = len(made.raw)
+    image, text = made.image.width, made.text.width if made.text else 0
+    if made.text is None and made.raw.bag is not None:
+        text = made.raw.bag.shape[1]
+    for name, shape in (("image", (n, image or text or usual)), ("text", (n, text or image or usual))):
+        # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
+        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
+    present = made.raw.present(made.kind)
+    counts = np.ones(n, np.int64) if present is None else present[:, 1].astype(np.int64)
+    save_arrays(folder, captions=counts, labels=made.raw.labels, split=made.split)
+    lacking = save_present(folder, present)
+    finish(folder, made.digest, lacking, made.raw.keys, made.raw.label_names, column=made.raw.column)
+
+
+def _on_vectors(scenario: Scenario) -> Scenario:
+    """The scenario with a backbone and a partition that need no encoder."""
+    backbone = scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
+    partition = scenario.partition
+    if partition.kind == "dir_clusters":
+        partition = partition.model_copy(update={"kind": "iid"})
+    return scenario.model_copy(update={"backbone": backbone, "partition": partition})

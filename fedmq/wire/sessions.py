@@ -1,4 +1,11 @@
-"""Sessions: sealing and opening of messages with AES-256-GCM. :mod:`fedmq.wire.handshake` creates them."""
+"""Sessions: sealing and opening of messages with AES-256-GCM. :mod:`fedmq.wire.handshake` creates them.
+
+A session may seal the header in front of the body and pad both: an observer of the network then sees neither names nor
+kinds, and only rounded-up sizes. The clear header is short (wire version, session, counter), and what is sealed is:
+
+    length of the header (4 bytes, little endian), length of the body (8 bytes), the header,
+    zeros up to a multiple of 16, the body, zeros as padding
+"""
 
 from __future__ import annotations
 
@@ -15,12 +22,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fedmq.config.sections import Wire
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.codec import (
+    ALIGNMENT,
     MAX_BODY,
+    MAX_HEADER,
     BytesLike,
     body_size,
     byte_view,
     decode,
     decode_clear,
+    decode_header,
     encode_body,
     encode_header,
     encode_short_header,
@@ -35,15 +45,22 @@ from fedmq.wire.messages import (
     Reason,
     ShortHeader,
 )
-from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size, prefix_of, split_content
 
 TAG_BYTES = 16
 KEY_BYTES = 32
 #: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
 HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY, Kind.REJECT, Kind.INQUIRE})
-#: Messages with which the two ends of a session agree on new keys; see :mod:`fedmq.wire.rekeying`.
+#: Messages with which the two ends of a session agree on new keys; see :mod:`fedmq.wire.key_agreement`.
 REKEY_KINDS = frozenset({Kind.REKEY, Kind.REKEYED})
+
+_LENGTHS = 12
+#: Maximum number of bytes that the sealed header adds to a body.
+MAX_PREFIX = _LENGTHS + MAX_HEADER + ALIGNMENT
+#: Minimum size to which messages are padded [bytes].
+LEAST_PADDED = 4096
+#: Steps between a power of two and the next.
+_STEPS = 4
 
 #: What a session hides by default.
 _NOTHING_HIDDEN = Wire()
@@ -344,6 +361,43 @@ def decode_opened(opened: Opened, *, max_body: int = MAX_BODY) -> Message:
         return decode(opened.header, opened.body, max_body=max_body)
     except RemoteWireError as error:
         raise UnreadableError(opened.header, error) from error
+
+
+def padded_size(size: int) -> int:
+    """Size to which a sealed content of ``size`` bytes is padded: at least 4096, in four steps to each power of two.
+
+    The padding therefore adds at most a quarter to larger ones.
+    """
+    size = max(size, LEAST_PADDED)
+    step = (1 << size.bit_length() - 1) // _STEPS
+    padded = -(-size // step) * step
+    return padded if padded <= MAX_BODY else max(size, MAX_BODY)
+
+
+def prefix_of(header: bytes, body: int) -> bytes:
+    """The prefix of a body of ``body`` bytes: two lengths, the encoded header, zeros."""
+    prefix = len(header).to_bytes(4, "little") + body.to_bytes(8, "little") + header
+    return prefix + bytes(-len(prefix) % ALIGNMENT)
+
+
+def split_content(content: memoryview) -> tuple[Header, memoryview]:
+    """The header and the body of an opened content.
+
+    Raises:
+        RemoteWireError: ``malformed`` or ``wire_version``.
+    """
+    length = int.from_bytes(content[:4], "little")
+    body = int.from_bytes(content[4:_LENGTHS], "little")
+    start = _LENGTHS + length + -(_LENGTHS + length) % ALIGNMENT
+    if content.nbytes < _LENGTHS or length > MAX_HEADER or start + body > content.nbytes:
+        raise RemoteWireError(Reason.MALFORMED, "a sealed header or its body is longer than the message")
+    if _any(content[_LENGTHS + length : start]) or _any(content[start + body :]):
+        raise RemoteWireError(Reason.MALFORMED, "the padding is not zero")
+    return decode_header(content[_LENGTHS : _LENGTHS + length]), content[start : start + body]
+
+
+def _any(raw: BytesLike) -> bool:
+    return bool(np.frombuffer(raw, np.uint8).any())
 
 
 def _two(frames: Sequence[BytesLike]) -> tuple[memoryview, memoryview]:

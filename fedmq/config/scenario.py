@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
+from fedmq.config.plug_ins import label
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -30,7 +31,6 @@ from fedmq.config.sections import (
     Wire,
     silo_names,
 )
-from fedmq.config.user_files import label
 from fedmq.errors import InputError
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]

@@ -42,7 +42,7 @@ def init_command(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="PATH", help="Your pictures and captions.", show_default=False),
+        typer.Option("--data", metavar="PATH", help="Your images and captions.", show_default=False),
     ] = None,
     silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
     missing: Annotated[
@@ -58,10 +58,10 @@ def init_command(
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a scenario, ready to run, for your own pictures and captions; with --site, a silo's site file.
+    """Write a scenario, ready to run, for your own images and captions; with --site, a silo's site file.
 
     The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
-    skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
+    skip them. It opens the images, and names the items that it leaves out. The data may be a folder of images
     with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
     features. The settings fit the number of items.
 
@@ -190,7 +190,7 @@ def _counted(data: str | None, *, quiet: bool, pictures_alone: bool = False) -> 
     """The user's data, counted."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
 
-    path = Path(_answer("pictures and captions (a folder or a file)", data, str, None))
+    path = Path(_answer("images and captions (a folder or a file)", data, str, None))
     return starter.count(path, None if quiet else later(bar()), pictures_alone=pictures_alone)
 
 

@@ -36,7 +36,7 @@ Chosen = Annotated[
     typer.Option(
         "--gallery",
         metavar="FILE|DIR",
-        help="Gallery: a folder of pictures, or a scenario, site file or features file for its data; by default the "
+        help="Gallery: a folder of images, or a scenario, site file or features file for its data; by default the "
         "run's data set.",
     ),
 ]
@@ -130,7 +130,7 @@ class Among(StrEnum):
 def search_command(
     run: Run,
     text: Text = None,
-    image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="Picture to search for.")] = None,
+    image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="Image to search for.")] = None,
     item: Annotated[
         str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
     ] = None,
@@ -148,7 +148,7 @@ def search_command(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search a gallery with a released model: images by text, captions by picture.
+    """Search a gallery with a released model: images by text, captions by image.
 
     RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
     the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
@@ -183,7 +183,7 @@ def search_command(
 
 
 def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
-    """Refuse an invalid query, picture or run before torch is loaded."""
+    """Refuse an invalid query, image or run before torch is loaded."""
     given = sum(each is not None for each in (text, image, item))
     if given != 1:
         raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
@@ -197,7 +197,7 @@ def _check_query(run: Path, text: str | None, image: Path | None, item: str | No
 
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
     """Results as a table; with distances of codes, or cosines."""
-    captioned = ["caption"] if any(hit.caption for hit in hits) else []  # a folder of pictures has none
+    captioned = ["caption"] if any(hit.caption for hit in hits) else []  # a folder of images has none
     table = Table("rank", "distance" if binary else "cosine", Column("item", overflow="fold"), *captioned)
     for hit in hits:
         score = f"{hit.score:.0f}" if binary else f"{hit.score:.3f}"
@@ -379,7 +379,7 @@ def tsne_command(
 ) -> None:
     """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
 
-    Writes plots.csv and plots.html with a plot per model of the evaluated items' images and first captions. For rows
+    Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
     of a comparison, the first run is shown.
 
     Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
@@ -406,4 +406,4 @@ def tsne_command(
         points = {plane.name: len(plane.items) for plane in planes}
         print_json({"folder": str(folder), "points": points}, indent=None)
         return
-    out.print(f"{folder}: plots.csv, plots.html", highlight=False, markup=False, soft_wrap=True)
+    out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)

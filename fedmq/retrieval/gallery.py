@@ -33,7 +33,7 @@ from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.packages import package
-from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, pictures_below, site_gallery
+from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, images_below, site_gallery
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
@@ -169,7 +169,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     Raises:
         InputError: there are none, or the model has no encoder for them.
     """
-    files = pictures_below(folder, "--gallery")
+    files = images_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]

@@ -68,7 +68,7 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
     return tuple(known.get(key, ()) for key in keys)
 
 
-def pictures_below(folder: Path, place: str) -> list[Path]:
+def images_below(folder: Path, place: str) -> list[Path]:
     """The image files below a folder, in the order of their paths.
 
     Args:

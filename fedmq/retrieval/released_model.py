@@ -168,10 +168,10 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on pictures and texts, which has encoders for them"
+            allowed = "a model trained on images and texts, which has encoders for them"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
-            raise InputError(str(self.folder), "a model whose texts are bags of words", "pictures only")
+            raise InputError(str(self.folder), "a model whose texts are bags of words", "images only")
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:

@@ -88,7 +88,7 @@ def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
     path = folder.root / "report_data.json"
     if not path.is_file():
         return None
-    data = read_json(path, ReportData, "the pictures and projections of a report; delete it to do without")
+    data = read_json(path, ReportData, "the images and projections of a report; delete it to do without")
     return data if data.model_digest == summary.model_digest else None
 
 

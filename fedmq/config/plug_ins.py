@@ -48,8 +48,8 @@ def names_found(package: str, group: str) -> tuple[str, ...]:
         group: entry point group of installed packages.
     """
     top, *inner = package.split(".")
-    found = importlib.util.find_spec(top)
-    places = () if found is None else found.submodule_search_locations or ()
+    spec = importlib.util.find_spec(top)
+    places = () if spec is None else spec.submodule_search_locations or ()
     return _with_installed(sorted(_modules_in([str(Path(place, *inner)) for place in places])), group)
 
 
@@ -65,12 +65,14 @@ def unknown(key: str, name: str, names: Collection[str]) -> InputError:
 
 
 def _modules_in(places: Iterable[str]) -> list[str]:
-    return [each.name for each in pkgutil.iter_modules(places) if not each.ispkg and not each.name.startswith("_")]
+    return [
+        module.name for module in pkgutil.iter_modules(places) if not module.ispkg and not module.name.startswith("_")
+    ]
 
 
 def _with_installed(built_in: Sequence[str], group: str) -> tuple[str, ...]:
     """The built-in names, then those of installed packages."""
-    return (*built_in, *sorted(each.name for each in entry_points(group=group) if each.name not in built_in))
+    return (*built_in, *sorted(point.name for point in entry_points(group=group) if point.name not in built_in))
 
 
 class Registry(Generic[T]):
@@ -126,14 +128,14 @@ class Registry(Generic[T]):
             return None
         if (package := self._modules().get(name)) is not None:
             return importlib.import_module(f"{package}.{name}")
-        for each in entry_points(group=self.group, name=name):
+        for point in entry_points(group=self.group, name=name):
             try:
-                loaded = each.load()
+                loaded = point.load()
             except Exception as error:
-                raise UserFileError(self._place(name), f"{type(error).__name__}: {error}", each.value) from error
+                raise UserFileError(self._place(name), f"{type(error).__name__}: {error}", point.value) from error
             if isinstance(loaded, ModuleType):
                 return loaded
-            raise UserFileError(self._place(name), each.value, f"a module that defines {self.attribute}")
+            raise UserFileError(self._place(name), point.value, f"a module that defines {self.attribute}")
         raise unknown(self.key, name, self.names())
 
     def find(self, name: str) -> T:

@@ -316,7 +316,7 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
             allowed = "a name or a reference, as files that a run folder's scenario names by path are not executed"
             raise InputError(key, name, allowed)
         # Paths from the command line are relative to the working directory, those of a file to that file.
-        given = any(f"{key}.".startswith(f"{each}.") for each in source.overridden)
+        given = any(f"{key}.".startswith(f"{setting}.") for setting in source.overridden)
         return plug_ins.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
 
     protocol = named("protocol.name", scenario.protocol.name)
@@ -328,7 +328,7 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
     if scenario.data is not None:
         changes["data"] = scenario.data.model_copy(update={"name": named("data.name", scenario.data.name)})
     if metrics := scenario.evaluation.metrics:
-        references = tuple(named("evaluation.metrics", each) for each in metrics)
+        references = tuple(named("evaluation.metrics", metric) for metric in metrics)
         changes["evaluation"] = scenario.evaluation.model_copy(update={"metrics": references})
     return scenario.model_copy(update=changes)
 
@@ -336,9 +336,9 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
 def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     objective = scenario.objective
     if not facts.hashes and (objective.bits or objective.hidden):
-        found = f"sizes of a hash network with {objective.base}"
+        problem = f"sizes of a hash network with {objective.base}"
         raise InputError(
-            "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
+            "objective", problem, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
         )
     if facts.contrasts and scenario.training.batch_size == 1:
         allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"

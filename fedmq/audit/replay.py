@@ -41,6 +41,9 @@ _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 
+#: Keys of a silo in a summary that it stated about its data.
+_STATED = {"data_digest", "items"}
+
 #: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
 Key = tuple[str, str, int]
 
@@ -161,7 +164,10 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
-        "per_silo": {name: silo.plain() for name, silo in summary.per_silo.items()},
+        "per_silo": {
+            name: silo.model_dump(exclude_unset=True, exclude=_STATED) for name, silo in summary.per_silo.items()
+        },
+        "stated": {silo: entry.model_dump(include=_STATED) for silo, entry in summary.per_silo.items()},
         # Discarded tasks are left out: they include resent replies, which depend on real time.
         "tasks.merged": summary.tasks.merged,
         "tasks.failed": summary.tasks.failed,
@@ -269,9 +275,15 @@ def _outcome_difference(was: Record, now: Record) -> Difference | None:
             return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
     for name in sorted(was.figures.keys() | now.figures.keys()):
         before, after = was.figures.get(name), now.figures.get(name)
-        if before != after and not (name.startswith("personal") and was.measured != now.measured):
+        unstated = name == "stated" and not (_has_statements(was) and _has_statements(now))
+        if before != after and not unstated and not (name.startswith("personal") and was.measured != now.measured):
             return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
     return None
+
+
+def _has_statements(record: Record) -> bool:
+    """Whether the silos of a run stated their data; those of inline runs do not."""
+    return any(kind == Kind.STATEMENT for kind, _, _ in record.messages)
 
 
 def _under_way(key: Key, record: Record) -> bool:

@@ -96,9 +96,9 @@ class PolicyGuard:
         for limit, payload, count, text in broken_limits(payloads, size, self._rule, self._places):
             self._report(f"withholds a {payload or kind} of {count:,} bytes: {text}")
             return Refusal(limit.value, payload or kind)
-        for payload in message.payloads:
-            if not _only_allowed_fields(payload, self._rule.fields or {}):
-                return Refusal(WithheldBy.FIELDS.value, payload.KIND)
+        for content in message.payloads:
+            if not _only_allowed_fields(content, self._rule.fields or {}):
+                return Refusal(WithheldBy.FIELDS.value, content.KIND)
         most = self._rule.bytes_in_all
         if most is not None and self._sent + size > most:
             already = f"{size:,} bytes after {self._sent:,}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from coordinator.counters import Counters
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import Context, SiloFacts, State, Update

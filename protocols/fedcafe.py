@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import CaptionRows
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq import seeds
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import (

@@ -246,7 +246,7 @@ def _fit(joining: Joining) -> list[Outcome] | None:
 
 
 def _remarks(joining: Joining) -> list[Outcome]:
-    return [Outcome(Verdict.WARNING, line) for line in joining.loaded.population.prepared.remarks]
+    return [Outcome(Verdict.WARNING, line) for line in joining.loaded.population.prepared.warnings]
 
 
 def _items(joining: Joining) -> list[Outcome] | None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import io as scipy_io
 
 from fedmq.config.scenario import Objective, Training
-from fedmq.data.label_levels import coarse_columns, fine_columns, trained_columns
+from fedmq.data.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation import heldout

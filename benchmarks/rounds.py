@@ -87,9 +87,8 @@ class Constant(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
-        updates = aggregation.ordered(replies)
-        weights = aggregation.sample_weights([update.samples for update in updates])
-        return MergeResult(State(aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
+        weights = aggregation.sample_weights([update.samples for update in replies])
+        return MergeResult(State(aggregation.merge_updates(state.theta, replies, weights, self.branches, True)))
 
 
 def _run_context(scenario: Scenario, folder: Path) -> RunContext:

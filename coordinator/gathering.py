@@ -13,7 +13,7 @@ from coordinator.updates import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests
-from fedmq.data.remarks import of_spellings
+from fedmq.data.warnings import of_spellings
 from fedmq.errors import InputError
 from fedmq.federation.agreement import FormatError, RunData
 from fedmq.federation.population import Population

@@ -10,7 +10,7 @@ from torch import Tensor
 from coordinator.counters import Counters
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import Context, SiloFacts, State, Update
@@ -197,10 +197,6 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
 def _check_statistics(payload: Payload, context: Context) -> None:
     """Check the shapes of payloads other than updates, as far as they are the same for all methods."""
     match payload:
-        case Memory(centroids=centroids):
-            classifier = context.layout.by_name.get("visual.classifier.weight")
-            if classifier is None or centroids.shape != classifier.shape:
-                raise RemoteWireError("layout", f"a memory of shape {centroids.shape}")
         case LabelCount(value=value):
             if value > (most := len(fine_columns(context.label_names))):
                 raise RemoteWireError("malformed", f"{value} categories present, the data set has {most}")

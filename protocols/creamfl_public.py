@@ -39,7 +39,7 @@ from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import fedavg
 from protocols.creamfl import LAST, Weights, contrasts, distillation
-from protocols.parts import aggregation, personal_model, prototypes, training
+from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import nothing
 from protocols.parts.options import check, refuse_other_bases
@@ -208,7 +208,7 @@ class CreamFlPublic(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the representations, distil them into the global model, and recompute its representations."""
-        targets = self.targets(state, aggregation.ordered(replies))
+        targets = self.targets(state, replies)
         theta, loss = self._distilled(state.theta, targets, round_)
         return MergeResult(
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}

@@ -137,11 +137,11 @@ class FedAvg(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        theta, _ = self.averaged(state.theta, aggregation.ordered(replies))
+        theta, _ = self.averaged(state.theta, replies)
         return MergeResult(State(theta, state.tensors, state.values))
 
     def averaged(self, theta: Tensor, replies: Sequence[Update]) -> tuple[Tensor, Tensor]:
-        """The parameters [P] after a merge of replies in the fixed silo order, and the replies' weights float64 [M]."""
+        """The parameters [P] after a merge, and the replies' weights float64 [M]."""
         weights = self.weights(replies)
         return aggregation.merge_updates(theta, replies, weights, self.branches, self.options.branch_renorm), weights
 
@@ -188,7 +188,6 @@ class AnchoredFedAvg(FedAvg):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the updates and, with the same weights, the prototypes."""
-        replies = aggregation.ordered(replies)
         theta, weights = self.averaged(state.theta, replies)
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 

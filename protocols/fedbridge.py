@@ -293,7 +293,6 @@ class FedBridge(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
-        replies = aggregation.ordered(replies)
         factors = [update.factor * self._factor(update.silo, update.samples) for update in replies]
         weights = aggregation.sample_weights([update.samples for update in replies])
         weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))

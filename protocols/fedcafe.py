@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import CaptionRows
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -261,6 +261,17 @@ class FedCafe(FederatedProtocol):
         """The update, the loss, and the memory if the options use it."""
         return frozenset({Delta, Loss, Memory} if self.remembers else {Delta, Loss})
 
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the shape of the memory.
+
+        Raises:
+            RemoteWireError: it has another number of rows or columns than the classifiers have classes and inputs.
+        """
+        for payload in payloads:
+            if isinstance(payload, Memory) and payload.centroids.shape != (self.classes, self.bits):
+                shape = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
+                raise RemoteWireError("layout", f"a memory of shape {shape}")
+
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory by the trained model."""
@@ -328,7 +339,6 @@ class FedCafe(FederatedProtocol):
         """Update the global memory from the table, weight the updates by it, and add them (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
-        replies = aggregation.ordered(replies)
         reports = [self._report(reply) for reply in replies]
         table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
         places = [(reply.silo.index, reply.base_version) for reply in replies]
@@ -348,15 +358,8 @@ class FedCafe(FederatedProtocol):
         return MergeResult(State(theta, tensors, state.values), log)
 
     def _report(self, reply: Update) -> memory.Rows:
-        """A reply's memory, checked; rows longer than 1, which no honest silo sends, are scaled to length 1.
-
-        Raises:
-            RemoteWireError: the memory is missing or has a wrong shape.
-        """
+        """A reply's memory; rows longer than 1, which no honest silo sends, are scaled to length 1."""
         payload = take(reply.payloads, Memory)
-        if payload.centroids.shape != (self.classes, self.bits):
-            found = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
-            raise RemoteWireError("layout", f"{reply.silo.name}: a memory of shape {found}")
         rows = as_tensor(payload.centroids)
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return rows / lengths.clamp(min=1.0), as_tensor(payload.support).clamp(max=_MOST)

@@ -201,7 +201,6 @@ class FedCmr(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
-        replies = aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule uses summed losses; replies carry mean losses, as in all methods.

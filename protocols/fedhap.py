@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
     Context,
@@ -257,7 +257,6 @@ class FedHap(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
-        replies = aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
         if self.prototypes:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]

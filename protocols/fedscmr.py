@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq import seeds
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import (
@@ -318,7 +318,6 @@ class FedScmr(FederatedProtocol):
     # ----------------------------------------------------------------------- coordinator side
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
-        replies = aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
     Context,
@@ -46,7 +46,7 @@ from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, class_prototypes, clusters, personal_model, training
+from protocols.parts import class_prototypes, clusters, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import cosine, unit
@@ -271,7 +271,7 @@ class Mfcpl(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """As FedAvg; then update the class prototypes, and the pseudo-classes once enough silos sent centroids."""
-        merged, replies = self.fedavg.merge(state, replies, round_), aggregation.ordered(replies)
+        merged = self.fedavg.merge(state, replies, round_)
         reports = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):

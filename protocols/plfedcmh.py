@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
@@ -338,7 +338,6 @@ class PlFedCmh(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
-        replies = aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
         owners = state.tensors[_OWNERS].clone()

@@ -291,7 +291,6 @@ class Rcsr(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
         options, tensors = self.options, state.tensors
-        replies = aggregation.ordered(replies)
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
@@ -387,11 +386,7 @@ class Rcsr(FederatedProtocol):
         return {"personal_weights": personal}
 
     def _read(self, replies: Sequence[Update]) -> Statistics:
-        """The reporters' statistics, checked.
-
-        Raises:
-            RemoteWireError: a payload is missing or of a wrong shape.
-        """
+        """The reporters' statistics."""
         means, mask = prototypes.read_uploads(replies, self.context.dim)
         geometry = torch.stack([as_tensor(take(reply.payloads, Geometry).values) for reply in replies])
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]

@@ -34,8 +34,8 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
-from silos.training_slots import Slots, slots_folder
+from silos.program import KEPT_MODELS, reply_to
+from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
 _KEPT_SILOS = 8

@@ -21,7 +21,7 @@ from fedmq.storage.cache import key_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import digest
 from fedmq.wire.messages import Message
-from silos.program import Silo, SiloArguments
+from silos.tasks import Silo, SiloArguments
 
 #: Relative difference that the metrics of a model may have between machines.
 _ROUNDING = 1e-6

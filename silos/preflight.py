@@ -41,7 +41,7 @@ from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
 from protocols.parts.missing_branch import shortened
-from silos.program import Silo, SiloArguments
+from silos.tasks import Silo, SiloArguments
 
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
@@ -246,7 +246,7 @@ def _fit(joining: Joining) -> list[Outcome] | None:
 
 
 def _remarks(joining: Joining) -> list[Outcome]:
-    return [Outcome(Verdict.WARNING, line) for line in joining.loaded.population.prepared.remarks]
+    return [Outcome(Verdict.WARNING, line) for line in joining.loaded.population.prepared.warnings]
 
 
 def _items(joining: Joining) -> list[Outcome] | None:

@@ -41,7 +41,7 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import DataFormat, DataStatement
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests.damaged_files import Folder, Kind, files_of, write
 
 _RUN = "fuzz-0-0123456789ab"

@@ -41,7 +41,7 @@ from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
 from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved

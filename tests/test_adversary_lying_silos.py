@@ -28,7 +28,8 @@ from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of

@@ -41,7 +41,7 @@ from protocols import creamfl_public
 from protocols.parts import class_prototypes, prototypes
 from protocols.parts.losses import unit
 from protocols.parts.missing_branch import shortened
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload

@@ -95,7 +95,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path
     (folder / "03.txt").unlink()
     (folder / "04.txt").write_text("\n")
     (folder / "99.txt").write_text("a wall without a photo\n")
-    assert starter.count(folder).remarks == (
+    assert starter.count(folder).notes == (
         'for example 00.png: captions "a red wall, number 0"',
         "items left out (2): 03.png (no caption), 04.png (no caption)",
         "text files without a picture next to them (1): 99.txt",

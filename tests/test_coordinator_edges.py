@@ -39,7 +39,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.threaded_run import resolved
 

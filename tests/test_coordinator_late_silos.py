@@ -14,7 +14,8 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.threaded_run import hold, resolved, run, run_of
 from tests.waiting import wait_for_merges

@@ -26,7 +26,8 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Metrics, Payload
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.threaded_run import resolved, run, run_of
 from tests.waiting import PATIENCE, wait_for

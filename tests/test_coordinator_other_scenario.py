@@ -27,7 +27,7 @@ from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import Error
 from silos.host import Host, HostArguments
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE, wait_for
 

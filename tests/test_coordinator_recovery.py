@@ -26,7 +26,8 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.registry import connect
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.log_causes import records
 from tests.test_adversary_hostile_peers import within
 from tests.threaded_run import joined, resolved, run, run_of, state_data

@@ -204,7 +204,7 @@ def test_an_unreadable_error_message_fails_its_task(tiny: Path, tmp_path: Path) 
 def test_a_silo_that_never_answers_an_evaluation_request_is_given_up(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from silos.program import Silo
+    from silos.tasks import Silo
 
     measure = Silo.measure
 

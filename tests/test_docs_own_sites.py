@@ -17,7 +17,8 @@ from benchmarks.attacks import free_port
 from fedmq.cli import main as cli
 from fedmq.cli.options import whereabouts
 from fedmq.cli.scenarios import resolved_file
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.own_data_sites import outputs
 from tests.waiting import PATIENCE
 

@@ -32,7 +32,7 @@ from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Metrics
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run, threaded_run
 from tests.threaded_run import resolved, run_of
 

@@ -91,7 +91,7 @@ def test_a_silo_that_is_away_for_a_task_is_still_evaluated(tiny: Path, tmp_path:
 def test_a_measurement_that_fails_on_every_silo_writes_no_line_and_the_run_continues(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from silos.program import Silo
+    from silos.tasks import Silo
 
     def fail(*_: object) -> None:
         raise ValueError("no")

@@ -18,7 +18,7 @@ from fedmq.federation.protocol import State, Update
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import Representations
 from protocols.creamfl_public import GLOBAL, CreamFlPublic
-from tests.small_federation import SmallFederation, population
+from tests.small_federation import SmallFederation, equal_states, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
@@ -149,3 +149,13 @@ def test_public_representations_of_a_stale_silo_are_weighted_less() -> None:
         weights = score.softmax(0) * torch.tensor([1.0, 0.25])[:, None]
         weights = weights / weights.sum(0)
         torch.testing.assert_close(wanted[name], (weights[..., None] * own).sum(0))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "rcsr"])
+def test_the_order_of_arrival_does_not_change_a_merge_to_the_bit(tiny: Path, name: str) -> None:
+    run = population(name)
+    kept = setting(tiny, run, name, "aggregation={mode: sync}")
+    given = run.replies()
+    forward, backward = (merged_state(kept, run.state, arrived, 0)[0] for arrived in (given, given[::-1]))
+    assert equal_states(forward.state, backward.state)
+    assert forward.log == backward.log

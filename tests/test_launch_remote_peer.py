@@ -38,7 +38,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, load_identity
 from silos.host import HostArguments
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests import in_process_run, threaded_run
 
 SCENARIOS = sorted(Path("scenarios").resolve().glob("*.yaml"))

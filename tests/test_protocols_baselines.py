@@ -20,7 +20,7 @@ from fedmq.federation.updates import transform
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols.parts import aggregation
 from protocols.parts.personal_model import OWN
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.gradients import gradient_of
 from tests.replies import own_embeddings, payload_of

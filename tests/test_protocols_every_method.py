@@ -254,17 +254,6 @@ def test_replies_contain_the_payload_kinds_that_uploads_declares(name: str) -> N
 
 
 @every_protocol
-def test_the_order_of_replies_does_not_change_the_merge_to_the_bit(name: str) -> None:
-    run = population(name)
-    run.round()
-    replies = run.replies()
-    forward = run.protocol.merge(run.state, replies, 1)
-    backward = run.protocol.merge(run.state, replies[::-1], 1)
-    assert equal_states(forward.state, backward.state)
-    assert forward.log == backward.log
-
-
-@every_protocol
 def test_a_merge_changes_nothing_in_the_state_it_is_given(name: str) -> None:
     run = population(name)
     run.round()

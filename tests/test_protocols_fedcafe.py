@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import io as scipy_io
 
-from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective, Training
-from fedmq.data.label_levels import coarse_columns, fine_columns, trained_columns
+from fedmq.data.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation import heldout
@@ -28,7 +27,7 @@ from protocols import fedcafe, objectives
 from protocols.objectives import dcmh, shdch
 from protocols.parts import alternating, memory, training
 from tests import definitions, in_process_run
-from tests.small_federation import DIM, LABELS, SmallFederation, equal_states, population, share
+from tests.small_federation import DIM, LABELS, equal_states, population, share
 from tests.threaded_run import resolved
 
 OFF = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
@@ -273,14 +272,6 @@ def test_long_rows_or_huge_supports_do_not_raise_a_silos_weight() -> None:
     assert torch.isfinite(run.state.tensors["memory"]).all()
 
 
-def test_a_memory_of_another_shape_is_refused() -> None:
-    run = population("fedcafe")
-    replies = run.replies()
-    wrong = with_memory(replies[0], centroids=memory_of(replies[0]).centroids[:, :-1].copy())
-    with pytest.raises(RemoteWireError, match="memory"):
-        run.protocol.merge(run.state, [wrong, *replies[1:]], 0)
-
-
 # ------------------------------------------------------------------------- silo
 def test_the_released_memory_is_the_one_that_enhances_the_codes() -> None:
     run = population("fedcafe")
@@ -512,18 +503,11 @@ def test_all_silos_initialise_the_same_class_codes() -> None:
 
 # ------------------------------------------------------------------------- validation at the coordinator
 def test_a_memory_of_the_wrong_shape_is_refused_on_arrival() -> None:
-    run: SmallFederation = population("fedcafe")
-    reply = run.replies(run.context.silos[:1])[0]
-    bad = with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy())
-
-    class Message:
-        payloads: Any = reply.payloads
-
-    uploads = run.protocol.uploads(reply.silo)
-    check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
-    Message.payloads = bad.payloads
+    run = population("fedcafe")
+    (reply,) = run.replies(run.context.silos[:1])
+    run.protocol.check(reply.payloads)
     with pytest.raises(RemoteWireError, match="memory"):
-        check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
+        run.protocol.check(with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy()).payloads)
 
 
 def test_a_task_contains_the_memory_only_where_it_enhances_codes() -> None:

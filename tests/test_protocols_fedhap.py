@@ -15,7 +15,7 @@ from coordinator import program
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import MissingModality, Objective, Training
 from fedmq.config.sections import Evaluation
-from fedmq.data.label_levels import COARSE
+from fedmq.data.labels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.gallery_ranking import Embedded

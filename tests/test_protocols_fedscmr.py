@@ -13,7 +13,7 @@ import torch
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.config.sections import Robust
-from fedmq.data.label_levels import COARSE
+from fedmq.data.labels import COARSE
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import Local, Update, take

@@ -85,7 +85,7 @@ def test_a_full_first_cohort_defines_the_pseudo_classes_immediately(cohort: int 
     there = sizes > 0
     drawn = numpy_generator(0, "mfcpl", "classes")
     centres, _ = clusters.k_means(points[there].clone(), sizes[there].clone(), 3, drawn)
-    after = run.protocol.merge(run.state, replies[::-1], 0).state.tensors
+    after = run.protocol.merge(run.state, replies, 0).state.tensors
     assert torch.equal(after["pseudo_classes"], centres.float())
 
 

@@ -28,7 +28,8 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import CARRIES, COORDINATOR, Kind, Message
 from fedmq.wire.payloads import PAYLOADS, Error, Loss, Payload, Refusal, tensor_bytes
 from fedmq.wire.transports.registry import listen
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of
 from tests.waiting import memory_uri, wait_for
@@ -37,7 +38,7 @@ from tools.make_golden_frames import golden_messages
 SILO, RUN = "silo-00", "policy-0123456789ab"
 #: One payload of each kind that a silo can send.
 SAMPLES: dict[str, Payload] = {
-    payload.KIND: payload for message in golden_messages(2).values() for payload in message.payloads
+    payload.KIND: payload for message in golden_messages().values() for payload in message.payloads
 }
 #: Message in which a silo sends each kind of payload; kinds that only the coordinator sends are left out.
 SENT_IN = {
@@ -121,7 +122,7 @@ def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_pat
 
 
 def test_bytes_in_all_counts_over_restarts(tmp_path: Path) -> None:
-    message = golden_messages(2)["reply-delta"]
+    message = golden_messages()["reply-delta"]
     policy, log = tmp_path / "policy.yaml", tmp_path / "silo-00.jsonl"
     policy.write_text("up: {bytes_in_all: 1000}\n")
     first = guard_of(policy, SILO, log)
@@ -136,9 +137,9 @@ def test_bytes_in_all_counts_over_restarts(tmp_path: Path) -> None:
 
 def test_heartbeats_and_refusals_may_always_leave() -> None:
     nothing = guard(kinds=[], bytes_per_message=1, bytes_in_all=0)
-    assert nothing(golden_messages(2)["heartbeat"], 300) is None
-    assert nothing(golden_messages(2)["refusal"], 300) is None
-    assert nothing(golden_messages(2)["reply-loss"], 300) is not None
+    assert nothing(golden_messages()["heartbeat"], 300) is None
+    assert nothing(golden_messages()["refusal"], 300) is None
+    assert nothing(golden_messages()["reply-loss"], 300) is not None
 
 
 def test_a_silo_that_its_policy_does_not_list_does_not_start(tmp_path: Path) -> None:

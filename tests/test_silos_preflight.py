@@ -21,7 +21,7 @@ from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
 from silos.preflight import Limits, preflight
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE

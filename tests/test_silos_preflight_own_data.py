@@ -14,7 +14,7 @@ from fedmq.runs.status import status_of
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import accept_key, load_accepted, load_identity, new_key
 from silos.preflight import preflight
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
 from tests.waiting import PATIENCE, wait_for

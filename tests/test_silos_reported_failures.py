@@ -16,7 +16,8 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Payload
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests.own_data_threads import OwnRun
 
 SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "own_sites.yaml"

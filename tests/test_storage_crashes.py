@@ -29,7 +29,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
-from silos.training_slots import Slots, slots_folder
+from silos.tasks import Slots, slots_folder
 from tests.waiting import PATIENCE
 
 
@@ -317,7 +317,7 @@ def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from silos.training_slots import Slots
+from silos.tasks import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
     time.sleep(1000)

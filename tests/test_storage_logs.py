@@ -17,7 +17,8 @@ from fedmq.storage.logs import QUIET, LogFormat, LogLevel, LogOptions, open_log
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run, run_of
 from tests.waiting import PATIENCE
 

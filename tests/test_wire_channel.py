@@ -34,7 +34,8 @@ from fedmq.wire.payloads import Error
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE, memory_uri, wait_for
 

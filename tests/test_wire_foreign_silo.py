@@ -22,7 +22,8 @@ from fedmq.wire.codec import digest
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import StartRecord, read_log
 from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototypes, PartialDelta, Payload
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.foreign import silo as foreign
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE

@@ -11,6 +11,7 @@ from coordinator.rounds import Rounds, RoundsPlan
 from fedmq.config.sections import Staleness
 from fedmq.federation.protocol import Local, SiloFacts, State, Task, Update
 from fedmq.federation.updates import damping, mixed
+from protocols.parts.aggregation import ordered
 from tests.small_federation import SmallFederation
 
 #: Virtual seconds of each silo's task; the third is a straggler.
@@ -53,7 +54,7 @@ class Federation:
             reply = Update(silo, action.sequence, action.base_version, 0, 1.0, self._train(silo, action))
             heapq.heappush(self.due, (self.now + DURATIONS[silo.index], silo.index, action.sequence, reply))
         elif isinstance(action, Merge):
-            replies = [self._aged(self.replies[each.silo, each.sequence]) for each in action.replies]
+            replies = ordered([self._aged(self.replies[each.silo, each.sequence]) for each in action.replies])
             before, version = self.states[self.rounds.version], self.rounds.version
             after = self.population.protocol.merge(before, replies, version).state
             if self.plan.mode == "async":

@@ -162,7 +162,7 @@ def data_check(
 def show_data(facts: DataFacts, out: Console) -> None:
     """Print the facts of a data set."""
     from fedmq.config.user_files import label  # noqa: PLC0415
-    from fedmq.data.remarks import of_labels, sentences  # noqa: PLC0415
+    from fedmq.data.warnings import of_labels, sentences  # noqa: PLC0415
 
     splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
     line = f"{label(facts.data)}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
@@ -189,7 +189,7 @@ def show_data(facts: DataFacts, out: Console) -> None:
             out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
-    for line in () if facts.remarks is None else sentences(facts.remarks, known=False):
+    for line in () if facts.warnings is None else sentences(facts.warnings, known=False):
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
@@ -271,7 +271,7 @@ def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: in
 def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
     """Extract a scenario's frozen features on a device, by default the scenario's, and print their shapes."""
     from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
-    from fedmq.data.remarks import sentences  # noqa: PLC0415
+    from fedmq.data.warnings import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
@@ -281,10 +281,10 @@ def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
     facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print_json({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)})
+        print_json({**facts, "warnings": found.meta.warnings.plain(), "folder": str(found.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
         out.print(f"{facts['n']} items: {shapes}, in", highlight=False, markup=False)
         out.print(str(found.folder), highlight=False, soft_wrap=True, markup=False)
-        for line in sentences(found.meta.remarks):
+        for line in sentences(found.meta.warnings):
             out.print(printable(line), highlight=False, soft_wrap=True, markup=False)

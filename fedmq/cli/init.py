@@ -203,7 +203,7 @@ def _most(counted: OwnData) -> int:
 def _lines_about(counted: OwnData) -> str:
     """Lines that report what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
-    return "\n".join(map(printable, (first, *counted.remarks)))
+    return "\n".join(map(printable, (first, *counted.notes)))
 
 
 def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:

@@ -52,7 +52,7 @@ def preflight_command(
     from fedmq.federation.participant import Starting, check_name  # noqa: PLC0415 - --help does without
     from fedmq.federation.preflight import Verdict  # noqa: PLC0415
     from silos.preflight import preflight  # noqa: PLC0415
-    from silos.program import SiloArguments  # noqa: PLC0415
+    from silos.tasks import SiloArguments  # noqa: PLC0415
 
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)

@@ -161,7 +161,7 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
 
 
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print remarks on them, and return their folder.
+    """Prepare a run's data, print warnings on them, and return their folder.
 
     Args:
         run: the run.
@@ -175,7 +175,7 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     prepare = preparation.population_here if inline else preparation.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
-    for line in open_prepared(data).remarks:
+    for line in open_prepared(data).warnings:
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
 
@@ -439,7 +439,8 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from silos.program import SiloArguments, run_silo  # noqa: PLC0415
+    from silos.program import run_silo  # noqa: PLC0415
+    from silos.tasks import SiloArguments  # noqa: PLC0415
 
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)

@@ -113,10 +113,10 @@ class Backbone(Part):
     )
     bottleneck: Count = Field(64, description="width of the adapters")
     adapter: Literal["bottleneck", "mma"] = Field(
-        "bottleneck", description="separate per tower, or (mma, for pfedmma) with a middle layer that both towers share"
+        "bottleneck", description="separate per tower, or (mma) with a middle layer that both towers share"
     )
     adapter_scale: NonNegative = Field(0.5, description="mma: factor of the adapters' output")
-    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x) as printed in RCSR")
+    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
     dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"

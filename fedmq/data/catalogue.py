@@ -83,7 +83,7 @@ SETS: Mapping[str, DataSet] = {
     ),
     "flickr8k": DataSet(
         "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
-        "flickr8k.read_flickr8k",
+        "karpathy.read_flickr8k",
         items=8000,
     ),
     "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy", items=31_014),

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from fedmq.config.scenario import Scenario
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.custom_metrics import measures_of

@@ -133,9 +133,9 @@ class SiteData:
         return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """One line for each kind of content that is probably unintended, such as cut captions."""
-        return self.prepared.remarks
+        return self.prepared.warnings
 
     @property
     def content(self) -> str:
@@ -208,11 +208,11 @@ def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: objec
 
     Args:
         link: channel to the coordinator.
-        logger: the log for operators, which gets the remarks on the data.
+        logger: the log for operators, which gets the warnings on the data.
         own: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
-    for line in [] if own is None else own.remarks:
+    for line in [] if own is None else own.warnings:
         logger.warning("remark on the data", found=line)
     link.start()
     logger.info("connecting", **facts)

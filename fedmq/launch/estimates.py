@@ -40,7 +40,7 @@ from fedmq.text import Progress
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from silos.preflight import FirstStep, sent_payloads
-from silos.program import Silo, SiloArguments
+from silos.tasks import Silo, SiloArguments
 
 #: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
 _MERGES, _MOST_SECONDS = 3, 15.0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone, Objective
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fedmq import seeds
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.gallery_ranking import Way, rank

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import coarse_columns, fine_columns
+from fedmq.data.labels import coarse_columns, fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan

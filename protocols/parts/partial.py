@@ -97,7 +97,7 @@ class PartialFedAvg:
             replies: replies in any order.
             weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
         """
-        layout, replies = self.context.layout, aggregation.ordered(replies)
+        layout = self.context.layout
         if weights is None:
             weights = self.fedavg.weights(replies)
         else:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import SiloFacts, Update, take
 from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
 from protocols.parts.aggregation import as_tensor
@@ -80,17 +79,10 @@ def read_uploads(replies: Sequence[Update], dim: int) -> tuple[Tensor, Tensor]:
 
     A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit
     length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector.
-
-    Raises:
-        RemoteWireError: a payload is missing or has a wrong dimension.
     """
     rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
     for index, reply in enumerate(replies):
         payload = take(reply.payloads, ModalityPrototypes)
-        if payload.image.shape != (dim,):
-            raise RemoteWireError(
-                "layout", f"{reply.silo.name}: prototypes of shape {payload.image.shape}, expected ({dim},)"
-            )
         sent = (payload.mask & IMAGE, payload.mask & TEXT)
         values = (payload.image, payload.text)
         for modality, owned in enumerate(has(reply.silo)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import DivergedError, InputError

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Data
+from fedmq.data.labels import label_array
 from fedmq.data.raw_set import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.data.readers.array_files import (
     ENDINGS,
@@ -34,7 +35,6 @@ from fedmq.data.readers.folders import (
     wikipedia_photos,
     wikipedia_split,
 )
-from fedmq.data.readers.label_arrays import label_array
 from fedmq.data.splits import SPLITS, split_codes
 from fedmq.encoders.image_sets import StoredImages, is_leftover
 from fedmq.errors import InputError

@@ -21,14 +21,12 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data, Scenario
 from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
-from fedmq.data.duplicates import same_rows
 from fedmq.data.extract import ExtractionPlan
-from fedmq.data.label_levels import counts_of
-from fedmq.data.picture_check import in_files
+from fedmq.data.labels import counts_of
 from fedmq.data.prepared_arrays import finish, save_arrays, save_present
-from fedmq.data.raw_set import RawSet
-from fedmq.data.remarks import Remarks, of_captions, of_heldout_labels
-from fedmq.data.splits import SPLITS, split_of
+from fedmq.data.raw_set import RawSet, in_files
+from fedmq.data.splits import SPLITS, same_rows, split_of
+from fedmq.data.warnings import DataWarnings, of_captions, of_heldout_labels
 from fedmq.encoders.images import IMAGE_ENDINGS, further_pages
 from fedmq.errors import InputError
 from fedmq.federation.participant import SiteData
@@ -137,7 +135,7 @@ class DataFacts:
         duplicates_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
         paged: names of files with several pictures, such as the pages of a TIFF, of which only the first is read.
-        remarks: counts of what is probably unintended; of vectors, only for a data set whose features are known.
+        warnings: counts of what is probably unintended; of vectors, only for a data set whose features are known.
         heldout_labels: one line for each held-out split in which labels distinguish no items.
         captions_alone: files of captions without a picture, which are not items.
         example: one item with its captions and labels, in a line.
@@ -161,7 +159,7 @@ class DataFacts:
     duplicates_by_picture: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
     paged: tuple[str, ...] | None = None
-    remarks: Remarks | None = None
+    warnings: DataWarnings | None = None
     heldout_labels: tuple[str, ...] = ()
     captions_alone: tuple[str, ...] | None = None
     example: str = ""
@@ -169,7 +167,7 @@ class DataFacts:
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
-        return plain | ({} if self.remarks is None else {"remarks": self.remarks.plain()})
+        return plain | ({} if self.warnings is None else {"warnings": self.warnings.plain()})
 
 
 def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
@@ -220,7 +218,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         duplicates_by_picture=()
         if split is None
         else _duplicates_by_pixels(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
-        remarks=Remarks().model_copy(update=of_captions(text for captions in raw.captions for text in captions)),
+        warnings=DataWarnings().model_copy(update=of_captions(text for captions in raw.captions for text in captions)),
         heldout_labels=() if split is None else tuple(of_heldout_labels(kept.labels, kept.label_names, split)),
         captions_alone=raw.alone,
         example=raw.example,
@@ -334,7 +332,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         duplicates_of_training_items=_duplicates(population, progress),
         duplicates_by_picture=_duplicates_by_vector(population),
-        remarks=prepared.meta.remarks,
+        warnings=prepared.meta.warnings,
         heldout_labels=tuple(of_heldout_labels(prepared.labels, prepared.label_names, np.asarray(prepared.split))),
     )
 

@@ -1,8 +1,11 @@
-"""Labels of items in arrays: class numbers or multi-hot, and the names of labels and items."""
+"""Labels of items: class numbers or multi-hot, names and spellings, and coarse and fine levels."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,36 @@ from fedmq.errors import InputError
 Array = npt.NDArray[Any]
 
 MAX_LABELS = 10_000
+#: Name prefix of coarse labels in sets of two levels (FashionVC, Ssense); fine labels start with ``fine:``.
+COARSE = "coarse:"
+_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
+
+
+def coarse_columns(names: Sequence[str]) -> list[int]:
+    """Columns of coarse labels; empty if labels have one level."""
+    return [column for column, name in enumerate(names) if name.startswith(COARSE)]
+
+
+def fine_columns(names: Sequence[str]) -> list[int]:
+    """Columns that define relevance: the fine labels, or all if labels have one level."""
+    return [column for column, name in enumerate(names) if not name.startswith(COARSE)]
+
+
+def trained_columns(names: Sequence[str], *, both_levels: bool) -> list[int]:
+    """Columns that silos train on: those of both levels for an objective that uses them, else the lower level's."""
+    return list(range(len(names))) if both_levels else fine_columns(names)
+
+
+def counts_of(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dict[str, int]:
+    """Number of items of each label; empty without labels.
+
+    Args:
+        labels: multi-hot [n, L], or None.
+        names: names of the L labels.
+    """
+    if labels is None:
+        return {}
+    return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
 
 
 def unique_strings(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
@@ -124,3 +157,20 @@ def labels_of(
     if names is None:
         return multi, tuple(f"label-{index:03d}" for index in range(first, first + multi.shape[1]))
     return multi, unique_strings(path, "label_names", names, multi.shape[1])
+
+
+def one_spelling(labels: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
+    """Labels of each item in which equal labels have one spelling, the shortest that occurs.
+
+    Equal are whole numbers, ``1`` and ``1.0``, as a column of numbers with gaps becomes floating-point in pandas; and
+    texts that differ only in white space or in Unicode's form of a character, such as an accent.
+    """
+    names = sorted({name for item in labels for name in item}, key=lambda name: (len(name), name))
+    shortest: dict[str, str] = {}
+    spelling = {name: shortest.setdefault(_canonical(name), name) for name in names}
+    return [tuple(dict.fromkeys(spelling[name] for name in item)) for item in labels]
+
+
+def _canonical(label: str) -> str:
+    number = _WHOLE.fullmatch(label)
+    return number[1] if number else " ".join(unicodedata.normalize("NFC", label).split())

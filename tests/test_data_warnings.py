@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data.duplicates import NEAR, nearly_equal
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.features import FeatureSet, read_features
-from fedmq.data.remarks import of_captions, of_heldout_labels, of_labels, of_spellings, of_vectors, sentences
-from fedmq.data.splits import SPLITS
+from fedmq.data.splits import NEAR, SPLITS, nearly_equal
+from fedmq.data.warnings import of_captions, of_heldout_labels, of_labels, of_spellings, of_vectors, sentences
 from fedmq.encoders import clip
 from fedmq.errors import InputError
 
@@ -51,7 +50,7 @@ def test_rows_of_zeros_behind_the_captions_are_padding_as_if_their_numbers_were_
     without, given_ = read(folder, image=image, text=text), read(folder, image=image, text=text, captions=counts)
     assert without.captions.tolist() == given_.captions.tolist() == numbers
     assert np.array_equal(without.text, given_.text)
-    assert without.remarks.padding == 5 * len(counts) - sum(numbers)
+    assert without.warnings.padding == 5 * len(counts) - sum(numbers)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_zeros_that_cannot_be_padding_are_refused(tmp_path: Path, rows: list[int
 def test_zeros_and_equal_vectors_are_counted(tmp_path: Path) -> None:
     image, text = vectors(captions=1)
     image[[2, 5]], text[[1, 2, 3], 0], text[7] = 0, 0, text[6]
-    found = read(tmp_path, image=image, text=text[:, 0], keys=np.array([f"k{i}" for i in range(12)])).remarks
+    found = read(tmp_path, image=image, text=text[:, 0], keys=np.array([f"k{i}" for i in range(12)])).warnings
     assert (found.zero_images, found.zero_texts, found.same_images, found.same_texts) == (2, 3, 0, 1)
     assert sentences(found) == [
         "2 image vectors are zero",
@@ -94,7 +93,7 @@ def test_a_row_for_each_caption_is_the_same_data_set_as_an_item_for_each_image(t
     for name in ("image", "captions", "labels", "split"):
         assert np.array_equal(getattr(items, name), getattr(rows, name)), name
     assert np.array_equal(np.sort(items.text, axis=0), np.sort(rows.text, axis=0))
-    assert rows.remarks.merged == 80
+    assert rows.warnings.merged == 80
     assert rows.keys[:3] == ("000000", "000005", "000010")
 
 
@@ -107,7 +106,7 @@ def test_rows_of_an_image_apart_in_the_file_or_in_two_splits(tmp_path: Path) -> 
     split = np.array(["train"] * 6 + ["test"] * 6)
     apart = read(tmp_path, **twice, split=split)
     assert len(apart.image) == 12
-    assert "6 items of val and test have the image vector of a training item" in sentences(apart.remarks, equal=False)
+    assert "6 items of val and test have the image vector of a training item" in sentences(apart.warnings, equal=False)
     keyed = read(tmp_path, **twice, keys=np.array([f"k{i}" for i in range(12)]))
     assert len(keyed.image) == 12
     assert (keyed.split[:6] == keyed.split[6:]).all()
@@ -150,9 +149,9 @@ def test_captions_longer_than_the_encoder_reads_are_counted_and_the_first_is_nam
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     name = str(tmp_path / "tiny.json") if backbone == "tiny" else backbone
     texts = [f"{LONG * (row > 1)}finding {row}" for row in range(5)]
-    remarks = prepare(photos(tmp_path, texts), Backbone(name=name), tmp_path / "cache").meta.remarks
-    assert (remarks.cut, remarks.first_cut, remarks.same_texts) == (3, "2.png", 2)
-    assert any("3 captions were cut" in line and line.endswith("2.png") for line in sentences(remarks))
+    warnings = prepare(photos(tmp_path, texts), Backbone(name=name), tmp_path / "cache").meta.warnings
+    assert (warnings.cut, warnings.first_cut, warnings.same_texts) == (3, "2.png", 2)
+    assert any("3 captions were cut" in line and line.endswith("2.png") for line in sentences(warnings))
 
 
 @pytest.mark.slow
@@ -168,9 +167,9 @@ def test_a_text_is_cut_exactly_if_the_tokeniser_drops_its_end(count: int, word: 
 @pytest.mark.slow
 def test_captions_that_stand_for_a_missing_value_are_counted(tmp_path: Path) -> None:
     texts = ["None", " n/a", "NULL", "none of the dogs", "nandu"]
-    remarks = prepare(photos(tmp_path, texts), Backbone(name="lite"), tmp_path / "cache").meta.remarks
-    assert remarks.placeholders == 3
-    assert any(line.startswith("3 captions say None") for line in sentences(remarks, equal=False))
+    warnings = prepare(photos(tmp_path, texts), Backbone(name="lite"), tmp_path / "cache").meta.warnings
+    assert warnings.placeholders == 3
+    assert any(line.startswith("3 captions say None") for line in sentences(warnings, equal=False))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=20))
@@ -227,7 +226,7 @@ def test_a_run_reports_held_out_labels_that_distinguish_no_items(tmp_path: Path)
     split, classes = np.array(["train"] * 6 + ["test"] * 6), np.array([0, 1, 2] * 2 + [1] * 6)
     np.savez(tmp_path / "x.npz", image=image, text=text[:, 0], labels=classes, split=split)
     made = prepare(Data(name="features", path=tmp_path / "x.npz"), Backbone(name="features"), tmp_path / "cache")
-    assert made.remarks == ["every item of test has the label label-001, so each is relevant to all others there"]
+    assert made.warnings == ["every item of test has the label label-001, so each is relevant to all others there"]
 
 
 def test_sites_of_a_column_that_differ_only_in_spelling_are_reported(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ def test_sites_of_a_column_that_differ_only_in_spelling_are_reported(tmp_path: P
     np.savez(tmp_path / "x.npz", image=image, text=text[:, 0], site=site)
     data = Data(name="features", path=tmp_path / "x.npz", column="site")
     made = prepare(data, Backbone(name="features"), tmp_path / "cache")
-    assert made.remarks == ["2 values of the column of partition.column differ only in spelling: Oslo, oslo "]
+    assert made.warnings == ["2 values of the column of partition.column differ only in spelling: Oslo, oslo "]
 
 
 # --- the same vector twice ------------------------------------------------------------------------------------------
@@ -267,9 +266,9 @@ def test_held_out_items_with_nearly_the_vector_of_a_training_item_are_counted(tm
     image[9, 1:] = image[1, 1:]
     image[10] = image[2]
     split = np.array(["train"] * 6 + ["test"] * 6)
-    remarks = read(tmp_path, image=image, text=text[:, 0], split=split).remarks
-    assert (remarks.known, remarks.near) == (1, 2)
-    assert any(line.startswith("2 items of val and test have nearly the image vector") for line in sentences(remarks))
+    warnings = read(tmp_path, image=image, text=text[:, 0], split=split).warnings
+    assert (warnings.known, warnings.near) == (1, 2)
+    assert any(line.startswith("2 items of val and test have nearly the image vector") for line in sentences(warnings))
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=20))

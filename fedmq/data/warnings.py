@@ -1,4 +1,4 @@
-"""Remarks on a data set: counts of what is allowed but probably unintended, made while it is prepared."""
+"""DataWarnings on a data set: counts of what is allowed but probably unintended, made while it is prepared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.duplicates import nearly_equal, same_rows
-from fedmq.data.label_levels import fine_columns
-from fedmq.data.splits import SPLITS
+from fedmq.data.labels import fine_columns
+from fedmq.data.splits import SPLITS, nearly_equal, same_rows
 from fedmq.storage.json_files import Stored
 from fedmq.text import counted, first_few
 
 
-class Remarks(Stored):
+class DataWarnings(Stored):
     """Counts of what is allowed but probably unintended.
 
     Args:
@@ -76,8 +75,8 @@ _BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d])[\s_-]+(?=[^\W\d])")
 _HELD_OUT = ("val", "test")
 #: Minimum number of held-out items for a remark on a label that all of them have: among few, that may be chance.
 _SEVERAL = 5
-#: For a data set without remarks.
-NOTHING = Remarks()
+#: For a data set without warnings.
+NOTHING = DataWarnings()
 
 
 def of_vectors(
@@ -86,7 +85,7 @@ def of_vectors(
     counts: npt.NDArray[np.int64],
     present: npt.NDArray[np.bool_] | None = None,
     split: npt.NDArray[np.uint8] | None = None,
-) -> Remarks:
+) -> DataWarnings:
     """Counts of zeros and of equal vectors.
 
     Args:
@@ -99,7 +98,7 @@ def of_vectors(
     held = np.repeat(counts > 0, np.maximum(counts, 1))
     owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
     some = np.array([bool(row.any()) for row in text])
-    found = Remarks(zero_texts=int((~some & held).sum()), same_texts=int((owner[same_rows(text)] < owner).sum()))
+    found = DataWarnings(zero_texts=int((~some & held).sum()), same_texts=int((owner[same_rows(text)] < owner).sum()))
     if image.ndim > 2:
         return found
     blank = np.array([not row.any() for row in image])
@@ -121,7 +120,7 @@ def of_vectors(
 
 
 def of_captions(captions: Iterable[str]) -> dict[str, int]:
-    """Counts of captions that are probably no sentences, by the names of the fields of :class:`Remarks`."""
+    """Counts of captions that are probably no sentences, by the names of the fields of :class:`DataWarnings`."""
     kinds: dict[str, Callable[[str], object]] = {"placeholders": is_placeholder, "file_names": _FILE_NAME.search}
     kinds |= {"garbled": _GARBLED.search, "markup": _MARKUP.search}
     counts = dict.fromkeys(kinds, 0)
@@ -131,33 +130,33 @@ def of_captions(captions: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def sentences(remarks: Remarks, *, equal: bool = True, known: bool = True) -> list[str]:
+def sentences(warnings: DataWarnings, *, equal: bool = True, known: bool = True) -> list[str]:
     """One line for each count that is not 0.
 
     Args:
-        remarks: remarks on a data set.
+        warnings: warnings on a data set.
         equal: also report equal vectors, which many data sets have.
         known: also report the number of held-out items with the image of a training item.
     """
     heldout = "item of val and test has", "items of val and test have"
     placeholder, holds = ("caption says", "captions say"), ("caption has", "captions have")
-    cut = f"as the text encoder reads only the beginning; first: {remarks.first_cut}"
+    cut = f"as the text encoder reads only the beginning; first: {warnings.first_cut}"
     notes = (
-        (remarks.padding, ("row of zeros", "rows of zeros"), "after the captions treated as padding"),
-        (remarks.merged, ("row", "rows"), "with the image of an earlier row read as captions of one item"),
-        (remarks.zero_images, ("image vector is", "image vectors are"), "zero"),
-        (remarks.zero_texts, ("caption vector is", "caption vectors are"), "zero"),
-        (remarks.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
-        (remarks.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
-        (remarks.known * known, heldout, "the image vector of a training item"),
-        (remarks.public, heldout, "the image vector of a public item"),
-        (remarks.near, heldout, "nearly the image vector of a training item, like one picture that was encoded twice"),
-        (remarks.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
-        (remarks.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
-        (remarks.file_names, ("caption ends", "captions end"), "like the name of an image file"),
-        (remarks.garbled, holds, "characters such as Ã© or \ufffd, the traces of a wrong encoding"),
-        (remarks.markup, holds, "HTML in it, such as &amp; or <br>"),
-        (remarks.cut, ("caption was cut,", "captions were cut,"), cut),
+        (warnings.padding, ("row of zeros", "rows of zeros"), "after the captions treated as padding"),
+        (warnings.merged, ("row", "rows"), "with the image of an earlier row read as captions of one item"),
+        (warnings.zero_images, ("image vector is", "image vectors are"), "zero"),
+        (warnings.zero_texts, ("caption vector is", "caption vectors are"), "zero"),
+        (warnings.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
+        (warnings.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
+        (warnings.known * known, heldout, "the image vector of a training item"),
+        (warnings.public, heldout, "the image vector of a public item"),
+        (warnings.near, heldout, "nearly the image vector of a training item, like one picture that was encoded twice"),
+        (warnings.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
+        (warnings.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
+        (warnings.file_names, ("caption ends", "captions end"), "like the name of an image file"),
+        (warnings.garbled, holds, "characters such as Ã© or \ufffd, the traces of a wrong encoding"),
+        (warnings.markup, holds, "HTML in it, such as &amp; or <br>"),
+        (warnings.cut, ("caption was cut,", "captions were cut,"), cut),
     )
     return [f"{count:,} {one if count == 1 else many} {rest}" for count, (one, many), rest in notes if count]
 

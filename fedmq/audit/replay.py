@@ -36,12 +36,12 @@ from fedmq.wire.payloads import Metrics
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
-#: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
+#: What processes stated about their data and confirmed, and silos' own evaluations.
 _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 
-#: Keys of a silo in a summary that it stated about its data; earlier releases did not have them.
+#: Keys of a silo in a summary that it stated about its data.
 _STATED = {"data_digest", "items"}
 
 #: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
@@ -164,10 +164,8 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
-        # Without the number of held-out items, which older runs do not have.
         "per_silo": {
-            name: silo.model_dump(exclude_unset=True, exclude=_STATED | {"heldout"})
-            for name, silo in summary.per_silo.items()
+            name: silo.model_dump(exclude_unset=True, exclude=_STATED) for name, silo in summary.per_silo.items()
         },
         "stated": {silo: entry.model_dump(include=_STATED) for silo, entry in summary.per_silo.items()},
         # Discarded tasks are left out: they include resent replies, which depend on real time.
@@ -277,14 +275,14 @@ def _outcome_difference(was: Record, now: Record) -> Difference | None:
             return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
     for name in sorted(was.figures.keys() | now.figures.keys()):
         before, after = was.figures.get(name), now.figures.get(name)
-        old = name == "stated" and not (_has_statements(was) and _has_statements(now))
-        if before != after and not old and not (name.startswith("personal") and was.measured != now.measured):
+        unstated = name == "stated" and not (_has_statements(was) and _has_statements(now))
+        if before != after and not unstated and not (name.startswith("personal") and was.measured != now.measured):
             return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
     return None
 
 
 def _has_statements(record: Record) -> bool:
-    """Whether the silos of a run stated their data; those of earlier releases, and of inline runs, did not."""
+    """Whether the silos of a run stated their data; those of inline runs do not."""
     return any(kind == Kind.STATEMENT for kind, _, _ in record.messages)
 
 

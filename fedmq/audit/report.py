@@ -254,7 +254,7 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         changed = "that no holder of all these logs changed them" + (
             " before the heads were noted" if evidence.heads else ""
         )
-        why = "as they are not signed (an earlier fedmq wrote them, or their signatures were removed)"
+        why = "as they are not signed"
         return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
     since = f" The heads are the noted ones: nothing was changed since the heads were noted{stamp}."

@@ -41,7 +41,7 @@ class ResultChecks:
     """The last digests that the coordinator noted.
 
     Args:
-        noted: place of the note, and its digests by file; None without one, as in logs of earlier releases.
+        noted: place of the note, and its digests by file; None without one.
         after: places of the coordinator's messages after the note that are not its last ones to its peers.
     """
 

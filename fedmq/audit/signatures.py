@@ -183,7 +183,7 @@ class SignatureChecks:
             return
         for process, log in self.logs.items():
             if not log.starts:
-                what = "is not signed, though other logs of this run are: written by an earlier fedmq, or stripped"
+                what = "is not signed, though other logs of this run are"
                 yield f"{process}.jsonl", what
             if log.invalid:
                 more = f"; {len(log.invalid) - 1} later signatures do not match either" if len(log.invalid) > 1 else ""

@@ -23,7 +23,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect

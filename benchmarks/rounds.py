@@ -31,16 +31,16 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
+    Update,
 )
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import Delta, Model, Payload
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.sessions import Session
 from protocols.parts import aggregation
 
 
@@ -59,10 +59,6 @@ class Constant(FederatedProtocol):
         self.branches = aggregation.branch_slices(context.layout)
         self.merged_at: list[float] = []
         self.update = np.full(context.layout.size, 1e-3, np.float32)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return True
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update."""
@@ -84,12 +80,11 @@ class Constant(FederatedProtocol):
         """The constant update."""
         return Delta(self.context.layout.digest, self.update, n_samples=1)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in aggregation.ordered(replies)]
-        weights = aggregation.sample_weights([update.samples for update in updates])
-        return MergeResult(State(aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
+        weights = aggregation.sample_weights([update.samples for update in replies])
+        return MergeResult(State(aggregation.merge_updates(state.theta, replies, weights, self.branches, True)))
 
 
 def _run_context(scenario: Scenario, folder: Path) -> RunContext:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Kind
 
 #: The setting of the RCSR paper's main table; the benchmarks vary its size.
@@ -97,7 +98,7 @@ def loop_seconds(run: Path) -> float:
         match record:
             case MessageRecord() if first is None and record.header.kind is Kind.TASK:
                 first = datetime.fromisoformat(record.wall)
-            case NoteRecord(text=NoteKind.ALL_MERGED):
+            case NoteRecord(event=LogEvent.ALL_MERGED):
                 last = datetime.fromisoformat(record.wall)
     if first is None or last is None:
         raise ValueError("the run made no merge")

@@ -13,11 +13,11 @@ import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.runs import loop_seconds, rcsr_scenario, simulated
 from coordinator.rounds import RoundsPlan
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import Local, Reply, Task
+from fedmq.federation.protocol import Local, Task, Update
 
 METHODS = ("rcsr", "fedavg")
 
@@ -60,7 +60,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
                 task = Task(sequences[name], round_, round_, rate, method.task(state, silo))
                 trained = method.train(Local(silo, datasets[name], model, kept[name]), task)
                 kept[name] = dict(trained.state)
-                replies.append(Reply(silo, sequences[name], round_, 0, 1.0, trained.payloads))
+                replies.append(Update(silo, sequences[name], round_, 0, 1.0, trained.payloads))
             state = method.merge(state, replies, round_).state
         return Bare(time.perf_counter() - began, context.layout.model_digest(state.theta.numpy()))
     finally:

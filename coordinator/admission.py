@@ -20,9 +20,9 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.agreement import FormatError, RunData, agreed_format, difference, run_data_of, unknown_name
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.text import first_few
+from fedmq.wire.codec import digest
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload, SiloModalities
 
 

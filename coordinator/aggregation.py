@@ -12,61 +12,36 @@ from dataclasses import replace
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.errors import RunError
-from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
+from fedmq.federation.protocol import MergeResult, State, Update
 from fedmq.federation.updates import damping, mixed, participation_weight
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
-from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Loss
 from protocols.parts.missing_branch import completed
 from protocols.parts.robust import robust_replies
 
 
-def reply_of(
-    run_context: RunContext,
-    message: Message,
-    silo: SiloFacts,
-    states: Mapping[int, State],
-    version: int,
-    merged: Mapping[str, int],
-) -> Reply:
-    """Convert a validated message to the reply that the method aggregates.
+def weighted(
+    run_context: RunContext, update: Update, states: Mapping[int, State], version: int, merged: Mapping[str, int]
+) -> Update:
+    """A validated update with its weights in a merge, and with the branches that its silo lacks filled in.
 
     Args:
         run_context: fixed facts of the run.
-        message: the reply.
-        silo: the sender, with the modalities it had when the task was sent.
-        states: method states by version, including the reply's base version.
-        version: the version that the reply is merged into.
+        update: the update.
+        states: method states by version, including the update's base version.
+        version: the version that the update is merged into.
         merged: number of merged replies by silo, so far.
     """
-    sequence, base = message.header.reply_to, message.header.base_version
-    assert sequence is not None  # noqa: S101 - the loop refuses a reply without a task
-    aggregation, age = run_context.scenario.aggregation, version - base
-    factor = damping(aggregation.staleness, age)
-    # Silos do not send branches they lack; fill these in, so that the method sees complete payloads.
-    payloads = tuple(
-        completed(payload, run_context.context.layout, run_context.traits.shared_layers, silo)
-        for payload in message.payloads
+    age, context = version - update.base_version, run_context.context
+    layers = run_context.traits.shared_layers
+    return replace(
+        update,
+        staleness=age,
+        damping=damping(run_context.scenario.aggregation.staleness, age),
+        payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
+        participation_weight=_participation_weight(run_context, update.silo.name, merged),
+        base=states[update.base_version],
     )
-    return Reply(
-        silo, sequence, base, age, factor, payloads, _participation_weight(run_context, silo.name, merged), states[base]
-    )
-
-
-def replies_of(
-    run_context: RunContext,
-    messages: Sequence[Message],
-    states: Mapping[int, State],
-    version: int,
-    merged: Mapping[str, int],
-) -> list[Reply]:
-    """Convert validated messages, arguments as for :func:`reply_of`."""
-    facts = [run_context.facts_at(each.header.sender, each.header.base_version) for each in messages]
-    return [
-        reply_of(run_context, message, silo, states, version, merged)
-        for message, silo in zip(messages, facts, strict=True)
-    ]
 
 
 def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
@@ -79,15 +54,8 @@ def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[st
     )
 
 
-def losses_of(replies: Sequence[Reply]) -> dict[str, float]:
-    """Training loss reported by each silo, by name."""
-    return {
-        reply.silo.name: payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)
-    }
-
-
 def merged_state(
-    run_context: RunContext, state: State, replies: Sequence[Reply], round_: int
+    run_context: RunContext, state: State, replies: Sequence[Update], round_: int
 ) -> tuple[MergeResult, tuple[str, ...]]:
     """Aggregate replies into the method's next state.
 
@@ -122,10 +90,9 @@ def merged_state(
     return MergeResult(after, log), left_out
 
 
-def merge_line(
-    version: int, now: float, replies: Sequence[Reply], losses: Mapping[str, float], log: Mapping[str, float]
-) -> MergeLine:
+def merge_line(version: int, now: float, replies: Sequence[Update], log: Mapping[str, float]) -> MergeLine:
     """The line of ``metrics.jsonl`` that records a merge."""
+    losses = {reply.silo.name: reply.loss for reply in replies if reply.loss is not None}
     line = MergeLine(
         kind="merge",
         version=version,
@@ -133,7 +100,7 @@ def merge_line(
         replies=[reply.silo.name for reply in replies],
         staleness=[reply.staleness for reply in replies],
         loss=sum(losses.values()) / len(losses) if losses else None,
-        losses=dict(losses),
+        losses=losses,
     )
     # JSON has no NaN, e.g. of a loss that overflowed.
     return line.model_copy(update={name: value if math.isfinite(value) else None for name, value in log.items()})

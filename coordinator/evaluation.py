@@ -17,13 +17,13 @@ from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
-from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
+from fedmq.evaluation.metrics import Metric, known_names, objection
+from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine, PersonalLine
 from fedmq.runs.status import ERROR_CHARACTERS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload, Refusal
@@ -301,7 +301,7 @@ class EvaluationRequests:
 
     def _give_up_evaluator(self) -> None:
         """Stop waiting for the evaluator; silos' evaluations that are judged against its own are not kept."""
-        self._log.note(NoteKind.EVALUATOR_GIVEN_UP, peer=EVALUATOR, versions=", ".join(map(str, self.pending)))
+        self._log.note(LogEvent.EVALUATOR_ABSENT, peer=EVALUATOR, versions=", ".join(map(str, self.pending)))
         self.given_up.update(self.pending)
         self.pending.clear()
         for name, (version, _) in sorted(self._early.items()):
@@ -374,7 +374,7 @@ class EvaluationRequests:
         self.own.give_up(name)
         if name not in self._requests:
             return
-        self._log.note(NoteKind.NOT_MEASURED, peer=name)
+        self._log.note(LogEvent.NOT_MEASURED, peer=name)
         self._lacks(name, self._requests[name][1], why)
         self._close(name, answered=False)
 
@@ -405,7 +405,7 @@ class EvaluationRequests:
         payload = message.payloads[0] if message.payloads else None
         if isinstance(payload, Error | Refusal):
             text = text_of(message)[:ERROR_CHARACTERS]
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._log.note(LogEvent.ERROR_REPORTED, peer=name, error=text)
             self._lacks(name, version, text)
         elif self._run_context.scenario.data is None:
             wrong = _wrong_own_personal(payload, name, self._names, self._custom_metrics)

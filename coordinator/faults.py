@@ -37,7 +37,7 @@ from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished, to_disk
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.codec import decode_header
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
@@ -101,7 +101,7 @@ class FaultInjector:
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
         if script.faults and not clock.virtual:
-            log.note(NoteKind.WALL_CLOCK_FAULTS)
+            log.note(LogEvent.WALL_CLOCK_FAULTS)
 
     # ------------------------------------------------------------------------------------------------------- tasks
     def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int | None) -> TaskOutcome:
@@ -174,14 +174,12 @@ class FaultInjector:
         if self._order is not None:
             self._order(order)
         else:
-            self._log.note(
-                NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, caused_by=cause
-            )
+            self._log.note(LogEvent.FAULT_SKIPPED, kind=kind, silo=order.name, sequence=sequence, caused_by=cause)
 
     def _log_strike(self, strike: ScheduledFault, silo: str, sequence: int, cause: int | None) -> None:
         """Log that a fault strikes."""
         place, fault = strike
-        self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, caused_by=cause)
+        self._log.note(LogEvent.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, caused_by=cause)
 
     def _mark_fired(self, fault: str) -> bool:
         """Whether a fault strikes for the first time; records it, so that it does not strike again after a restart."""

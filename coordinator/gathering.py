@@ -13,7 +13,7 @@ from coordinator.updates import text_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests
-from fedmq.data.remarks import of_spellings
+from fedmq.data.warnings import of_spellings
 from fedmq.errors import InputError
 from fedmq.federation.agreement import FormatError, RunData
 from fedmq.federation.population import Population
@@ -22,7 +22,7 @@ from fedmq.runs.status import ERROR_CHARACTERS, Status
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_json
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message
 
@@ -104,9 +104,9 @@ def gathered(
 def _failed(roster: Roster, log: MessageLog, message: Message) -> None:
     """Report a silo that ended, or whose policy forbids its statement, before the silos agreed."""
     name, text = message.header.sender, text_of(message)
-    record = log.note(NoteKind.ERROR_REPORTED, peer=name, error=text[:ERROR_CHARACTERS])
+    record = log.note(LogEvent.ERROR_REPORTED, peer=name, error=text[:ERROR_CHARACTERS])
     roster.failures[name] = text[:ERROR_CHARACTERS]
-    log.note(NoteKind.PEER_LOST, peer=name, caused_by=record)
+    log.note(LogEvent.PEER_LOST, peer=name, caused_by=record)
 
 
 def _enough(admission: OwnDataAdmission, scenario: Scenario) -> bool:
@@ -124,7 +124,7 @@ def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log
     data = admission.run_data(cache_folder())
     write_json(folder.agreement, admission.record().plain())
     silos = sum(silo.image or silo.text for silo in data.silos)
-    log.note(NoteKind.AGREED, data_digest=data.digest, silos=silos, labels=len(data.label_names))
+    log.note(LogEvent.AGREED, data_digest=data.digest, silos=silos, labels=len(data.label_names))
     for silo in data.silos:
         if silo.image != silo.text:  # its operator may have forgotten the other modality
             log.logger.info(f"{silo.name} has {'images' if silo.image else 'captions'} only")

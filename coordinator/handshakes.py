@@ -11,7 +11,7 @@ from coordinator.admission import Admission, OwnDataAdmission
 from coordinator.peers import Peers
 from coordinator.rounds import Phase
 from fedmq.clock import Clock
-from fedmq.config.scenario_digests import KeyDigests, keys_in, named
+from fedmq.config.run_id import KeyDigests, keys_in, named
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.federation.agreement import FormatError
@@ -20,16 +20,15 @@ from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
 from fedmq.text import printable
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Responded, confirm, reject, respond
+from fedmq.wire.inquiry import OTHER_SCENARIO
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, EVALUATOR, Header, Kind, Reason
 from fedmq.wire.payloads import MAX_STATUS, Error, RunStatus
-from fedmq.wire.scenario_query import OTHER_SCENARIO
-from fedmq.wire.sealed_sessions import Session, open_message
+from fedmq.wire.sessions import Session, open_message
 from fedmq.wire.transports.base import Listener
 
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
@@ -87,11 +86,12 @@ class Handshakes:
         self._hellos, self._copies = PeerRateLimits(HELLOS), PeerRateLimits(COPIES, 10.0)
         self._rejections = RateLimit(REJECTIONS, clock.stopwatch(), 10.0)
 
-    def hello(self, address: bytes, frames: Sequence[memoryview]) -> None:
+    def hello(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> None:
         """Answer a hello.
 
         Args:
             address: where the frames came from.
+            header: the decoded header.
             frames: the frames.
 
         Raises:
@@ -102,15 +102,16 @@ class Handshakes:
         if pending is not None and pending.hello == digest:
             self._listener.send(address, pending.welcome)
             return
-        self._check_limits(decode_header(frames[0]), copy=digest in self._answered)
+        self._check_limits(header, copy=digest in self._answered)
         try:
+            now = self._clock.now()
             welcome, responded = respond(
-                self._identity, self._accepted, self._run, frames, self._clock.now(), options=self._options
+                self._identity, self._accepted, self._run, frames, now, options=self._options, header=header
             )
         except RemoteWireError as error:
             self._reject(address, frames, error)
             if error.reason == Reason.WRONG_RUN:  # checked before the key, so the name is a claim
-                detail = f"claims to be {decode_header(frames[0]).sender}, with another scenario: {error.detail}"
+                detail = f"claims to be {header.sender}, with another scenario: {error.detail}"
                 raise RemoteWireError(Reason.WRONG_RUN, detail) from None
             raise
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
@@ -129,7 +130,7 @@ class Handshakes:
             self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
         self._listener.send(address, welcome)
 
-    def complete(self, address: bytes, frames: Sequence[memoryview]) -> tuple[Responded, Session]:
+    def complete(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> tuple[Responded, Session]:
         """The handshake that a ready or inquire message completes, and its session; arguments as in :meth:`hello`.
 
         Raises:
@@ -138,7 +139,7 @@ class Handshakes:
         pending = self._pending.get(address)
         if pending is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
-        session = confirm(pending.responded, frames)
+        session = confirm(pending.responded, frames, header)
         del self._pending[address]
         return pending.responded, session
 
@@ -213,7 +214,7 @@ class Inquiries:
         """
         if name not in self._asked:
             self._asked.add(name)
-            self._log.note(NoteKind.INQUIRED, peer=name)
+            self._log.note(LogEvent.STATUS_REQUESTED, peer=name)
         facts = self._facts(name)
         status = (self.latest() or self._before(peers)).model_copy(update={"coordinator": facts})
         text = status.model_dump_json()
@@ -317,5 +318,5 @@ class ScenarioReports:
         found = session.peer, named(keys)
         if found not in self._noted:
             self._noted.add(found)
-            self._log.note(NoteKind.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
+            self._log.note(LogEvent.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
         return found

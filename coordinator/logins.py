@@ -16,7 +16,7 @@ from fedmq.storage.logs import Logger
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Kind
-from fedmq.wire.sealed_sessions import Session
+from fedmq.wire.sessions import Session
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import losses_of, merge_line, merged_state, replies_of, states_in_use
+from coordinator.aggregation import merge_line, merged_state, states_in_use, weighted
 from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -40,7 +40,7 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status import StatusReport
 from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
-from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validate_reply
+from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validated
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
@@ -48,7 +48,7 @@ from fedmq.federation.protocol import MergeResult, SiloFacts, State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 
@@ -115,7 +115,7 @@ class Loop:
         )
         self._outcomes.schedule_saved(self.rounds.pending)
         if off := self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
-            record = self.log.note(NoteKind.OFF_AT_START, silos=", ".join(off))
+            record = self.log.note(LogEvent.OFF_AT_START, silos=", ".join(off))
             for name in off:
                 self._handle(Switched(name, on=False), record)
 
@@ -137,7 +137,7 @@ class Loop:
         if continues:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
-            self._start_on(StillConnected(here), self.log.note(NoteKind.STILL_CONNECTED, silos=", ".join(here)))
+            self._start_on(StillConnected(here), self.log.note(LogEvent.STILL_CONNECTED, silos=", ".join(here)))
         self.status.update(self.rounds, self._seen)  # the file exists even if the run fails at once
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
@@ -146,7 +146,7 @@ class Loop:
             if not self.counters.participations.total():
                 raise nothing_merged(self._errors, self.counters, self.rounds.version)
             if not self._measure_personal(self.rounds.version, self.saving.committed, final=True):
-                self._handle(EvaluationAborted(), self.log.note(NoteKind.EVALUATION_ABORTED))
+                self._handle(EvaluationAborted(), self.log.note(LogEvent.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
             await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
@@ -207,7 +207,7 @@ class Loop:
     def _stop(self) -> None:
         """Stop the rounds, as the operator requested or to include late silos."""
         self._handle(
-            Stop(), self.log.note(NoteKind.LATE_SILOS if self.stopping_for_late_silos else NoteKind.STOP_REQUESTED)
+            Stop(), self.log.note(LogEvent.LATE_SILOS if self.stopping_for_late_silos else LogEvent.STOP_REQUESTED)
         )
 
     def _handle(self, event: Event, record: int | None) -> None:
@@ -235,7 +235,7 @@ class Loop:
             case Discard():
                 self._outcomes.discard(action)
             case Finish(cause=cause):
-                self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, caused_by=cause)
+                self.log.note(LogEvent.ALL_MERGED, version=self.rounds.version, caused_by=cause)
             case _:
                 assert_never(action)
 
@@ -277,7 +277,7 @@ class Loop:
         name, now = ready.name, self.clock.stopwatch()
         if ready.returned and name != EVALUATOR:
             self._limits.lost(name, now)
-            record = self.log.note(NoteKind.RETURNED, peer=name, caused_by=record)
+            record = self.log.note(LogEvent.RETURNED, peer=name, caused_by=record)
             self._handle(Lost(name), record)
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
             self._absences.begin(name, now)
@@ -295,7 +295,7 @@ class Loop:
     def _join(self, name: str, cause: int | None) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
         self._limits.forget(name)
-        self._start_on(Joined(name), self.log.note(NoteKind.JOINED, peer=name, caused_by=cause))
+        self._start_on(Joined(name), self.log.note(LogEvent.JOINED, peer=name, caused_by=cause))
 
     def _start_on(self, event: Joined | StillConnected | WaitEnded, record: int) -> None:
         """Handle an event after which the rounds may start."""
@@ -323,8 +323,8 @@ class Loop:
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
-                validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._outcomes.put(self.rounds.pending, header.sender, header.reply_to, message, cause=record)
+                update = validated(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
+                self._outcomes.put(self.rounds.pending, silo.name, update.sequence, update, cause=record)
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
                 self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
@@ -336,7 +336,7 @@ class Loop:
     def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
         silo, number, text = message.header.sender, message.header.reply_to, text_of(message)
-        record = self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
+        record = self.log.note(LogEvent.ERROR_REPORTED, peer=silo, error=text[:ERROR_CHARACTERS], caused_by=record)
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
@@ -374,10 +374,10 @@ class Loop:
             self.evaluation.give_up(name)
         self._fail_overdue()
         if self.rounds.awaited and now - self._began > patience:
-            self._start_on(WaitEnded(), self.log.note(NoteKind.WAIT_ENDED))
+            self._start_on(WaitEnded(), self.log.note(LogEvent.REJOIN_TIMEOUT))
         given_up = self._absences.give_up(patience, now, self.rounds.pending) if self.run_context.gives_up else {}
         for name, sequence in given_up.items():
-            record = self.log.note(NoteKind.STAYED_AWAY, peer=name)
+            record = self.log.note(LogEvent.SILO_ABSENT, peer=name)
             self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
         self.status.update(self.rounds, self._seen)
 
@@ -386,14 +386,14 @@ class Loop:
         if self.rounds.phase is not Phase.COLLECTING:
             return
         for task in self._limits.exceed(self._inbox.caught_up):  # judged as of then, as replies may be unread
-            record = self.log.note(NoteKind.OVERDUE, peer=task.silo, sequence=task.sequence)
+            record = self.log.note(LogEvent.TASK_OVERDUE, peer=task.silo, sequence=task.sequence)
             self._handle(Lost(task.silo), record)
             self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
 
     def _on_peer_lost(self, name: str, cause: int | None = None) -> None:
         """End a peer's session; ``cause`` is the number of the log record of why."""
         self.roster.drop(name)
-        record = self.log.note(NoteKind.PEER_LOST, peer=name, caused_by=cause)
+        record = self.log.note(LogEvent.PEER_LOST, peer=name, caused_by=cause)
         if name in self._facts:
             self._absences.begin(name, self.clock.stopwatch())
             self._limits.lost(name, self.clock.stopwatch())
@@ -448,15 +448,16 @@ class Loop:
     def _merge(self, action: Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
-        messages = [self._outcomes.reply(each.silo, each.sequence) for each in arrived]
-        replies = replies_of(self.run_context, messages, self.states, self.rounds.version, self.counters.participations)
+        now, merges = self.rounds.version, self.counters.participations
+        updates = [self._outcomes.update(reply.silo, reply.sequence) for reply in arrived]
+        replies = [weighted(self.run_context, update, self.states, now, merges) for update in updates]
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise self._errors.failure(f"no silo could train by round {round_}; the first error was {error}")
         merged = MergeResult(self.states[self.rounds.version], {})
         if replies:
             merged, left_out = merged_state(self.run_context, merged.state, replies, round_)
             for name in left_out:
-                self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, caused_by=cause)
+                self.log.note(LogEvent.REPLY_LEFT_OUT, silo=name, version=self.rounds.version, caused_by=cause)
             self._errors.clear()
         for item in arrived:
             self._outcomes.remove(item.silo, item.sequence)
@@ -477,7 +478,7 @@ class Loop:
         waited = self.clock.stopwatch() - waiting
         self.counters.add_seconds("evaluation", waited)
         self.states = states_in_use(self.states, {version, *self.evaluation.versions}, self.rounds.pending)
-        line = merge_line(version, self.clock.now(), replies, losses_of(replies), merged.log)
+        line = merge_line(version, self.clock.now(), replies, merged.log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_metrics(self.run_context.folder, line, self.clock, durable=True)

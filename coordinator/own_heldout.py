@@ -13,13 +13,13 @@ from coordinator.run_context import RunContext
 from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
-from fedmq.evaluation.fairness import fairness_of, means, weighted_means
-from fedmq.evaluation.metrics import HEADLINE, Metric, objection
+from fedmq.evaluation.metrics import Metric, objection
+from fedmq.evaluation.recall import HEADLINE, fairness_of, means, weighted_means
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics
 from fedmq.runs.run_records import OwnHeldOutLine, OwnSiloFigures
 from fedmq.runs.status import ERROR_CHARACTERS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Error, Payload, Refusal, SiloMetrics
@@ -143,7 +143,7 @@ class OwnHeldOutRequests:
             return True  # a repeated answer, or one after the silo was given up
         if isinstance(answer, Error | Refusal):
             text = text_of(message)[:ERROR_CHARACTERS]
-            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=text)
+            self._log.note(LogEvent.ERROR_REPORTED, peer=name, error=text)
             self._missing[version][name] = text
         elif isinstance(answer, SiloMetrics) and (wrong := self._wrong(name, answer)) is None:
             self._answers[version][name] = answer
@@ -181,7 +181,7 @@ class OwnHeldOutRequests:
     def give_up(self, name: str) -> None:
         """Complete the evaluations without a silo that stays away."""
         for version in [version for version, silos in self._outstanding.items() if name in silos]:
-            self._log.note(NoteKind.NOT_MEASURED, peer=name)
+            self._log.note(LogEvent.NOT_MEASURED, peer=name)
             self._missing[version][name] = "it stayed away"
             self._outstanding[version].discard(name)
             self._close_if_complete(version)

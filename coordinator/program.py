@@ -43,11 +43,10 @@ from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sealed_headers import MAX_PREFIX, padded_size
-from fedmq.wire.sealed_sessions import TAG_BYTES, keep_buffers
+from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, keep_buffers, padded_size
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
@@ -156,7 +155,7 @@ def run_coordinator(
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None and population is not None:
-            log.note(NoteKind.INLINE)
+            log.note(LogEvent.INLINE)
             roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
@@ -167,7 +166,7 @@ def run_coordinator(
         if data is None:
             if arguments.stop_silos:
                 dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
-            return _ended(log, Phase.STOPPED, None, log.note(NoteKind.STOP_REQUESTED))
+            return _ended(log, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
@@ -177,7 +176,7 @@ def run_coordinator(
 
 
 def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
-    log.note(NoteKind.ENDED, phase=phase.value, caused_by=cause)
+    log.note(LogEvent.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
 
 
@@ -267,10 +266,10 @@ def _resumable(
     _require_selectable(arguments, run_context, accepted)
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
-    if saved and saved.data not in ("", run_context.data):
+    if saved and saved.data != run_context.data:
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
-    if saved and saved.trace not in ("", run_context.trace_file):
+    if saved and saved.trace != run_context.trace_file:
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {trace}", found, f"the run's trace ({saved.trace[:12]})")
     return setting
@@ -285,7 +284,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock, logger=logger)
     if saved:
         remove_unfinished(folder.root, folder.model)
-    kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
+    kind, version = (LogEvent.RESUMED, saved.rounds.version) if saved else (LogEvent.STARTED, 0)
     log.note(kind, run=arguments.run.id, version=version)
     return log
 

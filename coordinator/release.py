@@ -21,7 +21,7 @@ from coordinator.run_context import RunContext, run_context_of
 from fedmq.config.scenario import Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import HEADLINE
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
@@ -32,8 +32,8 @@ from fedmq.runs.release import ReleaseConfig, ReleasedInputs
 from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
+from fedmq.wire.codec import digest
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics, Payload
 
 
@@ -220,7 +220,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"
         raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
     checkpoints.check_fits(folder.checkpoints, saved, scenario.rounds, scenario.silo_names)
-    if saved.data not in ("", run_context.data):
+    if saved.data != run_context.data:
         found = f"data of other content than the run was made with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     rounds = Rounds.from_record(run_context.plan, saved.rounds)

@@ -14,17 +14,17 @@ from coordinator.peers import HeaderMaker, Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
-from fedmq.wire import rekeying
+from fedmq.wire import key_agreement
 from fedmq.wire.channel import DISPLACED, EXPELLED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import PeerRateLimits
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.refusal_log import UNKNOWN, RefusalLog, StaleSessions
-from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.refusals import UNKNOWN, RefusalLog, StaleSessions
+from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
 #: Interval at which the folder of accepted keys is checked for changes [s]: a removed key is out within a second.
@@ -94,7 +94,7 @@ class Roster:
         self.header = HeaderMaker(run, identity.name, clock)
         self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
         # By peer, not by connection or session, as a peer could open new ones.
-        self._rekeys, self._messages = PeerRateLimits(rekeying.MOST_ANSWERED), PeerRateLimits(MESSAGES)
+        self._rekeys, self._messages = PeerRateLimits(key_agreement.MOST_REKEYS_ANSWERED), PeerRateLimits(MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -107,7 +107,7 @@ class Roster:
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []
         without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
-        self.unaccepted = {name: log.note(NoteKind.EXPELLED, peer=name) for name in without_key}
+        self.unaccepted = {name: log.note(LogEvent.EXPELLED, peer=name) for name in without_key}
 
     @property
     def uri(self) -> str:
@@ -153,13 +153,13 @@ class Roster:
         proven, header = peer.session.authentic if peer else 0, None
         try:
             # The header is not authenticated yet; it only selects the handler, which checks it again.
-            header = decode_clear(frames[0])
+            header = decode_clear(frames[0], any_version=True)
             kind = None if isinstance(header, ShortHeader) else header.kind
-            if kind is Kind.HELLO:
-                self._handshakes.hello(address, frames)
+            if isinstance(header, Header) and kind is Kind.HELLO:
+                self._handshakes.hello(address, header, frames)
                 return None
-            if kind in (Kind.READY, Kind.INQUIRE):
-                return self._ready(address, frames, size)
+            if isinstance(header, Header) and kind in (Kind.READY, Kind.INQUIRE):
+                return self._ready(address, header, frames, size)
             if peer is None:
                 if (report := self._reports.take(address, frames)) is not None:
                     self._note_other_scenario(*report)
@@ -171,7 +171,7 @@ class Roster:
                 if displaced:
                     return None
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
-            return self._message(peer, frames, size)
+            return self._message(peer, header, frames, size)
         except RemoteWireError as error:
             if peer is None or peer.session.authentic == proven:
                 # No key vouches for the frames, even if they arrived on the connection of a session.
@@ -227,11 +227,11 @@ class Roster:
         for name in [name for name in self.unaccepted if name in self._accepted]:
             del self.unaccepted[name]
         if self._accepted.problem not in ("", problem):
-            self._log.note(NoteKind.KEYS_UNREADABLE, detail=self._accepted.problem)
+            self._log.note(LogEvent.KEYS_UNREADABLE, detail=self._accepted.problem)
 
     def _expel(self, name: str) -> None:
         """End all that a peer has here, whether it has joined or not."""
-        self.unaccepted[name] = self._log.note(NoteKind.EXPELLED, peer=name)
+        self.unaccepted[name] = self._log.note(LogEvent.EXPELLED, peer=name)
         self._handshakes.forget_peer(name)
         for peer in (self._by_name.get(name), self._joining.pop(name, None)):
             if peer is not None:
@@ -248,19 +248,16 @@ class Roster:
         self._refusals.flush()
         self._stale.note(all_=True)
 
-    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready | None:
-        responded, session = self._handshakes.complete(address, frames)
+    def _ready(self, address: bytes, header: Header, frames: Sequence[memoryview], size: int) -> Ready | None:
+        responded, session = self._handshakes.complete(address, header, frames)
         self._stale.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
             return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._log.handshake("received", Kind.READY, peer.name, size)
-        if self._admission is None or (session.wire_version == 1 and not isinstance(self._admission, OwnDataAdmission)):
+        if self._admission is None:
             return self._admit(peer)
-        if session.wire_version == 1:
-            self._by_address[address] = peer
-            raise RemoteWireError(Reason.WIRE_VERSION, f"{peer.name} speaks version 1, which cannot state its data")
         # An older session of that name continues until the peer has stated its data.
         if (earlier := self._joining.pop(peer.name, None)) is not None:
             self._by_address.pop(earlier.address, None)
@@ -356,10 +353,12 @@ class Roster:
             if name in self._admission.stated:
                 self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
 
-    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | Ready | None:
+    def _message(
+        self, peer: Peer, header: Header | ShortHeader, frames: Sequence[memoryview], size: int
+    ) -> Message | Ready | None:
         proven = peer.session.authentic
         try:
-            opened = peer.session.open(frames, max_body=self._max_body)
+            opened = peer.session.open(frames, max_body=self._max_body, header=header)
         except RemoteWireError:
             if peer.session.authentic > proven:  # its refusal is logged, and a gap has requests sent again
                 self._allow(peer, self._messages, _ALLOWED)
@@ -389,9 +388,13 @@ class Roster:
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
-        self._allow(peer, self._rekeys, f"{rekeying.MOST_ANSWERED} requests for new keys at once, then one per second")
+        self._allow(
+            peer,
+            self._rekeys,
+            f"{key_agreement.MOST_REKEYS_ANSWERED} requests for new keys at once, then one per second",
+        )
         header = self.header(peer.name, Kind.REKEYED)
-        sealed = rekeying.answer(self._identity, self._accepted[peer.name], peer.session, asked, header)
+        sealed = key_agreement.answer_rekey(self._identity, self._accepted[peer.name], peer.session, asked, header)
         self._stale.know(peer.session.session)
         peer.heard = self._clock.stopwatch()
         self.received += 1
@@ -423,7 +426,7 @@ class Roster:
         return sealed.size
 
     def _not_delivered(self, peer: Peer) -> None:
-        record = self._log.note(NoteKind.NOT_DELIVERED, peer=peer.name)
+        record = self._log.note(LogEvent.NOT_DELIVERED, peer=peer.name)
         if self._by_name.get(peer.name) is peer:
             self.drop(peer.name)
             self._stale.end(peer.session.session)

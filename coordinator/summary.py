@@ -18,7 +18,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import kind_of
 from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of
-from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import device_here
@@ -42,7 +42,7 @@ from fedmq.runs.run_records import (
     Traffic,
 )
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import EVALUATOR
 
 #: Keys of a line of ``metrics.jsonl`` that a summary does not have.
@@ -251,7 +251,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": data.content}
-    loop.log.note(NoteKind.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
+    loop.log.note(LogEvent.RELEASED, caused_by=loop.phase_cause, **released, **config.released_with)
     stated = None if admission is None else admission.record()
     if stated is not None:
         write_json(folder.agreement, stated.plain())
@@ -263,5 +263,5 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
     release.write_card(run_context, config, summary)
-    loop.log.note(NoteKind.RESULTS, caused_by=loop.phase_cause, **result_digests(folder))
+    loop.log.note(LogEvent.RESULT_DIGESTS, caused_by=loop.phase_cause, **result_digests(folder))
     return summary

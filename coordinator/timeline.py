@@ -19,17 +19,15 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome
-from fedmq.federation.protocol import SiloFacts
-from fedmq.wire.log_records import EventKind, NoteKind
+from fedmq.federation.protocol import SiloFacts, Update
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Message
-from fedmq.wire.payloads import Loss
 
-_KINDS: Mapping[type[Event], EventKind] = {
-    Arrived: EventKind.ARRIVED,
-    Failed: EventKind.FAILED,
-    Switched: EventKind.SWITCHED,
-    Deadline: EventKind.DEADLINE,
+_KINDS: Mapping[type[Event], TimelineEvent] = {
+    Arrived: TimelineEvent.ARRIVED,
+    Failed: TimelineEvent.FAILED,
+    Switched: TimelineEvent.SWITCHED,
+    Deadline: TimelineEvent.DEADLINE,
 }
 
 
@@ -99,7 +97,7 @@ class Timeline:
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trace) -> Event:
+def event_of(entry: TimelineEntry, outcome: Update | Failed | None, trace: Trace) -> Event:
     """Convert a due entry to an event of the rounds machine.
 
     Args:
@@ -116,8 +114,7 @@ def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trac
             assert outcome is not None  # noqa: S101 - the loop waits for it
             if isinstance(outcome, Failed):
                 return outcome
-            losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
-            return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+            return Arrived(entry.silo, entry.sequence, outcome.loss)
 
 
 def note_event(
@@ -192,7 +189,7 @@ class Outcomes:
         self.due = due
         self._silos, self._clock, self._timeline = silos, clock, timeline
         self._fault_injector, self._log, self._counters = fault_injector, log, counters
-        self._stored: dict[tuple[str, int], Message | Failed] = {}
+        self._stored: dict[tuple[str, int], Update | Failed] = {}
         self._causes: dict[tuple[str, int], int | None] = {}
 
     def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
@@ -216,7 +213,7 @@ class Outcomes:
                 self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
         return self.due[silo]
 
-    def get(self, silo: str, sequence: int) -> Message | Failed | None:
+    def get(self, silo: str, sequence: int) -> Update | Failed | None:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
 
@@ -230,11 +227,11 @@ class Outcomes:
             return entry.kind is not EntryKind.ARRIVAL or self.get(entry.silo, entry.sequence) is not None
         return entry.at <= self._clock.now()
 
-    def reply(self, silo: str, sequence: int) -> Message:
-        """The stored reply to a task that did not fail."""
-        message = self.get(silo, sequence)
-        assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
-        return message
+    def update(self, silo: str, sequence: int) -> Update:
+        """The update in the reply to a task that did not fail."""
+        outcome = self.get(silo, sequence)
+        assert isinstance(outcome, Update)  # noqa: S101 - the rounds machine merges no failed tasks
+        return outcome
 
     def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
         """Whether a task is pending and has no outcome yet."""
@@ -246,7 +243,7 @@ class Outcomes:
         pending: Mapping[str, PendingTask],
         silo: str,
         sequence: int,
-        outcome: Message | Failed,
+        outcome: Update | Failed,
         after: float | None = None,
         *,
         cause: int | None,
@@ -257,7 +254,7 @@ class Outcomes:
             pending: the pending tasks, by silo.
             silo: the task's silo.
             sequence: number of the task.
-            outcome: a validated reply, or the failure.
+            outcome: the update in the reply, or the failure.
             after: delay on a wall clock [s]; None for the delay of the scenario's faults.
             cause: number of the log record of the reply, or of why the task failed; None if there is none.
         """
@@ -265,7 +262,7 @@ class Outcomes:
             # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
             reason = DiscardReason.DUPLICATE
             self._counters.discarded[reason] += 1
-            self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
+            self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
             return
         self._stored[silo, sequence], self._causes[silo, sequence] = outcome, cause
         if not self._clock.virtual:
@@ -283,7 +280,7 @@ class Outcomes:
         self._counters.failed += 1
         self._counters.failures[failed.reason] += 1
         self._log.note(
-            NoteKind.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
+            LogEvent.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
         )
 
     def discard(self, discarded: Discard) -> None:
@@ -294,7 +291,7 @@ class Outcomes:
         else:
             self.remove(silo, sequence)
         self._counters.discarded[reason] += 1
-        self._log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
+        self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=discarded.cause)
 
     def forget(self, silo: str, sequence: int) -> None:
         """Drop a stored outcome; the silo may have another pending task."""

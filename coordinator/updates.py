@@ -10,10 +10,11 @@ from torch import Tensor
 from coordinator.counters import Counters
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
-from fedmq.federation.protocol import Context, SiloFacts, State
+from fedmq.federation.protocol import Context, SiloFacts, State, Update
+from fedmq.federation.updates import read_only
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.text import printable
@@ -33,7 +34,6 @@ from fedmq.wire.payloads import (
     Payload,
     Refusal,
 )
-from protocols.parts.aggregation import read_only
 from protocols.parts.missing_branch import layers_of, trainable
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
@@ -51,14 +51,14 @@ class ImplausibleError(RemoteWireError):
     """A reply has values so large that training has diverged, unless the silo lies."""
 
 
-def validate_reply(
+def validated(
     message: Message,
     run_context: RunContext,
     silo: SiloFacts,
     pending_task: PendingTask | None,
     base: State | None = None,
-) -> None:
-    """Check a silo's reply against its task, the run and the method.
+) -> Update:
+    """The update in a silo's reply, checked once against its task, the run and the method.
 
     Args:
         message: the reply.
@@ -80,6 +80,8 @@ def validate_reply(
     layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
     run_context.protocol.check(message.payloads)
+    assert header.reply_to is not None  # noqa: S101 - the loop refuses a reply without a task
+    return Update(silo, header.reply_to, header.base_version, 0, 1.0, message.payloads)
 
 
 def check_reply(
@@ -195,10 +197,6 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
 def _check_statistics(payload: Payload, context: Context) -> None:
     """Check the shapes of payloads other than updates, as far as they are the same for all methods."""
     match payload:
-        case Memory(centroids=centroids):
-            classifier = context.layout.by_name.get("visual.classifier.weight")
-            if classifier is None or centroids.shape != classifier.shape:
-                raise RemoteWireError("layout", f"a memory of shape {centroids.shape}")
         case LabelCount(value=value):
             if value > (most := len(fine_columns(context.label_names))):
                 raise RemoteWireError("malformed", f"{value} categories present, the data set has {most}")

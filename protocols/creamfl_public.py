@@ -27,19 +27,19 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import fedavg
 from protocols.creamfl import LAST, Weights, contrasts, distillation
-from protocols.parts import aggregation, personal_model, prototypes, training
+from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import nothing
 from protocols.parts.options import check, refuse_other_bases
@@ -142,10 +142,6 @@ class CreamFlPublic(FederatedProtocol):
             raise ValueError("a coordinator can build its model")
         return self.context.build()
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Representations of the public items in the modalities the silo has, and the loss."""
         return frozenset({Representations, Loss})
@@ -206,22 +202,22 @@ class CreamFlPublic(FederatedProtocol):
             allowed = f"1 within {prototypes.TOLERANCE}"
             raise RemoteWireError("malformed", f"a representation of length {wrong.max():.4g}, here {allowed}")
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the representations, distil them into the global model, and recompute its representations."""
-        targets = self.targets(state, aggregation.ordered(replies))
+        targets = self.targets(state, replies)
         theta, loss = self._distilled(state.theta, targets, round_)
         return MergeResult(
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
         )
 
-    def targets(self, state: State, replies: Sequence[Reply]) -> dict[str, Tensor]:
+    def targets(self, state: State, replies: Sequence[Update]) -> dict[str, Tensor]:
         """What the coordinator distils: by modality, the weighted mean of the replies' representations, [N, d]."""
         targets: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
             read = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
-            uploads = [(factor, each) for factor, each in read if each is not None]
+            uploads = [(factor, rows) for factor, rows in read if rows is not None]
             if uploads:
-                stacked = torch.stack([each for _, each in uploads])
+                stacked = torch.stack([rows for _, rows in uploads])
                 factors = torch.tensor([factor for factor, _ in uploads])[:, None]
                 weights = item_weights(stacked, state.tensors[GLOBAL + other]) * factors
                 targets[name] = ensemble(stacked, weights / weights.sum(0))
@@ -278,7 +274,7 @@ def _payload(by_modality: Mapping[str, Tensor]) -> Representations:
     return Representations(rows.half().numpy(), "both" if len(by_modality) == 2 else next(iter(by_modality)))
 
 
-def _read(reply: Reply, modality: str) -> Tensor | None:
+def _read(reply: Update, modality: str) -> Tensor | None:
     """A reply's representations of a modality, float32 [N, d]; None if it has none."""
     payload = take(reply.payloads, Representations)
     if payload.modality not in ("both", modality):

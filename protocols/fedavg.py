@@ -20,11 +20,11 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
+    Update,
     take,
 )
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
@@ -87,10 +87,6 @@ class FedAvg(FederatedProtocol):
         self.branches = aggregation.branch_slices(context.layout)
         self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the loss."""
         return frozenset({Delta, Loss})
@@ -135,18 +131,17 @@ class FedAvg(FederatedProtocol):
         loss = partial(paired_loss, tau=self.options.tau)
         return training.EveryBatch(local, self.context.training.batch_size, loss, least=2)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        theta, _ = self.averaged(state.theta, aggregation.ordered(replies))
+        theta, _ = self.averaged(state.theta, replies)
         return MergeResult(State(theta, state.tensors, state.values))
 
-    def averaged(self, theta: Tensor, replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
-        """The parameters [P] after a merge of replies in the fixed silo order, and the replies' weights float64 [M]."""
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
-        weights = self.weights(updates)
-        return aggregation.merge_updates(theta, updates, weights, self.branches, self.options.branch_renorm), weights
+    def averaged(self, theta: Tensor, replies: Sequence[Update]) -> tuple[Tensor, Tensor]:
+        """The parameters [P] after a merge, and the replies' weights float64 [M]."""
+        weights = self.weights(replies)
+        return aggregation.merge_updates(theta, replies, weights, self.branches, self.options.branch_renorm), weights
 
-    def weights(self, updates: Sequence[aggregation.Update]) -> Tensor:
+    def weights(self, updates: Sequence[Update]) -> Tensor:
         """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
@@ -187,9 +182,8 @@ class AnchoredFedAvg(FedAvg):
             return super().work(local, task)
         return self.anchoring.work(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the updates and, with the same weights, the prototypes."""
-        replies = aggregation.ordered(replies)
         theta, weights = self.averaged(state.theta, replies)
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 

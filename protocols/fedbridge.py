@@ -31,13 +31,13 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     ReportedValue,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -199,10 +199,6 @@ class FedBridge(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(plain, context)
         self.onset = round(options.warmup * context.rounds)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible; those that lack a modality stay idle during the warm-up."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and centroids."""
         return frozenset({Delta, Loss, ClassPrototypes})
@@ -290,15 +286,13 @@ class FedBridge(FederatedProtocol):
             parts = torch.split(share.text.values, 256)
             return replace(share.text, values=torch.cat([model.caption(x.to(model.flat.device)) for x in parts]))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
-        replies = aggregation.ordered(replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
-        factors = [update.factor * self._factor(update.silo, update.samples) for update in updates]
-        weights = aggregation.sample_weights([update.samples for update in updates])
+        factors = [update.factor * self._factor(update.silo, update.samples) for update in replies]
+        weights = aggregation.sample_weights([update.samples for update in replies])
         weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
-        theta = aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
+        theta = aggregation.merge_updates(state.theta, replies, weights, self.fedavg.branches, options.branch_renorm)
         tensors = centroids.updated(state.tensors, replies, round_, self.context.max_age)
         return MergeResult(State(theta, tensors, state.values), {"centroids": centroids.known(tensors)})
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import CaptionRows
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -31,13 +31,13 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     ReportedValue,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.hash_networks import Tower
@@ -200,10 +200,10 @@ class References:
     def of(self, step: training.Step) -> list[Tensor]:
         """Features [B, r] of a step's rows for each modality, with the step's captions."""
         rows = torch.from_numpy(step.rows)
-        found = [] if self.image is None else [self.image[rows]]
+        features = [] if self.image is None else [self.image[rows]]
         if self.text is not None and step.caption is not None:
-            found.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
-        return found
+            features.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
+        return features
 
 
 def references(local: Local) -> References:
@@ -234,7 +234,7 @@ class FedCafe(FederatedProtocol):
         if not isinstance(plan, TowerPlan) or not plan.classifier:
             kinds = {name: OBJECTIVES.find(name) for name in OBJECTIVES.built_in()}
             plans = {name: kind.network(kind.options()) for name, kind in kinds.items()}
-            known = ", ".join(name for name, each in plans.items() if isinstance(each, TowerPlan) and each.classifier)
+            known = ", ".join(name for name, plan in plans.items() if isinstance(plan, TowerPlan) and plan.classifier)
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
         self.options = options
         self.context = context
@@ -253,13 +253,20 @@ class FedCafe(FederatedProtocol):
         """Whether the options use the memories."""
         return self.options.afe or self.options.weighted_agg
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and the memory if the options use it."""
         return frozenset({Delta, Loss, Memory} if self.remembers else {Delta, Loss})
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the shape of the memory.
+
+        Raises:
+            RemoteWireError: it has another number of rows or columns than the classifiers have classes and inputs.
+        """
+        for payload in payloads:
+            if isinstance(payload, Memory) and payload.centroids.shape != (self.classes, self.bits):
+                shape = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
+                raise RemoteWireError("layout", f"a memory of shape {shape}")
 
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
@@ -295,8 +302,8 @@ class FedCafe(FederatedProtocol):
         """The silo's memory, with one caption per item."""
         generator = training.generator_of(self.context, local, task, "memory")
         caption = training.choose_captions(local, generator)
-        found = training.outputs_of_all(local, caption, lambda out: out.code)
-        features = [codes for codes in found if codes is not None]
+        outputs = training.outputs_of_all(local, caption, lambda out: out.code)
+        features = [codes for codes in outputs if codes is not None]
         return memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
     # ----------------------------------------------------------------------- coordinator side
@@ -324,40 +331,35 @@ class FedCafe(FederatedProtocol):
             return ()
         return (Memory(centroids=state.tensors["memory"].numpy(), support=state.tensors["memory_support"].numpy()),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update the global memory from the table, weight the updates by it, and add them (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
-        replies = aggregation.ordered(replies)
         reports = [self._report(reply) for reply in replies]
-        table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
+        table = {name.removeprefix(_TABLE): tensor for name, tensor in state.tensors.items() if name.startswith(_TABLE)}
         places = [(reply.silo.index, reply.base_version) for reply in replies]
         table = memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
         rows, support, filled = self._global_memory(state.tensors["memory"], table, round_)
-        tensors = {"memory": rows, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
+        tensors = {
+            "memory": rows,
+            "memory_support": support,
+            **{_TABLE + name: tensor for name, tensor in table.items()},
+        }
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
             return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
         by_class = self.options.similarity == "identity" and memory.has_classes(self.options.memory)
         differences = memory.differences(reports, rows, filled, by_class=by_class)
         weights = self._weights(differences, replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
         theta = aggregation.merge_updates(
-            state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm
+            state.theta, replies, weights, self.fedavg.branches, self.options.branch_renorm
         )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
         return MergeResult(State(theta, tensors, state.values), log)
 
-    def _report(self, reply: Reply) -> memory.Rows:
-        """A reply's memory, checked; rows longer than 1, which no honest silo sends, are scaled to length 1.
-
-        Raises:
-            RemoteWireError: the memory is missing or has a wrong shape.
-        """
+    def _report(self, reply: Update) -> memory.Rows:
+        """A reply's memory; rows longer than 1, which no honest silo sends, are scaled to length 1."""
         payload = take(reply.payloads, Memory)
-        if payload.centroids.shape != (self.classes, self.bits):
-            found = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
-            raise RemoteWireError("layout", f"{reply.silo.name}: a memory of shape {found}")
         rows = as_tensor(payload.centroids)
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return rows / lengths.clamp(min=1.0), as_tensor(payload.support).clamp(max=_MOST)
@@ -371,7 +373,7 @@ class FedCafe(FederatedProtocol):
         behind = support.sum(0) if memory.has_classes(self.options.memory) else filled.long()
         return rows, behind, filled
 
-    def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
+    def _weights(self, differences: Tensor, replies: Sequence[Update]) -> Tensor:
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
         weights = aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))

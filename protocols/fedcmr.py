@@ -21,12 +21,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
@@ -139,10 +139,6 @@ class FedCmr(FederatedProtocol):
         self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The common layer's update, the loss and the number of categories."""
         return frozenset({PartialDelta, Loss, LabelCount})
@@ -199,9 +195,8 @@ class FedCmr(FederatedProtocol):
         """The downloaded common layer, without subtracting the residual, inside the silo's personal layers."""
         return self.partial.encoders(local, payloads)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
-        replies = aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule uses summed losses; replies carry mean losses, as in all methods.
@@ -210,8 +205,7 @@ class FedCmr(FederatedProtocol):
         table = state.tensors[_LOSSES].clone()
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
-        before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.fresh_rows(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

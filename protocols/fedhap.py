@@ -20,19 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
     Context,
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.federation.updates import mixed
@@ -164,10 +164,6 @@ class FedHap(FederatedProtocol):
     def _shares_discriminator(self) -> bool:
         return self.options.discriminator and self.options.share_disc
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """As FedAvg, with class means and the discriminator's update if these are used."""
         more: set[type[Payload]] = {ClassPrototypes} if self.prototypes else set()
@@ -254,10 +250,9 @@ class FedHap(FederatedProtocol):
         modality = "both" if local.silo.paired else "image" if local.silo.image else "text"
         return class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
-        replies = aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
         if self.prototypes:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
@@ -275,8 +270,8 @@ class FedHap(FederatedProtocol):
         change = mixed(before.tensors[_CHANGE], after.tensors[_CHANGE], rate)
         return replace(after, tensors={**after.tensors, _CHANGE: change})
 
-    def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
-        updates = [aggregation.update_of(_as_delta(reply), self.layout) for reply in replies]
+    def _merged_discriminator(self, change: Tensor, replies: Sequence[Update]) -> Tensor:
+        updates = [_as_delta(reply) for reply in replies]
         weights = self.fedavg.weights(updates)
         step = aggregation.weighted_sum([update.delta for update in updates], weights)
         return (change.double() + step).float()
@@ -328,7 +323,7 @@ class Terms:
         return discriminator.fooled(seen, labels, options.adv_g, options.eq8)
 
 
-def _as_delta(reply: Reply) -> Reply:
+def _as_delta(reply: Update) -> Update:
     """The reply with its discriminator's update in place of the model's."""
     payload = take(reply.payloads, DiscriminatorDelta)
     return replace(reply, payloads=(Delta(payload.layout_digest, payload.buffer, payload.n_samples),))

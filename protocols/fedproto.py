@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
@@ -27,18 +27,18 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, class_prototypes, personal_model, training
+from protocols.parts import class_prototypes, personal_model, training
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import nothing
 from protocols.parts.options import check
@@ -108,10 +108,6 @@ class FedProto(FederatedProtocol):
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Class prototypes and the loss; no parameters."""
         return frozenset({ClassPrototypes, Loss})
@@ -164,9 +160,9 @@ class FedProto(FederatedProtocol):
         """The global prototypes."""
         return (class_prototypes.download(state.tensors),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average the last reports of all silos for each class."""
-        reports = [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in aggregation.ordered(replies)]
+        reports = [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in replies]
         weighted = self.options.weighting == "samples"
         tensors = class_prototypes.updated(
             state.tensors, reports, round_, max_age=self.context.max_age, weighted=weighted

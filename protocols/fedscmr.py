@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq import seeds
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import (
@@ -27,21 +27,20 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
 from protocols import fedavg
-from protocols.objectives.dscmr import logits_of
+from protocols.objectives.dscmr import logits_of, mean_length, pair_likelihood
 from protocols.parts import aggregation, personal_model, training
-from protocols.parts import fedscmr_equations as equations
 from protocols.parts.labelled import EveryLabelledBatch
 from protocols.parts.options import check
 from protocols.parts.partial import PartialFedAvg
@@ -50,6 +49,11 @@ _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.e
 #: Table of the silos' last scalars, with columns samples, categories, loss, mAP; -1 where unknown.
 _TABLE = "scmr_table"
 _VERSIONS = "scmr_versions"
+
+
+#: Reading of the paper's matrix norms: ``row``, the mean of per-sample lengths as in the public code of the cited base,
+#: which does not depend on the batch size; or ``frob``, Frobenius norms as printed.
+Norm = Literal["row", "frob"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,76 @@ class FedScmrOptions:
         check("validation", self.validation, 0.0, 0.9)
 
 
+def distance(difference: Tensor, norm: Norm) -> Tensor:
+    """Length of a difference of matrices [B, d]: mean of row lengths, or the Frobenius norm."""
+    if norm == "row":
+        return mean_length(difference)
+    frobenius: Tensor = torch.linalg.vector_norm(difference)
+    return frobenius
+
+
+def label_loss(predicted: Tensor, labels: Tensor, norm: Norm) -> Tensor:
+    """L_imd of one modality (eq 1) for predictions and multi-hot labels [B, C]; ``frob`` divides by B as printed."""
+    length = distance(predicted - labels, norm)
+    return length if norm == "row" else length / len(labels)
+
+
+def discrimination(image: Tensor | None, text: Tensor | None, similar: Tensor, pairs: int) -> Tensor:
+    """l_csd (eq 2) over S_V and S_T [B, d]: four pairs of modalities as printed, or three as in public code.
+
+    Each summand is DSCMR's J2, with δ instead of its counts S.
+
+    Args:
+        image: None if the silo lacks images; pairs with images are left out.
+        text: None if the silo lacks texts; pairs with texts are left out.
+        similar: [B, B], 1 if two samples share a category; with three pairs, counts of shared labels.
+        pairs: 4 for both orders of the cross-modal pair, or 3.
+    """
+    terms = [pair_likelihood(present, present, similar) for present in (image, text) if present is not None]
+    if image is not None and text is not None:
+        terms += [pair_likelihood(image, text, similar)]
+        terms += [pair_likelihood(text, image, similar)] if pairs == 4 else []
+    return torch.stack(terms).sum()
+
+
+def consistency(image: Tensor, text: Tensor, image2: Tensor, text2: Tensor, norm: Norm) -> Tensor:
+    """l_csc (eq 3): sum of the distances between the modalities in S and in S', all [B, d]."""
+    return distance(image - text, norm) + distance(image2 - text2, norm)
+
+
+def hinge(enhanced: Tensor, other: Tensor, same: Tensor, norm: Norm) -> Tensor:
+    """max(0, |S' - S of the other modality| - |S' - S of the same modality|) (eqs 5 and 6), one value per batch."""
+    return (distance(enhanced - other, norm) - distance(enhanced - same, norm)).clamp_min(0.0)
+
+
+def cross_space(image: Tensor, text: Tensor, image2: Tensor, text2: Tensor, norm: Norm) -> Tensor:
+    """L_ccs (eq 7): eq 5 for images plus eq 6 for captions."""
+    return hinge(image2, text, image, norm) + hinge(text2, image, text, norm)
+
+
+# --------------------------------------------------------------------------------------------- contribution weights
+def proportion(samples: Tensor, labels: Tensor) -> Tensor:
+    """Ω = (n_k / Σn)(c_k / Σc) (eq 10), [M]; not renormalised, as printed."""
+    return samples / samples.sum() * (labels / labels.sum())
+
+
+def progress(losses: Tensor) -> Tensor:
+    """Ψ = exp(-l_k / mean l) (eq 11), [M]; all 1 if every loss is zero."""
+    mean = losses.mean()
+    return torch.exp(-losses / mean) if float(mean) > 0 else torch.ones_like(losses)
+
+
+def quality(maps: Tensor) -> Tensor:
+    """Φ = v_k / Σv (eq 12), [M]; uniform if every mAP is zero."""
+    total = maps.sum()
+    return maps / total if float(total) > 0 else torch.full_like(maps, 1 / len(maps))
+
+
+def contribution(samples: Tensor, labels: Tensor, losses: Tensor, maps: Tensor, gamma: float) -> Tensor:
+    """λ = softmax(Ω + Ψ + γ Φ) (eq 13), [M] float64, summing to 1."""
+    return (proportion(samples, labels) + progress(losses) + gamma * quality(maps)).softmax(0)
+
+
 def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: FedScmrOptions) -> Tensor:
     """Eq 8: alpha L_cs + beta L_ccs + L_imd over the modalities of a batch; terms that need both are skipped for one.
 
@@ -121,16 +195,16 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     """
     held = [out for out in (image, text) if out is not None]
     norm = options.norm
-    total = torch.stack([equations.label_loss(logits_of(out), labels, norm) for out in held]).sum()
+    total = torch.stack([label_loss(logits_of(out), labels, norm) for out in held]).sum()
     if options.loss_cs:
         similar = (labels @ labels.T > 0).to(labels.dtype)
         pair = (None if image is None else image.raw, None if text is None else text.raw)
-        term = equations.discrimination(*pair, similar, options.pairs)
+        term = discrimination(*pair, similar, options.pairs)
         if image is not None and text is not None:
-            term = term + equations.consistency(image.raw, text.raw, image.code, text.code, norm)
+            term = term + consistency(image.raw, text.raw, image.code, text.code, norm)
         total = total + options.alpha * term
     if options.loss_ccs and image is not None and text is not None:
-        total = total + options.beta * equations.cross_space(image.raw, text.raw, image.code, text.code, norm)
+        total = total + options.beta * cross_space(image.raw, text.raw, image.code, text.code, norm)
     return total
 
 
@@ -144,8 +218,8 @@ class FedScmr(FederatedProtocol):
         self.context = context
         layers = [entry.name for entry in context.layout.entries]
         if "shared.enhance.weight" not in layers:
-            found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
-            raise InputError("objective", found, "base dscmr with enhance true: FedSCMR needs the EnhanceNet")
+            network = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
+            raise InputError("objective", network, "base dscmr with enhance true: FedSCMR needs the EnhanceNet")
         if options.shared_layers == "all" and options.eval_space == "common":
             # The global model is evaluated, released and searched with its codes, which are the enhanced features.
             raise InputError(
@@ -156,10 +230,6 @@ class FedScmr(FederatedProtocol):
         apart = options.loss_cs or options.loss_ccs
         self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names, modules=apart)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update and the scalars of eqs 10 to 12; only paired silos report mAP."""
@@ -242,30 +312,26 @@ class FedScmr(FederatedProtocol):
         )
 
     # ----------------------------------------------------------------------- coordinator side
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
-        replies = aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        before = state.tensors.get(_VERSIONS)
-        versions, known = aggregation.fresh_rows(
-            before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age
-        )
+        versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
         tensors = {**merged.state.tensors, _TABLE: table, _VERSIONS: versions}
         return MergeResult(State(merged.state.theta, tensors, state.values), log)
 
-    def _updated(self, table: Tensor, replies: Sequence[Reply]) -> Tensor:
+    def _updated(self, table: Tensor, replies: Sequence[Update]) -> Tensor:
         table = table.clone()
         for reply in replies:
             payload = take(reply.payloads, PartialDelta)
             # Eq 11 assumes non-negative losses: with a negative one its exponential may overflow.
             loss = max(0.0, take(reply.payloads, Loss).value)
             row = [payload.n_samples, take(reply.payloads, LabelCount).value, loss]
-            quality = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
-            table[reply.silo.index] = torch.tensor([*row, quality], dtype=torch.float64)
+            measured = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
+            table[reply.silo.index] = torch.tensor([*row, measured], dtype=torch.float64)
         return table
 
     def _weights(self, table: Tensor, rows: Tensor, known: Tensor) -> Tensor:
@@ -276,11 +342,11 @@ class FedScmr(FederatedProtocol):
         if options.agg == "samples":
             return samples[torch.isin(known, rows)] / samples[torch.isin(known, rows)].sum()
         if options.agg == "proportional":
-            weights = equations.proportion(samples, labels.clamp_min(1))
+            weights = proportion(samples, labels.clamp_min(1))
         else:
             gamma = options.gamma if options.use_phi else 0.0
             maps = _filled(maps, measured)
-            weights = equations.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
+            weights = contribution(samples, labels.clamp_min(1), losses, maps, gamma)
         weights = weights[torch.isin(known, rows)]
         return weights / weights.sum()
 

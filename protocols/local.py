@@ -19,16 +19,16 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
 )
 from fedmq.wire.payloads import Loss, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, personal_model, training
+from protocols.parts import personal_model, training
 from protocols.parts.options import check
 
 
@@ -60,10 +60,6 @@ class Alone(FederatedProtocol):
         self.context = context
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The loss, for the log."""
         return frozenset({Loss})
@@ -85,9 +81,8 @@ class Alone(FederatedProtocol):
         state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Nothing to merge."""
-        aggregation.ordered(replies)
         return MergeResult(state)
 
     @classmethod

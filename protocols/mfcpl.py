@@ -27,26 +27,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
     Context,
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, class_prototypes, clusters, personal_model, training
+from protocols.parts import class_prototypes, clusters, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import cosine, unit
@@ -55,7 +55,7 @@ from protocols.parts.options import check
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
 #: Input of the pseudo-classes, by silo: centroids of its captions, their numbers of captions, whether it reported.
-GIVEN, GIVEN_SIZES, HEARD = "given_centroids", "given_centroids_sizes", "given_centroids_heard"
+GIVEN, GIVEN_SIZES, REPORTED = "given_centroids", "given_centroids_sizes", "given_centroids_heard"
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,6 @@ class Mfcpl(FederatedProtocol):
         """Our reading of the abstract."""
         return Traits(our_reading=True)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """As FedAvg; from a paired silo also class prototypes, at first caption centroids."""
         kinds = self.fedavg.uploads(silo)
@@ -259,7 +255,7 @@ class Mfcpl(FederatedProtocol):
         return {
             GIVEN: torch.zeros(silos, self.classes, self.context.dim),
             GIVEN_SIZES: torch.zeros(silos, self.classes, dtype=torch.int64),
-            HEARD: torch.zeros(silos, dtype=torch.bool),
+            REPORTED: torch.zeros(silos, dtype=torch.bool),
         }
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
@@ -269,19 +265,17 @@ class Mfcpl(FederatedProtocol):
             return payloads
         return (*payloads, class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """As FedAvg; then update the class prototypes, and the pseudo-classes once enough silos sent centroids."""
-        merged, replies = self.fedavg.merge(state, replies, round_), aggregation.ordered(replies)
+        merged = self.fedavg.merge(state, replies, round_)
         reports = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):
-            # Old checkpoints lack the table of centroids.
-            tensors = {**self._no_centroids(), **tensors}
             tensors |= self._stored_centroids(
-                tensors, replies, [each for each in reports if each[1].modality == "text"]
+                tensors, replies, [report for report in reports if report[1].modality == "text"]
             )
             tensors |= self._pseudo_classes(tensors)
-        prototypes = [each for each in reports if each[1].modality == "both"]
+        prototypes = [report for report in reports if report[1].modality == "both"]
         tensors |= class_prototypes.updated(tensors, prototypes, round_, max_age=self.context.max_age, weighted=False)
         return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
@@ -293,7 +287,7 @@ class Mfcpl(FederatedProtocol):
                 although the data have labels, or centroids of more samples in total than the update.
         """
         longest = class_prototypes.longest_code(self.context)
-        samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+        samples = next(payload.n_samples for payload in payloads if isinstance(payload, Delta | PartialDelta))
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
@@ -307,21 +301,21 @@ class Mfcpl(FederatedProtocol):
     def _stored_centroids(
         self,
         tensors: Mapping[str, Tensor],
-        replies: Sequence[Reply],
-        centroids: Sequence[tuple[Reply, ClassPrototypes]],
+        replies: Sequence[Update],
+        centroids: Sequence[tuple[Update, ClassPrototypes]],
     ) -> dict[str, Tensor]:
         """The table of which silos have reported and each silo's last centroids, updated with the replies."""
-        given, sizes, heard = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, HEARD))
-        heard[[reply.silo.index for reply in replies]] = True
-        for reply, each in centroids:
-            given[reply.silo.index], sizes[reply.silo.index] = as_tensor(each.prototypes), as_tensor(each.counts)
-        return {GIVEN: given, GIVEN_SIZES: sizes, HEARD: heard}
+        given, sizes, reported = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, REPORTED))
+        reported[[reply.silo.index for reply in replies]] = True
+        for reply, sent in centroids:
+            given[reply.silo.index], sizes[reply.silo.index] = as_tensor(sent.prototypes), as_tensor(sent.counts)
+        return {GIVEN: given, GIVEN_SIZES: sizes, REPORTED: reported}
 
     def _pseudo_classes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The silos' centroids merged by seeded K-means; empty until enough silos have reported."""
         valid, cohort = tensors[GIVEN_SIZES] > 0, self.context.cohort
         senders, paired = int(valid.any(1).sum()), sum(silo.paired for silo in self.context.silos)
-        full_round = cohort is None or int(tensors[HEARD].sum()) >= cohort
+        full_round = cohort is None or int(tensors[REPORTED].sum()) >= cohort
         if senders == 0 or not (full_round or 2 * senders >= paired):
             return {}
         generator = numpy_generator(self.context.seed, "mfcpl", "classes")

@@ -11,15 +11,17 @@ and the hypernetwork's gradient is computed in that state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
@@ -27,26 +29,31 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
+from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, class_prototypes, hypernetwork, personal_model, training
+from protocols.parts import aggregation, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.options import check
+from protocols.parts.router import views
 
 _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
-#: bool [K, branches]: branches that each silo's last model was trained in.
+#: bool [K, branches]: branches of each silo's model as of its last reply; faults may change them.
 _OWNERS = "table_model_owners"
+#: Width of a hypernetwork's embedding and hidden layers, and the number of hidden layers.
+WIDTH = 32
+HIDDEN = 3
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,119 @@ def prototype_loss(
     return options.beta * products + options.eta * (target - features).square().mean()
 
 
+# ------------------------------------------------------------------------------------------------------ hypernetworks
+# A hypernetwork is an embedding, three ReLU layers and one linear layer per block of the model, all in one flat buffer.
+# Its gradient comes from the silo's update of the mixed model it received.
+def blocks(layout: Layout, part: slice) -> dict[str, slice]:
+    """Blocks of a branch as ranges of the model's flat buffer; a block is one layer's weight and bias.
+
+    Args:
+        layout: layout of the model.
+        part: the branch's range.
+    """
+    slices: dict[str, slice] = {}
+    offset = 0
+    for entry in layout.entries:
+        end = offset + entry.size
+        if part.start <= offset < part.stop:
+            owner = entry.name.rpartition(".")[0]
+            start = slices[owner].start if owner in slices else offset
+            slices[owner] = slice(start, end)
+        offset = end
+    return slices
+
+
+def network_layout(names: Sequence[str], silos: int) -> Layout:
+    """Names and shapes of one network's parameters.
+
+    Args:
+        names: names of the blocks.
+        silos: K, number of silos.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (WIDTH,)}
+    for index in range(HIDDEN):
+        shapes |= {f"hidden.{index}.weight": (WIDTH, WIDTH), f"hidden.{index}.bias": (WIDTH,)}
+    for name in names:
+        shapes |= {f"mix.{name}.weight": (silos, WIDTH), f"mix.{name}.bias": (silos,)}
+    return Layout.of((name, shape, "float32") for name, shape in shapes.items())
+
+
+def initial_network(shape: Layout, generator: torch.Generator) -> Tensor:
+    """Parameters [H]: mixing weights uniform in [0, 1], hidden layers in +-1/sqrt(fan in), a normal embedding."""
+    flat = torch.zeros(shape.size)
+    for name, view in views(flat, shape).items():
+        if name == "embedding":
+            view.normal_(generator=generator)
+        elif name.startswith("mix.") and name.endswith(".weight"):
+            view.uniform_(0.0, 1.0, generator=generator)
+        elif name.startswith("hidden."):
+            bound = 1 / math.sqrt(WIDTH)
+            view.uniform_(-bound, bound, generator=generator)
+    return flat
+
+
+def mixing_scores(flat: Tensor, shape: Layout, names: Sequence[str]) -> Tensor:
+    """Unnormalised mixing weights a [blocks, K], at least 0."""
+    p = views(flat, shape)
+    x = p["embedding"]
+    for index in range(HIDDEN):
+        x = functional.relu(functional.linear(x, p[f"hidden.{index}.weight"], p[f"hidden.{index}.bias"]))
+    return torch.stack(
+        [functional.relu(functional.linear(x, p[f"mix.{name}.weight"], p[f"mix.{name}.bias"])) for name in names]
+    )
+
+
+def mixing_weights(raw: Tensor, allowed: Tensor) -> Tensor:
+    """Scores [blocks, K] normalised to sum to 1 over the silos ``allowed``, bool [K]; equal weights if all are zero.
+
+    A block's scores are all zero once its ReLUs are dead; without the equal weights the silo's model would become zero.
+    """
+    kept = raw * allowed
+    total = kept.sum(1, keepdim=True)
+    equal = (allowed / allowed.sum()).to(raw.dtype).expand_as(raw)
+    return torch.where(total > 0, kept / total.clamp(min=torch.finfo(raw.dtype).tiny), equal)
+
+
+def mixed_blocks(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) -> dict[str, Tensor]:
+    """Personal blocks sum_j w_bj theta_j,b.
+
+    Args:
+        weights: [blocks, K] of :func:`mixing_weights`.
+        models: [K, P] the last model of every silo.
+        parts: each block's range of P.
+    """
+    return {name: weights[row] @ models[:, part] for row, (name, part) in enumerate(parts.items())}
+
+
+def network_gradient(
+    flat: Tensor,
+    shape: Layout,
+    parts: Mapping[str, slice],
+    *,
+    models: Tensor,
+    allowed: Tensor,
+    direction: Tensor,
+) -> Tensor:
+    """The network's gradient (d theta~ / d phi)^T g [H]; zero where every ReLU is dead.
+
+    Args:
+        flat: phi [H].
+        shape: its layout.
+        parts: the branch's blocks.
+        models: [K, P] the mixed models.
+        allowed: bool [K], silos that may be mixed.
+        direction: g [P]; the negative of the silo's update for descent.
+    """
+    # <g, theta~> depends on phi only through the mixing weights, so one number per block and silo suffices.
+    along = torch.stack([models[:, part] @ direction[part] for part in parts.values()])
+    values = flat.clone().requires_grad_()
+    total = (mixing_weights(mixing_scores(values, shape, list(parts)), allowed) * along).sum()
+    if not total.requires_grad:
+        return torch.zeros_like(flat)
+    (result,) = torch.autograd.grad(total, values)
+    return result
+
+
 class PlFedCmh(FederatedProtocol):
     """PLFedCMH, see the module docstring."""
 
@@ -118,16 +238,12 @@ class PlFedCmh(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
         )
-        self.parts = {name: hypernetwork.blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
-        self.shapes = {name: hypernetwork.layout(list(parts), len(context.silos)) for name, parts in self.parts.items()}
+        self.parts = {name: blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
+        self.shapes = {name: network_layout(list(parts), len(context.silos)) for name, parts in self.parts.items()}
 
     def traits(self) -> Traits:
         """Every silo has a personal model."""
         return Traits(personalised=True)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""
@@ -188,7 +304,7 @@ class PlFedCmh(FederatedProtocol):
         for name, shape in self.shapes.items():
             tensors[f"hyper_{name}"] = torch.stack(
                 [
-                    hypernetwork.initial(shape, torch_generator(self.context.seed, "plfedcmh", name, silo.name))
+                    initial_network(shape, torch_generator(self.context.seed, "plfedcmh", name, silo.name))
                     for silo in self.context.silos
                 ]
             )
@@ -206,29 +322,21 @@ class PlFedCmh(FederatedProtocol):
             allowed = self._known(state, name)
             if not bool(allowed.any()):
                 continue
-            scores = hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
-            weights = hypernetwork.shares(scores, allowed)
-            for block, values in hypernetwork.mixed(weights, state.tensors[_MODELS], parts).items():
+            scores = mixing_scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
+            weights = mixing_weights(scores, allowed)
+            for block, values in mixed_blocks(weights, state.tensors[_MODELS], parts).items():
                 theta[parts[block]] = values
         return theta
 
     def _known(self, state: State, name: str) -> Tensor:
         """Silos whose branch can be mixed, bool [K]: they have the branch and have trained."""
-        return self._owners(state)[:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
+        return state.tensors[_OWNERS][:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
 
-    def _owners(self, state: State) -> Tensor:
-        """Branches of each silo's model as of its last reply, bool [K, branches]; faults may change them."""
-        if _OWNERS in state.tensors:
-            return state.tensors[_OWNERS]
-        # Old checkpoints lack this table: take the branches at the start of the run.
-        return torch.tensor([[aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
-        replies = aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
-        owners = self._owners(state).clone()
+        owners = state.tensors[_OWNERS].clone()
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
@@ -246,18 +354,18 @@ class PlFedCmh(FederatedProtocol):
             max_age=self.context.max_age,
             weighted=False,
         )
-        hyper = {f"hyper_{name}": each for name, each in networks.items()}
+        hyper = {f"hyper_{name}": network for name, network in networks.items()}
         tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
-    def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:
-        """Step [H] to subtract from a reporter's hypernetwork, computed in the state in which its mixture was sent."""
+    def _step(self, sent: State, reply: Update, name: str, update: Tensor) -> Tensor:
+        """Step [H] to subtract from a reporter's computed in the state in which its mixture was sent."""
         network = sent.tensors[f"hyper_{name}"][reply.silo.index]
         allowed = self._known(sent, name)
         if not bool(allowed.any()):
             return torch.zeros_like(network)  # the sent model was not mixed, as no silo had trained
         rate = self.options.hn_rate * reply.damping
-        return rate * hypernetwork.gradient(
+        return rate * network_gradient(
             network,
             self.shapes[name],
             self.parts[name],

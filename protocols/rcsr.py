@@ -27,13 +27,13 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     ReportedValue,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.seeds import torch_generator
@@ -52,7 +52,7 @@ from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols.parts.options import refuse_other_bases
 from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.statistics_table import Statistics, updated_table
+from protocols.parts.router import Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -134,10 +134,6 @@ class Rcsr(FederatedProtocol):
         self.branches = aggregation.branch_slices(context.layout)
         self.router = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the statistics of eq 6; the prototypes payload includes the mask."""
@@ -244,7 +240,7 @@ class Rcsr(FederatedProtocol):
         """The silo's loss; None if it has no terms, e.g. a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
-        image, text = (None if each is None else each.to(device) for each in received)
+        image, text = (None if prototype is None else prototype.to(device) for prototype in received)
         anchored = self._anchored(silo, received)
         known = (silo.image and image is not None) or (silo.text and text is not None)
         aligned = options.client_align and options.lambda_a > 0 and known
@@ -288,19 +284,15 @@ class Rcsr(FederatedProtocol):
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
-        # Old checkpoints lack the mask: take the silos' configured modalities, which only faults change.
-        mask = torch.tensor([prototypes.has(silo) for silo in self.context.silos])
-        options, tensors = self.options, {_MASK: mask, **state.tensors}
-        replies = aggregation.ordered(replies)
-        updates = [aggregation.update_of(reply, self.context.layout) for reply in replies]
+        options, tensors = self.options, state.tensors
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
+        table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         uniform = options.router == "uniform"
-        weights = aggregation.sample_weights([1 if uniform else update.samples for update in updates])
+        weights = aggregation.sample_weights([1 if uniform else update.samples for update in replies])
         adam = router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
@@ -322,7 +314,7 @@ class Rcsr(FederatedProtocol):
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
         weights = aggregation.damped(weights, factors)
 
-        theta = aggregation.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
+        theta = aggregation.merge_updates(state.theta, replies, weights, self.branches, options.branch_renorm)
         averages = prototypes.updated(
             tensors,
             router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
@@ -349,7 +341,7 @@ class Rcsr(FederatedProtocol):
         tensors: Mapping[str, Tensor],
         table: Mapping[str, Tensor],
         rows: Tensor,
-        replies: Sequence[Reply],
+        replies: Sequence[Update],
         statistics: Statistics,
     ) -> tuple[Mapping[str, Tensor], float]:
         """The fairness tensors after a step of q (eq 10), and the value of the minimax objective.
@@ -389,12 +381,8 @@ class Rcsr(FederatedProtocol):
         personal[rows] = (weights * pool_size if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
         return {"personal_weights": personal}
 
-    def _read(self, replies: Sequence[Reply]) -> Statistics:
-        """The reporters' statistics, checked.
-
-        Raises:
-            RemoteWireError: a payload is missing or of a wrong shape.
-        """
+    def _read(self, replies: Sequence[Update]) -> Statistics:
+        """The reporters' statistics."""
         means, mask = prototypes.read_uploads(replies, self.context.dim)
         geometry = torch.stack([as_tensor(take(reply.payloads, Geometry).values) for reply in replies])
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]

@@ -25,17 +25,17 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.channel_group import ChannelGroup
 from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import keep_buffers
+from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.shared_connections import beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, Silo, SiloArguments, reply_to
-from silos.training_slots import Slots, slots_folder
+from silos.program import KEPT_MODELS, reply_to
+from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
 _KEPT_SILOS = 8
@@ -102,7 +102,7 @@ class Host:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
         logger = open_log(arguments.logs, name)
         log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
-        log.note(NoteKind.STARTED, run=arguments.run.id)
+        log.note(LogEvent.STARTED, run=arguments.run.id)
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = self.identities[name]
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))

@@ -19,9 +19,9 @@ from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import key_of
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.codec import digest
 from fedmq.wire.messages import Message
-from fedmq.wire.payload_digest import digest
-from silos.program import Silo, SiloArguments
+from silos.tasks import Silo, SiloArguments
 
 #: Relative difference that the metrics of a model may have between machines.
 _ROUNDING = 1e-6

@@ -19,7 +19,8 @@ from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, remove_unfinished, write_atomically, write_tensors
 from fedmq.text import print_line, printable
-from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind
 
@@ -204,9 +205,9 @@ def _kept_until(log: MessageLog) -> tuple[bool, int, bool]:
         match record:
             case MessageRecord(action="received") if record.header.kind is Kind.TASK:
                 tasks = True
-            case NoteRecord(text=NoteKind.STATE_KEPT):
+            case NoteRecord(event=LogEvent.STATE_KEPT):
                 kept, last = True, int(record.facts.get("task") or 0)
-            case NoteRecord(text=NoteKind.STATE_GONE):
+            case NoteRecord(event=LogEvent.STATE_MISSING):
                 kept, last = False, 0
             case MessageRecord(action="sent") if kept and record.header.kind is Kind.REPLY:
                 last = max(last, record.header.sequence)
@@ -228,11 +229,12 @@ class StateNotes:
         # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
         if self._kept and store.empty:
             self._kept = False
-            log.note(NoteKind.STATE_GONE)
-            print_line(f"{log.process}: {NoteKind.STATE_GONE}", error=True)
+            log.note(LogEvent.STATE_MISSING)
+            print_line(f"{log.process}: {LogEvent.STATE_MISSING.meaning}", error=True)
         elif self._kept and newest != last:
-            log.note(NoteKind.STATE_OLDER, task=last)
-            print_line(f"{log.process}: {NoteKind.STATE_OLDER} than task {last}", error=True)
+            log.note(LogEvent.STATE_OUTDATED, task=last)
+            what = f"the personal state of task {last} is gone; the silo continues from an older one"
+            print_line(f"{log.process}: {what}", error=True)
 
     def after_task(self, number: int, committed: int = 0) -> None:
         """Note the first task after which the silo has a state, and a state that stayed in another folder.
@@ -248,7 +250,8 @@ class StateNotes:
             return
         self._kept = True
         if self._new_folder and committed:
-            self._log.note(NoteKind.STATE_GONE)
-            what = f"{NoteKind.STATE_GONE}; its reply to task {committed} was sent from another folder than this --out"
+            self._log.note(LogEvent.STATE_MISSING)
+            where = f"its reply to task {committed} was sent from another folder than this --out"
+            what = f"{LogEvent.STATE_MISSING.meaning}; {where}"
             print_line(f"{self._log.process}: {what}", error=True)
-        self._log.note(NoteKind.STATE_KEPT, task=number)
+        self._log.note(LogEvent.STATE_KEPT, task=number)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmq.cli import compare as cli_compare
-from fedmq.config import loader as scenarios
-from fedmq.config.scenario import Scenario
+from fedmq.config.resolve import ResolvedRun, read
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
 from fedmq.experiments import summary as made_rows
@@ -19,8 +18,10 @@ from fedmq.runs.results import Target
 from fedmq.storage.run_folder import RunFolder
 
 
-def resolve(file: Path, settings: list[str], seed: int | None) -> Scenario:
-    return scenarios.load(file, [*settings, *([] if seed is None else [f"seed={seed}"])])
+def resolve(file: Path, settings: list[str], seed: int | None) -> ResolvedRun:
+    """A run without the method's options, which are not looked up."""
+    source = read(file, settings, seed)
+    return ResolvedRun(source, source.scenario, source.scenario.name, pooled=False, personal_only=False)
 
 
 def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tuple[Entry, ...]:

@@ -13,7 +13,8 @@ from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coo
 from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import Fact, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import Fact, NoteRecord, read_log
 from tests.log_causes import check_causes
 from tests.threaded_run import run_of
 
@@ -64,10 +65,10 @@ def run_restarted(scenario: Scenario, out: Path) -> CoordinatorResult:
     raise AssertionError("the coordinator was started again twenty times")
 
 
-def notes(out: Path, kind: NoteKind, process: str = "coordinator") -> list[Mapping[str, Fact]]:
+def notes(out: Path, kind: LogEvent, process: str = "coordinator") -> list[Mapping[str, Fact]]:
     """The facts of a process's log notes of one kind."""
     records = (record for _, record in read_log(RunFolder(out).messages(process)))
-    return [record.facts for record in records if isinstance(record, NoteRecord) and record.text is kind]
+    return [record.facts for record in records if isinstance(record, NoteRecord) and record.event is kind]
 
 
 def lines(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ import yaml
 from fedmq.cli.scenarios import resolved_file
 from fedmq.config.site import read_site
 from fedmq.wire.keys import init_keys
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.waiting import PATIENCE, wait_for
 
 HOSPITALS = ("berlin", "lyon", "oslo")

@@ -65,5 +65,5 @@ def grows(size: int) -> int:
 
 
 def writes(path: str) -> None:
-    """Write a file."""
-    Path(path).write_bytes(b"x" * 10_000)
+    """Write a large file."""
+    Path(path).write_bytes(bytes(1 << 22))

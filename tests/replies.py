@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmq.federation.protocol import Local, Reply
+from fedmq.federation.protocol import Local, Update
 from tests.small_federation import SmallFederation
 
 
-def payload_of(reply: Reply, kind: type[Any]) -> Any:
+def payload_of(reply: Update, kind: type[Any]) -> Any:
     (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
     return found
 
 
-def with_payload(reply: Reply, new: Any) -> Reply:
+def with_payload(reply: Update, new: Any) -> Update:
     payloads = tuple(new if type(payload) is type(new) else payload for payload in reply.payloads)
     return dataclasses.replace(reply, payloads=payloads)
 
 
-def weights_of(run: SmallFederation, replies: list[Reply]) -> torch.Tensor:
+def weights_of(run: SmallFederation, replies: list[Update]) -> torch.Tensor:
     """The weights of a merge, recovered by giving each reply a distinct unit update."""
     delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
     marked = []

@@ -13,7 +13,7 @@ import protocols
 from fedmq.config.scenario import Backbone, Objective, ProtocolChoice, Training
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders.base import InputSpec
-from fedmq.federation.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, FederatedProtocol, Local, SiloFacts, State, Task, Trained, Update
 from fedmq.models import hash_networks
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
@@ -88,10 +88,10 @@ class SmallFederation:
         self.personal[silo.index] = trained.state
         return trained
 
-    def reply(self, silo: SiloFacts, trained: Trained, staleness: int = 0, damping: float = 1.0) -> Reply:
-        return Reply(silo, self.version + 1, self.version - staleness, staleness, damping, trained.payloads)
+    def reply(self, silo: SiloFacts, trained: Trained, staleness: int = 0, damping: float = 1.0) -> Update:
+        return Update(silo, self.version + 1, self.version - staleness, staleness, damping, trained.payloads)
 
-    def replies(self, silos: Sequence[SiloFacts] | None = None) -> list[Reply]:
+    def replies(self, silos: Sequence[SiloFacts] | None = None) -> list[Update]:
         return [self.reply(silo, self.train(silo)) for silo in (self.eligible if silos is None else silos)]
 
     def round(self, silos: Sequence[SiloFacts] | None = None) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.rounds import PendingTask
 from coordinator.run_context import CostModel, RunContext
-from coordinator.updates import validate_reply
+from coordinator.updates import validated
 from fedmq.config.sections import Cost
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.storage.run_folder import RunFolder
@@ -53,7 +53,7 @@ def validate_changed(tiny: Path, run: SmallFederation, change: Change, pending_t
     run_context = RunContext(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
     facts = {"run": "run-0", "kind": Kind.REPLY, "sender": "silo-00", "receiver": "coordinator", "sent_at": 0.0}
     honest = Header(**facts, sequence=4, reply_to=4, base_version=3)  # type: ignore[arg-type]
-    validate_reply(change(Message(honest, reply.payloads)), run_context, reply.silo, pending_task)
+    validated(change(Message(honest, reply.payloads)), run_context, reply.silo, pending_task)
 
 
 FORGED = {

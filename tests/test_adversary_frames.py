@@ -21,11 +21,12 @@ from fedmq.wire.keys import init_keys, load_identity
 from fedmq.wire.log_records import RefusedRecord
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sealed_sessions import seal_message
+from fedmq.wire.sessions import seal_message
 from fedmq.wire.transports import memory, registry
 from fedmq.wire.transports.base import Connection, Listener, Transport
 from fedmq.wire.transports.registry import connect
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.log_causes import records
 from tests.threaded_run import hold, joined, resolved, run, run_of
 from tests.waiting import PATIENCE, wait_for

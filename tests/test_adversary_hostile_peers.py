@@ -28,19 +28,20 @@ from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import load_inference
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import run_name
-from fedmq.federation.protocol import MergeResult, Reply, State
+from fedmq.federation.protocol import MergeResult, State, Update
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
-from fedmq.wire.log_records import MessageRecord, NoteKind, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
@@ -69,12 +70,12 @@ def test_the_text_of_an_error_is_truncated_and_made_valid_utf8_for_the_wire(text
 
 
 # ------------------------------------------------------------------------------------------------------ a silo's reply
-def with_discriminator(reply: Reply, **facts: Any) -> Reply:
+def with_discriminator(reply: Update, **facts: Any) -> Update:
     payloads = tuple(replace(p, **facts) if isinstance(p, DiscriminatorDelta) else p for p in reply.payloads)
     return replace(reply, payloads=payloads)
 
 
-def check(run: SmallFederation, reply: Reply) -> None:
+def check(run: SmallFederation, reply: Update) -> None:
     uploads = run.protocol.uploads(reply.silo)
     check_reply(Message(HEADER, reply.payloads), uploads, run.context, reply.silo, samples=20)
 
@@ -304,7 +305,7 @@ def fatally_failing(scenario: Scenario) -> Callable[[str, Path], None]:
             if open_message(session, frames)[0].header.kind is Kind.TASK:
                 break
         connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
-        wait_for(lambda: in_process_run.notes(keys.parent, NoteKind.ERROR_REPORTED))
+        wait_for(lambda: in_process_run.notes(keys.parent, LogEvent.ERROR_REPORTED))
         connection.close()
 
     return silo
@@ -367,7 +368,7 @@ def test_resuming_from_the_second_newest_checkpoint_gives_the_same_model(
     class Killed(Exception):
         pass
 
-    def killed(run_context: RunContext, state: State, replies: list[Reply], round_: int) -> Any:
+    def killed(run_context: RunContext, state: State, replies: list[Update], round_: int) -> Any:
         if round_ == 3:
             raise Killed
         return merged_state(run_context, state, replies, round_)

@@ -25,10 +25,11 @@ from fedmq.federation.participant import reportable
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of
@@ -209,7 +210,7 @@ def test_the_full_text_of_an_error_stays_with_its_silo(
 
     monkeypatch.setattr(Silo, "respond", answer)
     assert threaded_run.run(scenario, tmp_path).phase is Phase.DONE
-    reported = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, NoteKind.ERROR_REPORTED)}
+    reported = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, LogEvent.ERROR_REPORTED)}
     assert reported == {
         "silo-01": "task 2: InputError: a.npz: found 'no file', allowed: a file",
         "silo-02": "task 2: OSError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from coordinator.sessions import Roster
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
+from fedmq.wire.codec import decode_header, encode_header
 from fedmq.wire.handshake import HelloRefusedError, complete, initiate, reject, respond
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
-from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import HandshakeRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
-from fedmq.wire.refusal_log import PER_CONNECTION, PER_MINUTE
+from fedmq.wire.refusals import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
 from tests.waiting import PATIENCE, memory_uri, wait_for
@@ -94,8 +97,8 @@ def test_noise_is_counted_but_only_some_of_each_connection_and_each_minute_is_lo
     assert len(coordinator.records(RefusedRecord)) == PER_MINUTE + 1
     (note,) = coordinator.records(NoteRecord)
     assert isinstance(note, NoteRecord)
-    assert (note.text, note.facts["count"]) == (NoteKind.REFUSALS_COUNTED, 2000 - PER_MINUTE)
-    assert coordinator.sessions.refused.total() == 2001
+    assert (note.event, note.facts["count"]) == (LogEvent.REFUSALS_COUNTED, 2000 - PER_MINUTE)
+    assert coordinator.roster.refused.total() == 2001
 
 
 def test_noise_on_the_connection_of_a_session_is_not_attributed_to_its_silo(coordinator: Coordinator) -> None:
@@ -103,14 +106,14 @@ def test_noise_on_the_connection_of_a_session_is_not_attributed_to_its_silo(coor
     coordinator.take(b"a", hello)
     ready, _ = complete(initiated, coordinator.accepted, coordinator.wire.sent[-1][1], 0.0)
     coordinator.take(b"a", ready)
-    assert coordinator.sessions.online(SILO)
+    assert coordinator.roster.online(SILO)
     size = coordinator.log_path.stat().st_size
     for _ in range(10_000):
         coordinator.take(b"a", [ready[0], b"y" * 80])
     refused = coordinator.records(RefusedRecord)
     assert {record.peer for record in refused} == {"unknown"}  # type: ignore[attr-defined]
     assert coordinator.log_path.stat().st_size - size < 20_000
-    assert coordinator.sessions.online(SILO)
+    assert coordinator.roster.online(SILO)
 
 
 # ----------------------------------------------------------------------------------------------- copies of a hello
@@ -124,9 +127,9 @@ def test_copies_of_a_hello_that_arrive_first_do_not_lock_its_sender_out(coordina
     ready, _ = complete(initiated, coordinator.accepted, welcome, 0.0)
     assert address == b"silo"
     assert coordinator.take(b"relay-0", ready) is None
-    assert not coordinator.sessions.online(SILO)
+    assert not coordinator.roster.online(SILO)
     assert coordinator.take(b"silo", ready) is not None
-    assert coordinator.sessions.online(SILO)
+    assert coordinator.roster.online(SILO)
     kinds = Counter(record.kind for record in coordinator.records(HandshakeRecord))  # type: ignore[attr-defined]
     assert kinds == {Kind.HELLO: 1, Kind.WELCOME: 1, Kind.READY: 1}
 
@@ -192,12 +195,14 @@ def test_a_refusal_is_believed_only_with_the_coordinators_signature_over_this_he
         assert caught.value.reason == "bad_signature"
 
 
-def test_a_hello_of_version_1_gets_no_refusal(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmq.wire.handshake.WIRE_VERSIONS", (1,))
-    hello, _ = initiate(load_identity(coordinator.keys, SILO), COORDINATOR, "another-run", 0.0)
-    coordinator.take(b"a", hello)
-    assert not coordinator.wire.sent
-    assert coordinator.sessions.refused == {"wrong_run": 1}
+def test_the_sender_of_a_hello_of_another_wire_version_is_told(coordinator: Coordinator) -> None:
+    identity = load_identity(coordinator.keys, SILO)
+    hello, _ = initiate(identity, COORDINATOR, RUN, 0.0)
+    header = replace(decode_header(hello[0]), wire_version=2)
+    coordinator.take(b"a", (encode_header(header), hello[1]))
+    (answer,) = coordinator.wire.sent
+    assert b"wire_version" in bytes(answer[1][1]) and b"supported here: 1" in bytes(answer[1][1])
+    assert coordinator.roster.refused == {"wire_version": 1}
 
 
 # --------------------------------------------------------------------------------------------- what a silo reports
@@ -236,7 +241,7 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     assert "does not accept this key of silo-00" in line
     assert words(load_identity(tmp_path / "keys", SILO)) in line
     notes = [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, NoteRecord)]
-    assert notes[0].text is NoteKind.HELLO_REFUSED
+    assert notes[0].event is LogEvent.HELLO_REFUSED
     assert notes[0].facts == {"reason": "unknown_sender", "detail": "this key is not accepted"}
 
 

@@ -15,15 +15,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.rounds import Phase
+from coordinator.run_context import largest_body
 from coordinator.updates import LONGEST, check_reply
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import RemoteWireError
 from fedmq.experiments import tables
-from fedmq.federation.protocol import Reply
+from fedmq.federation.protocol import Update
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import NoteKind, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import RefusedRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import (
     ClassPrototypes,
@@ -39,7 +41,7 @@ from protocols import creamfl_public
 from protocols.parts import class_prototypes, prototypes
 from protocols.parts.losses import unit
 from protocols.parts.missing_branch import shortened
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload
@@ -83,7 +85,7 @@ def check(run: SmallFederation, *payloads: Payload) -> None:
     run.protocol.check(payloads)
 
 
-def payload_of(reply: Reply, kind: type[Any]) -> Any:
+def payload_of(reply: Update, kind: type[Any]) -> Any:
     (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
     return found
 
@@ -107,7 +109,7 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
     outcome = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}", poison, "participation=1.0"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, NoteKind.TASK_FAILED)} == {
+    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, LogEvent.TASK_FAILED)} == {
         ("silo-00", "malformed")
     }
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
@@ -350,7 +352,7 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
                     reply_to=1, base_version=0)  # fmt: skip
     size = codec.body_size(codec.encode_body(Message(header, (reply,))))
-    assert size <= run_context.largest_body(run_context, least=0) < 2 * size
+    assert size <= largest_body(run_context, least=0) < 2 * size
 
 
 def test_methods_without_a_public_set_keep_their_size_limit() -> None:
@@ -359,11 +361,11 @@ def test_methods_without_a_public_set_keep_their_size_limit() -> None:
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
         run_context: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
-        assert run_context.largest_body(run_context) == limit
+        assert largest_body(run_context) == limit
 
 
 # --------------------------------------------------------------------------- updates, losses and counts
-def refused(run: SmallFederation, reply: Reply, **more: Any) -> str | None:
+def refused(run: SmallFederation, reply: Update, **more: Any) -> str | None:
     """The reason why the coordinator refuses a reply of a silo with 20 samples; None if it accepts it."""
     header = Header(
         run="run-0",

@@ -20,8 +20,8 @@ import fedmq
 from fedmq.errors import InputError
 from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import gallery as galleries
-from fedmq.retrieval.nearest import flat_index, nearest
 from fedmq.retrieval.released_model import open_model, open_release
+from fedmq.retrieval.search import flat_index, nearest
 from tests import command_line
 from tests.threaded_run import resolved, run
 
@@ -259,7 +259,7 @@ def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
         (("a wall", "--gallery", "nowhere"), "nowhere, which is not a folder"),
         (("a wall", "--gallery", ".", "--silo", "silo-00"), "--silo: found 'silo-00', allowed: no --silo: personal"),
         (("--image", "nowhere.png", "--gallery", "."), "nowhere.png: found 'no such file'"),
-        (("--image", __file__, "--gallery", "."), "found 'no picture that Pillow can read', allowed: an image, e.g."),
+        (("--image", __file__, "--gallery", "."), f"{__file__}: found"),
         (("--gallery", "."), "search: found 'no query'"),
     ],
 )

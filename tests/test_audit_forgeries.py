@@ -26,10 +26,10 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.runs.results import result_digests
 from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.wire.codec import digest
 from fedmq.wire.key_requests import new_request
 from fedmq.wire.keys import accept_key, load_accepted, load_identity
 from fedmq.wire.log_records import signed_statement
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Metrics
 from tests import threaded_run
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
@@ -200,7 +200,7 @@ def borrowed_signatures(run: Path) -> None:
 
 
 def removed_notes(run: Path) -> None:
-    each(run, ["coordinator"], lambda record: None if record.get("text") == "event" else record)
+    each(run, ["coordinator"], lambda record: None if record["action"] == "timeline" else record)
 
 
 def removed_heartbeats(run: Path) -> None:
@@ -481,7 +481,7 @@ def test_records_that_fewer_keys_could_change_are_listed_as_not_proven(run: Path
     ends, content = found["not_anchored"], lines(run, "coordinator")
     assert ends.keys() == set(processes(run)) and "last records of its log" in found["not_proven"]
     assert "the keys of all 6 processes, except for the last records" in found["holds"]
-    results = next(n for n, line in enumerate(content) if '"digests of the results"' in line)
+    results = next(n for n, line in enumerate(content) if '"result_digests"' in line)
     assert ends["coordinator"] == len(content) - results - 1  # its last messages anchor all before them
     forge(
         run,

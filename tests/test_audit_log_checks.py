@@ -21,16 +21,15 @@ from typer.testing import CliRunner
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
-from fedmq.wire.codec import decode, encode_body
+from fedmq.wire.codec import decode, digest, encode_body
 from fedmq.wire.keys import Identity, fingerprint, load_accepted
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts, write_all
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Error, Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written
@@ -62,20 +61,20 @@ def test_an_edited_record_is_found(run: Path) -> None:
 def test_two_processes_cannot_write_one_log(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
         before = path.read_bytes()
         with pytest.raises(InputError, match=r"silo-00\.jsonl: found .*another silo-00 is writing"):
             MessageLog(path, "silo-00", WallClock(), patience=0.1)
         assert path.read_bytes() == before
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
     assert not audit_run(run).findings
 
 
 FILLED = """
 import resource, sys
 from pathlib import Path
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, write_all
 from fedmq.clock import WallClock
 from fedmq.wire.codec import decode, encode_body
@@ -83,17 +82,17 @@ from fedmq.errors import RunError
 
 path = Path(sys.argv[1])
 with MessageLog(path, "silo-00", WallClock()) as log:
-    log.note(NoteKind.STARTED)
+    log.note(LogEvent.STARTED)
     before, head = path.read_bytes(), log.head
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, resource.RLIM_INFINITY))
     for _ in range(2):
         try:
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.ENDED)
         except RunError as error:
             print(error)
         assert (path.read_bytes(), log.head) == (before, head)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    log.note(NoteKind.RESUMED)
+    log.note(LogEvent.RESUMED)
 """
 
 
@@ -105,7 +104,7 @@ def test_a_record_written_only_in_part_is_an_error_and_leaves_no_trace(run: Path
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [f"{path}: could not be written: File too large"] * 2
-    assert [json.loads(line).get("text") for line in lines(run, "silo-00")[3:]] == ["started", "resumed"]
+    assert [json.loads(line).get("event") for line in lines(run, "silo-00")[3:]] == ["started", "resumed"]
     assert not audit_run(run).findings
 
 
@@ -163,7 +162,7 @@ def test_an_unfinished_line_is_reported_by_the_audit_and_removed_at_the_next_sta
         file.write('{"n":3,"proc')
     assert any("no complete record" in f.what for f in audit_run(run).findings)
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.RESUMED)
+        log.note(LogEvent.RESUMED)
     assert not audit_run(run).findings
     assert json.loads(lines(run, "silo-00")[-1])["n"] == 3
 
@@ -195,7 +194,7 @@ def test_a_missing_log_is_a_finding_even_if_its_process_sent_no_message(run: Pat
     ]
     for process in ("silo-01", "silo-02", "silo-03"):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
-            log.note(NoteKind.STARTED)
+            log.note(LogEvent.STARTED)
     assert found(run) == [("coordinator.jsonl:6", "1 times a ready from silo-01 received, but 0 times logged as sent")]
     with MessageLog(run / "messages" / "silo-01.jsonl", "silo-01", WallClock()) as log:
         log.handshake("sent", Kind.READY, "coordinator", 1400)
@@ -223,7 +222,7 @@ def test_records_contain_no_tensor_data(run: Path) -> None:
 
 def test_the_audit_of_a_run_without_messages_is_refused(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        log.note(NoteKind.INLINE)
+        log.note(LogEvent.INLINE)
     assert audit_run(tmp_path).inline
     done = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert isinstance(done.exception, InputError)
@@ -233,7 +232,7 @@ def test_the_audit_of_a_run_without_messages_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("liar", ["silo-00", "coordinator"])
 def test_a_note_that_nothing_was_sent_does_not_end_the_audit_of_logs_with_messages(run: Path, liar: str) -> None:
     with MessageLog(run / "messages" / f"{liar}.jsonl", liar, WallClock()) as log:
-        log.note(NoteKind.INLINE)
+        log.note(LogEvent.INLINE)
     rewrite(run, "silo-00", reseal(lines(run, "silo-00")[1:]))
     done = CliRunner().invoke(app, ["audit", str(run), "--json"])
     found = [finding["what"] for finding in json.loads(done.stdout)["findings"]]
@@ -247,7 +246,7 @@ def test_a_note_that_nothing_was_sent_counts_only_from_a_coordinator_without_a_h
     tmp_path: Path, other: str
 ) -> None:
     with MessageLog(tmp_path / "messages" / f"{other}.jsonl", other, WallClock()) as log:
-        log.note(NoteKind.INLINE)
+        log.note(LogEvent.INLINE)
         if other == "coordinator":
             log.handshake("received", Kind.HELLO, "silo-00", 1400)
     audit = audit_run(tmp_path)

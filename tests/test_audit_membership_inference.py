@@ -20,7 +20,7 @@ import protocols
 from fedmq.audit import membership_inference
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.retrieval import gallery, pr_curves
+from fedmq.retrieval import gallery, plots
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from tests import in_process_run, threaded_run
 from tests.command_line import fedmq
@@ -204,7 +204,7 @@ def test_other_data_of_the_same_shape_are_refused(tmp_path: Path) -> None:
     with np.load(path) as whole:
         there = dict(whole)
     np.savez(path, **{**there, "image": -there["image"]})
-    for use in (membership_inference.probe, gallery.export, lambda opened: pr_curves.measured(opened, (1,))):
+    for use in (membership_inference.probe, gallery.export, lambda opened: plots.measured(opened, (1,))):
         with pytest.raises(InputError, match=r"run: the data: found 'data of other content than the run was made with"):
             use(release)
     np.savez(path, **there)

@@ -134,44 +134,33 @@ def test_a_silo_without_a_log_here_is_checked_by_the_log_of_the_other_end(run: P
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "value", "allowed"),
+    ("text", "place", "value"),
     [
-        ("up:\n  kinds: [delta, adapters]", "line 2: up.kinds.1", "adapters", ", ".join(sorted(PAYLOADS))),
-        ("up: {bytes_per_payload: {adapters: 1}}", "up.bytes_per_payload.adapters", "adapters", "one of class_proto"),
-        ("up: {kinds: delta}", "up.kinds", "delta", "list"),
-        ("up: {kinds: {delta: 1}}", "up.kinds", "a mapping", "list"),
-        ("up: {bytes_per_message: 20 MB}", "up.bytes_per_message", "20 MB", "integer"),
-        ("up: {bytes_in_all: -1}", "up.bytes_in_all", -1, "greater than or equal to 0"),
-        ("upwards: {}", "upwards", "upwards", "one of up, down, evaluator, silos, peers"),
-        ("silos: {silo-1: {kinds: []}}", "silos.silo-1.kinds", "kinds", "one of up, down"),
-        (
-            "evaluator: {up: {kind: []}}",
-            "evaluator.up.kind",
-            "kind",
-            "one of kinds, fields, bytes_per_payload, bytes_per_m",
-        ),
-        ("silos: {Silo 1: {}}", "silos.Silo 1", "Silo 1", "match"),
-        ("silos: {evaluator: {up: {kinds: []}}}", "silos", "evaluator", "names of silos"),
-        ("up: 3", "up", 3, "a mapping"),
-        ("silos: {silo-1: {up: {}}}", "policy.yaml", "a policy that limits nothing", "at least one of kinds"),
-        ("", "policy.yaml", "NoneType", "a policy"),
-        ("up: [", "line 1", "stream end", "a policy"),
-        ("up: {}\nup: {}", "line 2", "duplicate key", "a policy"),
+        ("up:\n  kinds: [delta, adapters]", ": line 2: up.kinds.1", "adapters"),
+        ("up: {bytes_per_payload: {adapters: 1}}", ": line 1: up.bytes_per_payload.adapters", "adapters"),
+        ("up: {kinds: delta}", ": line 1: up.kinds", "delta"),
+        ("up: {kinds: {delta: 1}}", ": line 1: up.kinds", "a mapping"),
+        ("up: {bytes_per_message: 20 MB}", ": line 1: up.bytes_per_message", "20 MB"),
+        ("up: {bytes_in_all: -1}", ": line 1: up.bytes_in_all", -1),
+        ("upwards: {}", ": line 1: upwards", "upwards"),
+        ("silos: {silo-1: {kinds: []}}", ": line 1: silos.silo-1.kinds", "kinds"),
+        ("evaluator: {up: {kind: []}}", ": line 1: evaluator.up.kind", "kind"),
+        ("silos: {Silo 1: {}}", ": line 1: silos.Silo 1", "Silo 1"),
+        ("silos: {evaluator: {up: {kinds: []}}}", ": silos", "evaluator"),
+        ("up: 3", ": line 1: up", 3),
+        ("silos: {silo-1: {up: {}}}", "", "a policy that limits nothing"),
+        ("", "", "NoneType"),
+        ("up: [", ": line 1", None),
+        ("up: {}\nup: {}", ": line 2", None),
     ],
 )
-def test_an_invalid_policy_is_refused_with_one_line(
-    tmp_path: Path, text: str, place: str, value: object, allowed: str
-) -> None:
+def test_an_invalid_policy_is_refused_with_one_line(tmp_path: Path, text: str, place: str, value: object) -> None:
+    file = written(tmp_path, text)
     with pytest.raises(InputError) as caught:
-        policy.read_policy(written(tmp_path, text))
-    error = caught.value
-    assert error.place.startswith(str(tmp_path / "policy.yaml"))
-    assert error.place.endswith(place) or place == "line 1"
-    assert str(value) in str(error.found)
-    assert allowed in error.allowed
-    assert "\n" not in str(error)
-    with pytest.raises(InputError, match=r"none\.yaml: found 'no such file', allowed: a policy"):
-        policy.read_policy(tmp_path / "none.yaml")
+        policy.read_policy(file)
+    assert caught.value.place == f"{file}{place}"
+    assert value is None or caught.value.found == value
+    assert "\n" not in str(caught.value)
 
 
 MESSAGES = st.lists(

@@ -15,7 +15,8 @@ from coordinator.rounds import Phase
 from fedmq.cli import main as cli
 from fedmq.clock import WallClock
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind, SignedAt
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Reason
 from tests import threaded_run
@@ -32,11 +33,11 @@ OTHER_RUN = "other-0123456789ab"
 def refused_start(run: Path, identity: Identity, facts: StartFacts, reason: Reason) -> None:
     """What a silo's log says after a start that was refused."""
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED, run=facts.run)
+        log.note(LogEvent.STARTED, run=facts.run)
         accepted = load_accepted(run / "keys")
         log.start(identity, {"coordinator": accepted["coordinator"]}, facts)
         log.handshake("sent", Kind.HELLO, "coordinator", 1508)
-        log.note(NoteKind.HELLO_REFUSED, reason=str(reason), detail="refused")
+        log.note(LogEvent.HELLO_REFUSED, reason=str(reason), detail="refused")
         log.sign(SignedAt.END)
 
 
@@ -122,7 +123,7 @@ def note_between_declaration_and_session(content: list[Record]) -> list[Record]:
 def unknown_record(content: list[Record]) -> list[Record]:
     """A refused start has a note of something that only a silo with a session does."""
     second = _places(content, "start")[1]
-    note = {"action": "note", "text": str(NoteKind.STATE_KEPT), "process": "silo-00", "wall": content[second]["wall"]}
+    note = {"action": "note", "event": str(LogEvent.STATE_KEPT), "process": "silo-00", "wall": content[second]["wall"]}
     return [*content[: second + 2], note | {"n": 0, "hash": "", "previous": ""}, *content[second + 2 :]]
 
 

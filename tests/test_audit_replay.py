@@ -21,7 +21,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire import channel
-from fedmq.wire.log_records import EventKind, NoteKind
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
 from tests import in_process_run
 from tests.command_line import completed
@@ -91,10 +91,10 @@ def test_a_repeated_run_with_personal_models_is_the_same(tiny: Path, tmp_path: P
 def test_logged_deadlines_of_finished_merges_do_not_make_a_run_different(tiny: Path, tmp_path: Path) -> None:
     first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
     with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
-        log.event(EventKind.DEADLINE, silo="", sequence=0, now=1.0, version=0, number=9)
+        log.event(TimelineEvent.DEADLINE, silo="", sequence=0, now=1.0, version=0, number=9)
     assert difference(first, second) is None
     with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
-        log.event(EventKind.ARRIVED, silo="silo-00", sequence=99, now=1.0, version=0, number=10)
+        log.event(TimelineEvent.ARRIVED, silo="silo-00", sequence=99, now=1.0, version=0, number=10)
     assert difference(first, second) is not None
 
 
@@ -273,9 +273,9 @@ def test_a_run_whose_processes_are_killed_frozen_and_removed_replays(tiny: Path,
     for kind, silo in (("crash", "silo-00"), ("freeze", "silo-01"), ("leave", "silo-02")):
         assert {name for name, _ in struck(out, kind)} == {silo}
     assert struck(out, "coordinator_crash") == [("coordinator", 3)]
-    assert not notes(out, NoteKind.FAULT_NOT_CARRIED_OUT)
-    assert [len(notes(out, NoteKind.STARTED, name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
-    assert len(notes(out, NoteKind.RESUMED)) == 1
+    assert not notes(out, LogEvent.FAULT_SKIPPED)
+    assert [len(notes(out, LogEvent.STARTED, name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
+    assert len(notes(out, LogEvent.RESUMED)) == 1
     # Whether the frozen silo is noticed as lost depends on how soon the coordinator crashes.
     assert not audit_run(out).findings
     called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
@@ -339,6 +339,6 @@ def test_a_frozen_silo_is_noticed_as_lost_and_the_run_completes(tiny: Path, tmp_
     fedmq(
         "scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0", "--set", "rounds=60"
     )
-    assert {note["peer"] for note in notes(out, NoteKind.PEER_LOST)} >= {"silo-01"}
+    assert {note["peer"] for note in notes(out, LogEvent.PEER_LOST)} >= {"silo-01"}
     assert json.loads((out / "summary.json").read_text())["versions"] == 60
     assert not audit_run(out).findings

@@ -27,7 +27,7 @@ from fedmq.audit.heads import StampError, stamp, token_of, verified
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, page, table, verdict
 from fedmq.cli import main as cli
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.errors import InputError, RunError
 from tests.adversary_forged_logs import forge
 from tests.waiting import PATIENCE

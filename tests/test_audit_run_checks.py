@@ -20,7 +20,7 @@ from coordinator.rounds import Phase
 from fedmq.audit import run_checks
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.federation.population import run_name
@@ -161,7 +161,7 @@ def test_an_unfinished_run_has_no_findings(run: Path) -> None:
 
 def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
-    kill_before(run, "digests of the results")
+    kill_before(run, "result_digests")
     assert found(run) == []
 
 
@@ -193,7 +193,7 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
     own = {name: theirs[name] for name in ("model_digest", "released_with")}
     edit(run / "summary.json", lambda summary: summary.update(own))
     flat = {"model_digest": own["model_digest"], **own["released_with"]}
-    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
+    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("event") == "released" else record)
     findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
     heads = [what for what in findings if what.startswith("carries a head")]
     assert len(heads) == len(peers(run))  # in its last messages
@@ -360,7 +360,7 @@ def test_a_line_that_is_not_an_object_is_named(run: Path) -> None:
         file.write("[]\n")
     ((place, what),) = found(run)
     assert re.fullmatch(r"metrics\.jsonl: line \d+", place)
-    assert what == "[] instead of a line of a merge or an evaluation (an object)"
+    assert what == "[] instead of a line of a merge or an evaluation (a mapping)"
 
 
 def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import compare as cli_compare
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import plots, process_pool
 from fedmq.storage.run_folder import RunFolder

@@ -21,12 +21,12 @@ from fedmq.cli import main as cli
 from fedmq.cli import run as run_commands
 from fedmq.cli.scenarios import resolved_file
 from fedmq.clock import WallClock
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
-from fedmq.encoders.images import Files
+from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.command_line import fedmq
 from tests.run_summaries import summary
@@ -263,7 +263,7 @@ def test_data_check_shows_which_silo_would_hold_which_data(
 def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
     assert fedmq(monkeypatch, "audit", tmp_path) == 0
     path.write_text(path.read_text().replace("started", "stopped"))
     assert fedmq(monkeypatch, "audit", tmp_path) == 3
@@ -336,7 +336,7 @@ def test_a_linked_manifest_finds_its_images_next_to_the_link(
     chosen = resolved_file(tiny, ["data={name: manifest, path: set/list.jsonl}"]).scenario
     assert chosen.data.path == tmp_path / "set" / "list.jsonl"
     pictures = read_manifest(chosen.data).pictures
-    assert isinstance(pictures, Files)
+    assert isinstance(pictures, ImageFiles)
     assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):

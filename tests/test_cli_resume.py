@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.config.loader import read_yaml
+from fedmq.config.yaml_files import read_yaml
 from tests.command_line import fedmq
 from tests.in_process_run import run
 from tests.threaded_run import resolved

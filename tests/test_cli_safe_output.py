@@ -25,14 +25,14 @@ from fedmq.audit import policy
 from fedmq.audit.log_checks import Audit, Finding
 from fedmq.audit.report import Verdict
 from fedmq.cli import main, operate, terminal
-from fedmq.cli.audit_output import print_audit
+from fedmq.cli.audit import print_audit
 from fedmq.cli.compare import display_progress
 from fedmq.cli.console import bar
+from fedmq.cli.data import show_data
 from fedmq.cli.search import hits_table
 from fedmq.errors import InputError
 from fedmq.experiments.process_pool import JobProgress
-from fedmq.federation import data_check
-from fedmq.federation.data_check import DataFacts, SiloData
+from fedmq.federation.preflight.data import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
 from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import SiloPhase, SiloStatus, Status, StatusFile
@@ -153,7 +153,7 @@ def test_every_command_s_output_is_harmless(text: str) -> None:
         without_captions=names, without_image=names, duplicates_of_training_items=names, duplicates_by_picture=names,
         constant=names,
     )  # fmt: skip
-    assert_harmless(on_console(lambda console: data_check.show(facts, console)))
+    assert_harmless(on_console(lambda console: show_data(facts, console)))
     assert_harmless(on_console(lambda console: console.print(hits_table([Hit(1, 0.5, text, text)], binary=False))))
 
     unusable = UnusableReplies(refused=1, last=text)
@@ -216,10 +216,10 @@ def test_logs_for_operators_are_harmless_in_every_format(text: str) -> None:
 
 def test_message_logs_are_ascii(tmp_path: Path) -> None:
     from fedmq.clock import WallClock
-    from fedmq.wire.log_records import NoteKind
+    from fedmq.wire.log_events import LogEvent
 
     with MessageLog(tmp_path / "log", "coordinator", WallClock()) as log:
-        log.note(NoteKind.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
+        log.note(LogEvent.ERROR_REPORTED, peer="silo-00", error="".join(ATTACKS[:10]))
     assert_harmless((tmp_path / "log").read_text())
 
 

@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 import pytest
 
 from fedmq.audit.log_checks import Audit
-from fedmq.cli import audit_output, operate, search
-from fedmq.federation import data_check
-from fedmq.federation.data_check import DataFacts, SiloData
+from fedmq.cli import audit as audit_command
+from fedmq.cli import operate, search
+from fedmq.cli.data import show_data
+from fedmq.federation.preflight.data import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile
 from fedmq.safe_console import SafeConsole
@@ -52,13 +53,13 @@ def audited(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
             Counter(modality_prototypes=1_234_567),
             Counter(modality_prototypes=123_456_789_012),
         )
-    console.print(audit_output._table(audit))
+    console.print(audit_command._table(audit))
 
 
 def checked(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
     labels = {f"smileys-and-emotion-{number}": 12_345 for number in range(8)}
     silos = {name: SiloData(("image", "text"), 123_456, labels, 12_345, 100, 200) for name in NAMES}
-    data_check.show(DataFacts("folder", 9, 9, {}, labels, 0, silos=silos, missing=(PATH,)), console)
+    show_data(DataFacts("folder", 9, 9, {}, labels, 0, silos=silos, missing=(PATH,)), console)
 
 
 @pytest.mark.parametrize("show", [status, found, audited, checked])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Training
 from fedmq.config.yaml_files import read_yaml
@@ -26,49 +26,81 @@ def test_loading_a_comparison_file_as_a_scenario_names_the_command_that_runs_it(
             scenarios.load(path)
 
 
-@pytest.mark.parametrize(
-    ("setting", "place", "allowed"),
-    [
-        ("partition.alpha=0", "partition.alpha", "greater than 0"),
-        ("partition.alpha=-1", "partition.alpha", "greater than 0"),
-        ("partition.alpha=.nan", "partition.alpha", ""),
-        ("partition.kind=dirichlet", "partition.kind", "dir_clusters"),
-        ("rounds=0", "rounds", "greater than or equal to 1"),
-        ("rounds=many", "rounds", "integer"),
-        ("participation=0", "participation", "greater than 0"),
-        ("participation=1.5", "participation", "less than or equal to 1"),
-        ("seed=-1", "seed", "greater than or equal to 0"),
-        ("missing_modality.rate=2", "missing_modality.rate", "less than or equal to 1"),
-        ("silos.count=0", "silos.count", "greater than or equal to 1"),
-        ("silos.number=3", "silos.number", "a known key"),
-        ("colour=red", "colour", "a known key"),
-        ("device=gpu", "device", "pattern"),
-        ("training.learning_rate=0", "training.learning_rate", "greater than 0"),
-        ("privacy.noise_multiplier=1", "privacy", "clip_norm"),
-        ("privacy.noise_from=key", "privacy", "privacy.noise_multiplier above 0"),
-        ("missing_modality.silos={silo-99: image}", "", "silo-99"),
-        ("aggregation.mode=magic", "aggregation.mode", "sync"),
-        ("backbone.adapter_site=blocks", "backbone", "open_clip"),
-        ("name=Has Spaces", "name", "pattern"),
-    ],
-)
-def test_a_refused_value_gives_one_line_with_its_place_and_what_is_allowed(
-    tiny: Path, setting: str, place: str, allowed: str
+#: A setting, the key that the error names after ``--set``, and the value that it shows; None for any value.
+REFUSED = [
+    ("partition.alpha=0", "partition.alpha", 0),
+    ("partition.alpha=-1", "partition.alpha", -1),
+    ("partition.alpha=.nan", "partition.alpha", None),
+    ("partition.kind=dirichlet", "partition.kind", "dirichlet"),
+    ("rounds=0", "rounds", 0),
+    ("rounds=many", "rounds", "many"),
+    ("rounds=true", "rounds", True),
+    ("rounds=2026-13-01", "rounds", "2026-13-01"),
+    (f"rounds={'[' * 20000}", "rounds", None),
+    ("participation=0", "participation", 0),
+    ("participation=7", "participation", 7),
+    ("participation=true", "participation", True),
+    ("seed=-1", "seed", -1),
+    ("seed=false", "seed", False),
+    ("missing_modality.rate=2", "missing_modality.rate", 2),
+    ("silos=4", "silos", 4),
+    ("silos.count=0", "silos.count", 0),
+    ("silos.number=3", "silos.number", "number"),
+    ("colour=red", "colour", "colour"),
+    ("device=gpu", "device", "gpu"),
+    ("training.learning_rate=0", "training.learning_rate", 0),
+    ("aggregation.mode=magic", "aggregation.mode", "magic"),
+    ("name=Has Spaces", "name", "Has Spaces"),
+    ("faults=[{kind: damage}]", "faults: faults.0", None),
+    ("faults=[{share: 0.1}]", "faults: faults.0", None),
+    ("faults=[drop]", "faults: faults.0", "drop"),
+    ("faults={kind: drop}", "faults", None),
+    ("faults=[{kind: drop, silos: nobody}]", "faults: faults.0.silos", "nobody"),
+    ("faults=[{kind: drop, rounds: 1.5}]", "faults: faults.0.rounds", 1.5),
+    ("faults=[{kind: late}]", "faults: faults.0.seconds", "nothing"),
+    ("name.sub=1", "name.sub", None),
+]
+
+
+@pytest.mark.parametrize(("setting", "place", "value"), REFUSED)
+def test_a_refused_setting_gives_one_line_with_its_key_and_value(
+    tiny: Path, setting: str, place: str, value: object
 ) -> None:
     with pytest.raises(InputError) as caught:
         scenarios.load(tiny, [setting])
+    assert caught.value.place.removeprefix(f"{tiny}: ").startswith(f"--set {place}")
+    assert value is None or caught.value.found == value
     text = str(caught.value)
     assert "\n" not in text
-    assert str(tiny) in text
-    assert place in text
-    assert allowed in text
+    assert "line" not in text, "no line of the file has that value"
+    assert len(text) < 600
 
 
-def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\npartition:\n  kind: iid\n  alpha: 0\n")
-    with pytest.raises(InputError, match=r"x\.yaml: line 6: partition\.alpha: found 0, allowed: "):
-        scenarios.load(path)
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("privacy.noise_multiplier=1", "clip_norm"),
+        ("privacy.noise_from=key", "privacy.noise_multiplier above 0"),
+        ("missing_modality.silos={silo-99: image}", "silo-99"),
+        ("backbone.adapter_site=blocks", "open_clip"),
+    ],
+)
+def test_keys_that_do_not_fit_together_are_refused_with_what_is_missing(tiny: Path, setting: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        scenarios.load(tiny, [setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("roundz=3", "rounds"),
+        ("aggregation.staleness.kindd=hinge", "kind"),
+        ("faults=[{kind: drop, agin: 3}]", "again"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_one(tiny: Path, setting: str, meant: str) -> None:
+    with pytest.raises(InputError, match=rf"did you mean {meant}\?$"):
+        scenarios.load(tiny, [setting])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +112,6 @@ def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> 
         ("a: 1\na: 2\n", "duplicate key"),
         ("name: x\n", "nothing"),
         ("name: x\nrounds: {{ rounds }}\n", "line 2"),
-        ("? [1, 2]\n: 3\n", "line 1"),
         ("name: x\nprotocol: fedavg\nrounds: 2026-13-01\n", "line 3"),
         ("[" * 20000, "nested"),
     ],
@@ -97,46 +128,6 @@ def test_files_other_than_scenarios_are_refused(tmp_path: Path, content: str, fo
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         scenarios.load(tmp_path / "nowhere.yaml")
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key; did you mean rounds\?$"),
-        ("silos.number=3", r"--set silos\.number: .* a known key: count, slots, hosts, needs$"),
-        (
-            "aggregation.staleness.kindd=hinge",
-            r"--set aggregation\.staleness\.kindd: .* a known key; did you mean kind\?$",
-        ),
-        ("rounds=three", "--set rounds: found 'three', .*integer"),
-        ("participation=7", r"--set participation: participation\.rate: found 7"),
-        ("rounds=true", "--set rounds: found True, allowed: a number"),
-        ("seed=false", "--set seed: found False, allowed: a number"),
-        ("participation=true", "--set participation: found True, allowed: a number"),
-        ("rounds=2026-13-01", "--set rounds: found '2026-13-01'"),
-        (f"rounds={'[' * 20000}", "--set rounds"),
-        ("faults=[{kind: damage}]", r"--set faults: faults\.0\.kind: found 'damage', allowed: one of late, drop, "),
-        ("faults=[{kind: droop}]", r"faults\.0\.kind: found 'droop', allowed: did you mean drop\? one of late, "),
-        ("faults=[{share: 0.1}]", r"faults\.0\.kind: found 'nothing', allowed: a value is required here$"),
-        ("faults=[drop]", r"faults\.0: found 'drop', allowed: a mapping with keys of .*kind, "),
-        ("faults={kind: drop}", r"--set faults: found {'kind': 'drop'}, allowed: a list$"),
-        ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots, hosts, needs$"),
-    ],
-)
-def test_a_bad_setting_is_named_as_a_setting_with_the_nearest_keys(tiny: Path, setting: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        scenarios.load(tiny, [setting])
-    text = str(caught.value)
-    assert "\n" not in text
-    assert "line" not in text, "no line of the file has that value"
-    assert len(text) < 600
-
-
-def test_the_keys_of_a_fault_depend_on_its_kind(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
-    with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key; did you mean share\?$"):
-        scenarios.load(path)
 
 
 def test_all_unknown_keys_are_named_with_their_lines(tmp_path: Path) -> None:
@@ -156,18 +147,11 @@ def test_numbers_in_yaml_notation_are_read_as_numbers(tiny: Path) -> None:
 def test_the_error_of_a_scenario_without_data_says_that_they_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\n")
-    with pytest.raises(InputError, match=r"x\.yaml: data: found 'nothing', allowed: a data set; only with"):
+    with pytest.raises(InputError, match=r"x\.yaml: found .* a section data"):
         scenarios.load(path)
 
 
-def test_true_in_the_file_is_not_accepted_as_a_number(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  count: true\n")
-    with pytest.raises(InputError, match=r"x\.yaml: line 5: silos\.count: found True, allowed: a number"):
-        scenarios.load(path)
-
-
-@pytest.mark.parametrize("setting", ["rounds", "=3", "name.sub=1"])
+@pytest.mark.parametrize("setting", ["rounds", "=3"])
 def test_malformed_settings_are_refused(tiny: Path, setting: str) -> None:
     with pytest.raises(InputError, match="--set"):
         scenarios.load(tiny, [setting])
@@ -267,27 +251,24 @@ def test_a_short_run_has_a_short_warm_up_by_default(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "rest"),
+    ("text", "place"),
     [
-        ("protocl: rcsr\n", "line 2: protocl", "allowed: a known key; did you mean protocol?"),
-        ("protocol: rcsr\nfaults: [{kind: late}]\n", "line 3: faults.0.seconds", "a value is required here"),
+        ("protocl: rcsr\n", "line 2: protocl"),
+        ("protocol: rcsr\nfaults: [{kind: late}]\n", "line 3: faults.0.seconds"),
         (
             "protocol: rcsr\nfaults:\n  - {kind: late, seconds: 3}\n  - {kind: drop, silos: nobody}\n",
             "line 5: faults.1.silos",
-            "'text_only' or 'paired' or a list",
         ),
-        (
-            "protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n",
-            "line 3: faults.0.agin",
-            "a known key; did you mean again?",
-        ),
-        ("protocol: rcsr\nfaults: [{kind: drop, rounds: 1.5}]\n", "line 3: faults.0.rounds", "list or text"),
+        ("protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n", "line 3: faults.0.agin"),
+        ("protocol: rcsr\nsilos:\n  count: true\n", "line 4: silos.count"),
+        ("protocol: rcsr\npartition:\n  kind: iid\n  alpha: 0\n", "line 5: partition.alpha"),
+        ("protocol: rcsr\n'a[b': 1\n", "line 3: a[b"),
+        ("protocol: rcsr\n(str): 1\n", "line 3: (str)"),
     ],
 )
-def test_errors_name_keys_and_lines_as_in_the_file(tmp_path: Path, text: str, place: str, rest: str) -> None:
+def test_errors_name_keys_and_lines_as_in_the_file(tmp_path: Path, text: str, place: str) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text("data: {name: openmoji}\n" + text + "name: mine\n")
     with pytest.raises(InputError) as caught:
         scenarios.load(file)
-    assert str(caught.value).startswith(f"{file}: {place}: ")
-    assert rest in str(caught.value)
+    assert caught.value.place == f"{file}: {place}"

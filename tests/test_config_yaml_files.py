@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmq.audit.policy import read_policy
-from fedmq.config import loader, yaml_files
+from fedmq.config import resolve as scenarios
+from fedmq.config import yaml_files
 from fedmq.errors import InputError
 from fedmq.experiments import spec_file
 
@@ -93,11 +94,11 @@ def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     started = time.process_time()
-    for reader in (yaml_files.read_yaml, loader.load, spec_file.read, read_policy):
+    for reader in (yaml_files.read_yaml, scenarios.load, spec_file.read, read_policy):
         with pytest.raises(InputError, match=r"x\.yaml: line \d+: found .*alias"):
             reader(path)
     with pytest.raises(InputError, match="--set"):
-        loader.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
+        scenarios.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
     assert time.process_time() - started < 5
 
 
@@ -111,20 +112,12 @@ def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:
         yaml_files.read_yaml(tmp_path / "large.yaml")
 
 
-@pytest.mark.parametrize("key", ["a[b", "str", "(x)"])
-def test_an_unknown_key_that_looks_like_a_type_is_named(tmp_path: Path, key: str) -> None:
-    (tmp_path / "x.yaml").write_text(f"name: x\n'{key}': 1\n")
-    with pytest.raises(InputError, match="a known key") as caught:
-        loader.load(tmp_path / "x.yaml")
-    assert caught.value.found == key
-
-
 def test_halves_of_a_character_are_refused_by_every_reader_and_pairs_are_joined(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text('up: {fields: {delta: ["\\ud83d\\ude00"]}}\n')
     assert yaml_files.read_yaml(path) == {"up": {"fields": {"delta": ["\U0001f600"]}}}
     for half in ("\\ud83d", "\\ude00\\ud83d"):
         path.write_text(f'a: 1\nup: {{fields: {{delta: ["{half}"]}}}}\n')
-        for reader in (yaml_files.read_yaml, loader.load, spec_file.read, read_policy):
+        for reader in (yaml_files.read_yaml, scenarios.load, spec_file.read, read_policy):
             with pytest.raises(InputError, match=r"x\.yaml: line 2: found 'half of a UTF-16 character"):
                 reader(path)

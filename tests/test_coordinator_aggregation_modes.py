@@ -21,7 +21,7 @@ from coordinator.rounds import Phase
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.config.sections import Staleness
 from fedmq.errors import InputError, RunError
-from fedmq.federation.protocol import MergeResult, Reply, State
+from fedmq.federation.protocol import MergeResult, State, Update
 from fedmq.federation.updates import damping, hinge, mixed, participation_weight, polynomial
 from fedmq.launch.supervisor import simulate_inline
 from fedmq.runs.results import read_metrics
@@ -127,9 +127,8 @@ def test_a_merge_of_half_a_cohort_decays_averages_by_the_square_root_of_the_rate
 def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> None:
     run_ = population("fedavg")
     first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
-    deltas = [aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
-    weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
-    step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
+    weights = torch.tensor([float(first.samples), 3.0 * second.samples])
+    step = sum(weight * reply.delta for weight, reply in zip(weights / weights.sum(), (first, second), strict=True))
     merged = run_.protocol.merge(run_.state, [first, replace(second, participation_weight=3.0)], 0).state
     assert torch.allclose(merged.theta - run_.state.theta, step, atol=1e-6)
 
@@ -215,7 +214,7 @@ def test_a_stale_reply_reaches_the_merge_with_the_state_its_task_was_made_from(
     known: list[State] = []  # by version
     merge, seen = rcsr.Rcsr.merge, Counter[int]()
 
-    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         known.append(state)
         for reply in replies:
             assert reply.base is not None
@@ -263,7 +262,7 @@ def test_intermittently_available_silos_reply_only_while_they_are_on(
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     if interrupted == "wait":  # no task fails in this mode, so each merge waits for its last reply
         assert all(any(trace.on(silo, line["now"]) for silo in line["replies"]) for line in merges(tmp_path))
-    assert ("went off" in notes(tmp_path)) == (interrupted == "lost")
+    assert ("went_off" in notes(tmp_path)) == (interrupted == "lost")
     if mode != "sync":
         assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == first["model_digest"]
 
@@ -354,7 +353,7 @@ def test_a_run_stopped_with_stale_tasks_pending_and_resumed_gives_the_same_model
         assert run(scenario, parts, resume=count > 2, stop_wanted=stop_after(count, parts)).phase is Phase.STOPPED
         newest = max((parts / "checkpoints").glob("version-*/checkpoint.json"))
         machine = json.loads(newest.read_text())["rounds"]
-        assert any(base < machine["version"] for _, base, _ in machine["flights"].values())
+        assert any(base < machine["version"] for _, base, _ in machine["pending"].values())
     assert run(scenario, parts, resume=True).summary.model_digest == uninterrupted["model_digest"]
     assert [line["version"] for line in merges(parts)] == list(range(1, 10))
 

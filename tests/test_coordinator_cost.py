@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from coordinator.run_context import CostModel, slowdowns
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.sections import COST_PRESETS, Cost
 from fedmq.errors import InputError
 

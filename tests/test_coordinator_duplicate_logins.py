@@ -11,7 +11,7 @@ from coordinator.peers import Ready
 from fedmq.wire.channel import BEAT_SECONDS, DISPLACED, LOST_BEATS
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from tests.test_coordinator_rate_limits import Ends, flat, header, opened_ends
 from tests.waiting import PATIENCE, wait_for

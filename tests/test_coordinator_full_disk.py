@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from coordinator.rounds import Phase
 from fedmq.errors import DiskError, RunError
 from fedmq.storage import run_folder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from silos.personal_state import StateStore
 from tests import in_process_run, threaded_run
 from tests.in_process_run import notes
@@ -105,10 +105,10 @@ def test_a_checkpoint_on_a_full_disk_is_tried_three_times_and_the_run_can_be_res
     fail_writes(monkeypatch, "version-000002", 4)
     with pytest.raises(RunError, match=r"checkpoint could not be written: .*No space left"):
         in_process_run.run(resolved(tiny), out)
-    assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 3
+    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 3
     assert not list((out / "checkpoints").glob(".version-*"))
     assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == uninterrupted
-    assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 4
+    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 4
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from fedmq.runs.status import SiloPhase, status_of
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key, revoke
-from fedmq.wire.log_records import HandshakeRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import HandshakeRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN
 from fedmq.wire.payloads import MAX_STATUS
@@ -72,7 +73,9 @@ def test_a_silo_and_an_operator_learn_the_status(
     assert fedmq(monkeypatch, "status", "--connect", uri, "--keys", keys, "--name", "silo-01", "--json") == 0
     assert json.loads(capfd.readouterr().out)["rounds"] == 4
     log = [record for _, record in read_log(keys.parent / "run" / "messages" / "coordinator.jsonl")]
-    asked = [each.facts["peer"] for each in log if isinstance(each, NoteRecord) and each.text is NoteKind.INQUIRED]
+    asked = [
+        each.facts["peer"] for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.STATUS_REQUESTED
+    ]
     assert asked == ["silo-00", "operator", "silo-01"]
     assert not [each for each in log if isinstance(each, HandshakeRecord)]
 

@@ -14,7 +14,8 @@ from fedmq.runs.status import SiloPhase, StatusFile, status_of
 from fedmq.storage.logs import LogFormat, LogOptions
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import load_accepted, load_identity
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
 from tests.waiting import PATIENCE, wait_for

@@ -13,8 +13,9 @@ from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
-from silos.program import SiloArguments, run_silo
+from fedmq.wire.log_events import LogEvent
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.threaded_run import hold, resolved, run, run_of
 from tests.waiting import wait_for_merges
@@ -126,7 +127,7 @@ def test_a_late_silo_takes_part_in_a_real_run(tiny: Path, tmp_path: Path, monkey
         return [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
 
     # After the first merge the run waits for it.
-    hold(monkeypatch, lambda: not merges() or len(in_process_run.notes(tmp_path, NoteKind.JOINED)) == len(SILOS))
+    hold(monkeypatch, lambda: not merges() or len(in_process_run.notes(tmp_path, LogEvent.JOINED)) == len(SILOS))
 
     def late(uri: str, keys: Path) -> None:
         wait_for_merges(tmp_path, 1)

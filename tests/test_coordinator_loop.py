@@ -24,9 +24,10 @@ from fedmq.models.two_tower import BRANCHES
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Metrics, Payload
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.threaded_run import resolved, run, run_of
 from tests.waiting import PATIENCE, wait_for
@@ -136,9 +137,9 @@ def test_a_silo_reports_that_its_state_is_missing(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scenario = resolved(tiny, "protocol=fedper")
-    kept, gone, older = NoteKind.STATE_KEPT, NoteKind.STATE_GONE, NoteKind.STATE_OLDER
+    kept, gone, older = LogEvent.STATE_KEPT, LogEvent.STATE_MISSING, LogEvent.STATE_OUTDATED
 
-    def count(silo: str, kind: NoteKind) -> int:
+    def count(silo: str, kind: LogEvent) -> int:
         return len(in_process_run.notes(tmp_path, kind, silo))
 
     assert run(scenario, tmp_path, stop_wanted=stop_after(3, tmp_path)).phase is Phase.STOPPED
@@ -227,7 +228,7 @@ def test_a_coordinator_with_a_slow_disk_reports_no_silo_as_lost(
     outcome = run(resolved(tiny), tmp_path)
     assert outcome.phase is Phase.DONE
     assert outcome.summary.seconds.total > held
-    assert '"peer lost"' not in RunFolder(tmp_path).messages("coordinator").read_text()
+    assert '"peer_lost"' not in RunFolder(tmp_path).messages("coordinator").read_text()
     assert not audit_run(tmp_path).findings
 
 

@@ -23,7 +23,8 @@ from fedmq.runs.run_records import MergeLine
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.threaded_run import run as threaded_run
 from tests.waiting import PATIENCE, wait_for, wait_for_merges

@@ -13,21 +13,21 @@ import pytest
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
+from fedmq.config.run_id import MOST_NAMED, KeyDigests, keys_in, named
 from fedmq.config.scenario import Scenario
-from fedmq.config.scenario_digests import MOST_NAMED, KeyDigests, keys_in, named
 from fedmq.federation.population import build_population
 from fedmq.runs.status import read_status, status_of
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire import scenario_query
+from fedmq.wire import inquiry
 from fedmq.wire.channel import Channel
-from fedmq.wire.inquiry import ask_status
+from fedmq.wire.inquiry import OTHER_SCENARIO, ScenarioComparison, ask_status, differing_keys
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key
-from fedmq.wire.log_records import NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import Error
-from fedmq.wire.scenario_query import OTHER_SCENARIO, ScenarioComparison, differing_keys
 from silos.host import Host, HostArguments
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE, wait_for
 
@@ -76,9 +76,9 @@ def run(tiny: Path, keys: Path) -> Iterator[Path]:
         yield out
 
 
-def notes(path: Path, kind: NoteKind) -> list[dict[str, object]]:
+def notes(path: Path, kind: LogEvent) -> list[dict[str, object]]:
     records = [record for _, record in read_log(path)]
-    return [dict(each.facts) for each in records if isinstance(each, NoteRecord) and each.text is kind]
+    return [dict(each.facts) for each in records if isinstance(each, NoteRecord) and each.event is kind]
 
 
 def refused(scenario: Scenario, keys: Path, folder: Path, name: str = SILO, **options: object) -> list[str]:
@@ -110,10 +110,10 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     line = refused(resolved(tiny, *OTHER), keys, tmp_path)[0]
     assert line.startswith(f"{SILO}: the coordinator at {uri_of(keys)} has another scenario: ")
     assert f", with other values of {KEYS}; both sides need the same file" in line
-    assert {note["keys"] for note in notes(tmp_path / "silo.jsonl", NoteKind.HELLO_REFUSED)} == {KEYS}
+    assert {note["keys"] for note in notes(tmp_path / "silo.jsonl", LogEvent.HELLO_REFUSED)} == {KEYS}
     log = run / "messages" / "coordinator.jsonl"
-    wait_for(lambda: notes(log, NoteKind.OTHER_SCENARIO))
-    assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": SILO, "keys": KEYS}]
+    wait_for(lambda: notes(log, LogEvent.OTHER_SCENARIO))
+    assert notes(log, LogEvent.OTHER_SCENARIO) == [{"peer": SILO, "keys": KEYS}]
     # A status is computed once a second.
     wait_for(lambda: read_status(run / "status.json").silos[SILO].error)
     asked = ask_status(uri_of(keys), load_identity(keys, SILO), load_accepted(keys))
@@ -123,7 +123,7 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     assert differing_keys(asked, plain(resolved(tiny))) == ()
     # A second silo of the same machine says the same again; it is noted for each silo once.
     refused(resolved(tiny, *OTHER), keys, tmp_path / "second")
-    assert len(notes(log, NoteKind.OTHER_SCENARIO)) == 1
+    assert len(notes(log, LogEvent.OTHER_SCENARIO)) == 1
 
 
 def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tmp_path: Path) -> None:
@@ -136,12 +136,12 @@ def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tm
         channels = Host(arguments, population, model, load_accepted(keys), identities).channels
         channels.start()
         refused = [RunFolder(tmp_path).messages(name) for name in names]
-        wait_for(lambda: all(notes(path, NoteKind.HELLO_REFUSED) for path in refused))
+        wait_for(lambda: all(notes(path, LogEvent.HELLO_REFUSED) for path in refused))
         channels.close()
-        assert {note["keys"] for path in refused for note in notes(path, NoteKind.HELLO_REFUSED)} == {KEYS}
+        assert {note["keys"] for path in refused for note in notes(path, LogEvent.HELLO_REFUSED)} == {KEYS}
         log = RunFolder(out).messages("coordinator")
-        wait_for(lambda: notes(log, NoteKind.OTHER_SCENARIO))
-        assert notes(log, NoteKind.OTHER_SCENARIO) == [{"peer": names[0], "keys": KEYS}]
+        wait_for(lambda: notes(log, LogEvent.OTHER_SCENARIO))
+        assert notes(log, LogEvent.OTHER_SCENARIO) == [{"peer": names[0], "keys": KEYS}]
 
 
 @pytest.mark.usefixtures("run")
@@ -156,16 +156,16 @@ def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Pa
     line = refused(resolved(tiny, "seed=5"), keys, tmp_path, "silo-02", forbidden=lambda *_: None)[0]
     assert "with other values of seed;" in line
     log = run / "messages" / "coordinator.jsonl"
-    assert "silo-02" not in {note["peer"] for note in notes(log, NoteKind.OTHER_SCENARIO)}
+    assert "silo-02" not in {note["peer"] for note in notes(log, LogEvent.OTHER_SCENARIO)}
 
 
 def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
     tiny: Path, run: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scenario_query, "differing_keys", lambda *_: ())
+    monkeypatch.setattr(inquiry, "differing_keys", lambda *_: ())
     line = refused(resolved(tiny, "seed=5"), keys, tmp_path)[0]
     assert "has another scenario: " in line and "other values" not in line
-    assert all("keys" not in note for note in notes(tmp_path / "silo.jsonl", NoteKind.HELLO_REFUSED))
+    assert all("keys" not in note for note in notes(tmp_path / "silo.jsonl", LogEvent.HELLO_REFUSED))
     assert run.exists()
 
 
@@ -179,14 +179,14 @@ def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
 )
 def test_a_report_other_than_a_list_of_keys_is_refused(report: Error, reason: str, run: Path, keys: Path) -> None:
     log = run / "messages" / "coordinator.jsonl"
-    before = len(notes(log, NoteKind.OTHER_SCENARIO))
+    before = len(notes(log, LogEvent.OTHER_SCENARIO))
     ask_status(uri_of(keys), load_identity(keys, "silo-03"), load_accepted(keys), report=lambda _: report)
 
     def reasons() -> list[str]:
         return [record.reason for _, record in read_log(log) if isinstance(record, RefusedRecord)]
 
     wait_for(lambda: reasons()[-1:] == [reason])
-    assert len(notes(log, NoteKind.OTHER_SCENARIO)) == before
+    assert len(notes(log, LogEvent.OTHER_SCENARIO)) == before
 
 
 def test_digests_differ_with_the_salt_and_leave_out_what_may_differ_between_machines(tiny: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.participation import Sampling, Trace, cohort_size, diurnal, read_trace, sampling_of
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.sections import Diurnal, Participation
 from fedmq.errors import InputError
 

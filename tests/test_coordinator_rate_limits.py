@@ -16,13 +16,13 @@ from coordinator.admission import SimulatedAdmission
 from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.errors import RemoteWireError
-from fedmq.wire import rekeying
 from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiate
+from fedmq.wire.key_agreement import begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import SiloMetrics
-from fedmq.wire.sealed_sessions import Sealed, Session, seal_message
+from fedmq.wire.sessions import Sealed, Session, seal_message
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
 from tests.waiting import PATIENCE, memory_uri
@@ -249,12 +249,12 @@ def test_new_sessions_bring_no_new_requests_for_new_keys(ends: Ends) -> None:
     for connection in ends.opened(6):
         session = ends.session("silo-00", connection)
         assert session is not None
-        asked, state = rekeying.begin(identity, session, header(session, Kind.REKEY))
+        asked, state = begin_rekey(identity, session, header(session, Kind.REKEY))
         frames = ends.passes(connection, flat(asked))
         assert frames is not None
         found = session.open(frames)
         if found.header.kind is Kind.REKEYED:
-            rekeying.finish(state, load_accepted(ends.keys)[COORDINATOR], session, found)
+            finish_rekey(state, load_accepted(ends.keys)[COORDINATOR], session, found)
             answered += 1
     assert answered == 4
     assert ends.roster.refused["too_often"] == 2

@@ -20,12 +20,14 @@ from fedmq.federation.population import run_name
 from fedmq.wire import channel
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
-from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.registry import connect
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.log_causes import records
 from tests.test_adversary_hostile_peers import within
 from tests.threaded_run import joined, resolved, run, run_of, state_data
@@ -46,7 +48,7 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
     """A silo-00 that joins and falls silent; with ``returns``, it rejoins once it is reported as lost."""
 
     def lost() -> bool:
-        return any(note.facts["peer"] == "silo-00" for note in notes(records(out), NoteKind.PEER_LOST))
+        return any(note.facts["peer"] == "silo-00" for note in notes(records(out), LogEvent.PEER_LOST))
 
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
@@ -63,8 +65,8 @@ def at(record: LogRecord) -> float:
     return datetime.fromisoformat(record.wall).timestamp()
 
 
-def notes(found: list[LogRecord], kind: NoteKind) -> list[NoteRecord]:
-    return [record for record in found if isinstance(record, NoteRecord) and record.text is kind]
+def notes(found: list[LogRecord], kind: LogEvent) -> list[NoteRecord]:
+    return [record for record in found if isinstance(record, NoteRecord) and record.event is kind]
 
 
 def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_nothing(
@@ -75,14 +77,14 @@ def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_not
     out = tmp_path / "lost"
     outcome = run(scenario, out, silos=scenario.silo_names[1:], others=[silent(scenario, out, returns=True)])
     log = records(out)
-    (lost, *_) = [note for note in notes(log, NoteKind.PEER_LOST) if note.facts["peer"] == "silo-00"]
+    (lost, *_) = [note for note in notes(log, LogEvent.PEER_LOST) if note.facts["peer"] == "silo-00"]
     messages = [each for each in log[: lost.n] if isinstance(each, MessageRecord)]
     heard = [each for each in messages if each.action == "received" and each.header.sender == "silo-00"]
     silence = at(lost) - at(heard[-1])
     assert silence >= 2 * BEAT
-    assert not notes(log, NoteKind.TASK_FAILED)
+    assert not notes(log, LogEvent.TASK_FAILED)
     assert outcome.summary.model_digest == uninterrupted["model_digest"]
-    joins = [note for note in notes(log, NoteKind.JOINED) if note.facts["peer"] == "silo-00"]
+    joins = [note for note in notes(log, LogEvent.JOINED) if note.facts["peer"] == "silo-00"]
     assert len(joins) >= 2 and joins[1].n > lost.n  # on a busy machine it may be lost again
     stated = [log[note.caused_by] for note in joins if note.caused_by is not None]
     assert [each.header.sender for each in stated[:2] if isinstance(each, MessageRecord)] == ["silo-00", "silo-00"]
@@ -111,7 +113,7 @@ def test_on_the_wall_clock_a_silo_that_stays_away_is_given_up_and_the_others_con
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silent(scenario, tmp_path, returns=False)])
     assert outcome.phase is Phase.DONE
     assert outcome.summary.per_silo["silo-00"].participations == 0
-    failed = {(each.facts["silo"], each.facts["reason"]) for each in notes(records(tmp_path), NoteKind.TASK_FAILED)}
+    failed = {(each.facts["silo"], each.facts["reason"]) for each in notes(records(tmp_path), LogEvent.TASK_FAILED)}
     # In async mode nothing waits for the silo, so the run may end before it is given up.
     assert ("silo-00", "stayed away") in failed or mode == "async"
 
@@ -148,7 +150,7 @@ def test_a_silo_is_reported_lost_when_a_message_to_it_cannot_be_delivered(tiny: 
         stop_wanted=within(),
     )
     assert outcome.phase is Phase.DONE
-    assert notes(records(tmp_path), NoteKind.PEER_LOST)
+    assert notes(records(tmp_path), LogEvent.PEER_LOST)
 
 
 def test_a_silo_that_repeats_its_handshake_on_the_same_connection_before_it_states_its_data_joins(

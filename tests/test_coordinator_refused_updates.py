@@ -19,7 +19,7 @@ from fedmq.errors import RunError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Delta, Payload
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.threaded_run import resolved
 

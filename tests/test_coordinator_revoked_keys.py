@@ -20,9 +20,10 @@ from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, revoke
-from fedmq.wire.log_records import EventRecord, NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, TimelineRecord
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.sealed_sessions import seal_message
+from fedmq.wire.sessions import seal_message
 from tests import in_process_run, threaded_run
 from tests.log_causes import records
 from tests.own_data_threads import OwnRun
@@ -47,7 +48,7 @@ def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path
     revoke(tmp_path / "keys", "silo-03")
     outcome = threaded_run.run(scenario, tmp_path, resume=True, silos=scenario.silo_names[:3], stop_wanted=within())
     assert outcome.phase is Phase.DONE
-    (expelled,) = in_process_run.notes(tmp_path, NoteKind.EXPELLED)
+    (expelled,) = in_process_run.notes(tmp_path, LogEvent.EXPELLED)
     assert expelled["peer"] == "silo-03"
     lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
     after = [line.replies for line in lines if line.version > 3]
@@ -73,18 +74,18 @@ def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_contin
 
     outcome = threaded_run.run(scenario, tmp_path, stop_wanted=remove_once_merged)
     assert outcome.phase is Phase.DONE
-    (expelled,) = in_process_run.notes(tmp_path, NoteKind.EXPELLED)
+    (expelled,) = in_process_run.notes(tmp_path, LogEvent.EXPELLED)
     assert expelled["peer"] == "silo-03"
     lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
     assert "silo-03" in lines[0].replies or "silo-03" in lines[1].replies or mode == "async"
     assert not any("silo-03" in line.replies for line in lines[-5:])
     assert not audit_run(tmp_path).findings
     log = records(tmp_path)
-    cut_off = next(each for each in log if isinstance(each, NoteRecord) and each.text is NoteKind.PEER_LOST)
-    assert cut_off.caused_by == next(each.n for each in log if getattr(each, "text", None) is NoteKind.EXPELLED)
-    for failed in (each for each in log if isinstance(each, NoteRecord) and each.text is NoteKind.TASK_FAILED):
+    cut_off = next(each for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.PEER_LOST)
+    assert cut_off.caused_by == next(each.n for each in log if getattr(each, "text", None) is LogEvent.EXPELLED)
+    for failed in (each for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.TASK_FAILED):
         event = log[failed.caused_by or 0]
-        assert isinstance(event, EventRecord) and event.caused_by == cut_off.caused_by
+        assert isinstance(event, TimelineRecord) and event.caused_by == cut_off.caused_by
 
 
 def test_a_run_starts_only_with_all_keys_and_resumes_only_with_those_of_a_silo_and_the_evaluator(
@@ -180,6 +181,6 @@ def test_a_silo_whose_key_is_removed_while_the_coordinator_waits_for_others_take
     removed = threading.Thread(target=run._live, args=("silo-00", run.site("silo-00")), daemon=True)
     run.coordinate(listening=removed.start, stop_wanted=begin_others_once_expelled)
     assert [line.replies for line in run.merges] == [["silo-01", "silo-02"]] * 3
-    joined = [note["peer"] for note in in_process_run.notes(tmp_path / "run", NoteKind.JOINED)]
+    joined = [note["peer"] for note in in_process_run.notes(tmp_path / "run", LogEvent.JOINED)]
     assert sorted(joined) == ["silo-01", "silo-02"]
     assert not audit_run(tmp_path / "run").findings

@@ -220,7 +220,7 @@ def test_a_silo_given_up_shrinks_the_cohort_until_it_rejoins() -> None:
     rounds, sends = gathered(plan())
     rounds, _ = answer(rounds, sends[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
-    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
+    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
     rounds, actions = rounds.handle(Merged(1))
     assert "silo-03" not in {action.silo for action in actions if isinstance(action, Send)}
@@ -233,7 +233,7 @@ def test_a_silo_that_rejoins_before_it_is_given_up_fails_its_task_and_is_selecte
     rounds, _ = answer(rounds, sends[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
     rounds, _ = rounds.handle(Joined("silo-03"))
-    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
+    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
     rounds, actions = rounds.handle(Merged(1))
     assert Send("silo-03", 2, 1, 1) in actions
@@ -244,7 +244,7 @@ def test_when_all_silos_are_gone_the_round_waits_for_the_first_to_return() -> No
     rounds, sends = gathered(plan())
     for send in sends:
         rounds, _ = rounds.handle(Lost(send.silo))
-        rounds, actions = rounds.handle(Failed(send.silo, send.sequence, "stayed away", gone=True))
+        rounds, actions = rounds.handle(Failed(send.silo, send.sequence, "stayed_away", gone=True))
     assert actions == (Merge(0, ()),)
     rounds, actions = rounds.handle(Merged(1))
     assert (rounds.phase, rounds.cohort, actions) == (Phase.COLLECTING, (), ())
@@ -531,7 +531,7 @@ def test_a_run_is_stalled_when_all_silos_are_off_unless_one_given_up_may_return(
         for send in sends:
             rounds, _ = rounds.handle(Lost(send.silo))
             rounds, _ = rounds.handle(Switched(send.silo, False))
-            rounds, _ = rounds.handle(Failed(send.silo, 1, "stayed away", gone=gone and send is sends[0]))
+            rounds, _ = rounds.handle(Failed(send.silo, 1, "stayed_away", gone=gone and send is sends[0]))
         assert not rounds.stalled  # a merge is under way
         rounds, _ = rounds.handle(Merged(1))
         assert rounds.stalled is not gone

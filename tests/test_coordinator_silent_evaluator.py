@@ -16,7 +16,7 @@ from coordinator.liveness import AnswerLimit
 from coordinator.rounds import Phase
 from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import outcome, terminal
+from fedmq.cli import terminal
 from fedmq.evaluation.program import Evaluator
 from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
@@ -123,10 +123,10 @@ def test_the_display_names_the_evaluator_that_the_run_waits_for() -> None:
 
 
 def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
+    terminal._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
     assert not capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        outcome._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
+        terminal._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
     assert ended.value.code == 1
     assert capsys.readouterr().err.splitlines() == [
         "the evaluator did not answer within the limit: version 0, 2 not evaluated; the metrics above are of an "

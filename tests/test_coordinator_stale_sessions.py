@@ -11,10 +11,11 @@ from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import NoteKind, NoteRecord, RefusedRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from tests.waiting import PATIENCE, memory_uri, wait_for
@@ -80,7 +81,7 @@ class Ends:
         counts = [
             each.facts["count"]
             for each in records
-            if isinstance(each, NoteRecord) and each.text is NoteKind.FORMER_SESSIONS
+            if isinstance(each, NoteRecord) and each.event is LogEvent.STALE_SESSIONS
         ]
         return counts, [each for each in records if isinstance(each, RefusedRecord)]
 
@@ -136,7 +137,7 @@ def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_reco
     assert not ends.roster.undelivered  # its new session has nothing to do with that
     ends.close()
     records = [record for _, record in read_log(ends.log.path)]
-    notes = [each.n for each in records if isinstance(each, NoteRecord) and each.text is NoteKind.NOT_DELIVERED]
+    notes = [each.n for each in records if isinstance(each, NoteRecord) and each.event is LogEvent.NOT_DELIVERED]
     assert undelivered == {SILO: notes[0]}
 
 

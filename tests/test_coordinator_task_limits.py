@@ -14,10 +14,10 @@ from coordinator.rounds import PendingTask
 from fedmq.config.scenario import Scenario
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Loss
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from tests.in_process_run import notes
 from tests.threaded_run import joined, resolved, run
 from tests.waiting import wait_for
@@ -181,7 +181,7 @@ def test_a_silo_that_sends_heartbeats_but_never_replies_does_not_stall_the_run(
     scenario = resolved(tiny, "participation=1", "aggregation.task_limit=10", *settings)
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[beating(scenario)])
     assert outcome.summary is not None
-    failed = notes(tmp_path, NoteKind.TASK_FAILED)
+    failed = notes(tmp_path, LogEvent.TASK_FAILED)
     assert [(note["silo"], note["reason"]) for note in failed] == [("silo-00", "overdue")], "once: not selected again"
     assert outcome.summary.per_silo["silo-00"].participations == 0
     status = read_status(RunFolder(tmp_path).status)
@@ -196,7 +196,7 @@ def test_an_unreadable_error_message_fails_its_task(tiny: Path, tmp_path: Path) 
     others = [beating(scenario, unreadable=Kind.ERROR)]
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=others)
     assert outcome.summary is not None
-    failed = notes(tmp_path, NoteKind.TASK_FAILED)
+    failed = notes(tmp_path, LogEvent.TASK_FAILED)
     assert [(note["silo"], note["reason"]) for note in failed] == [("silo-00", "malformed")] * 2
 
 
@@ -204,7 +204,7 @@ def test_an_unreadable_error_message_fails_its_task(tiny: Path, tmp_path: Path) 
 def test_a_silo_that_never_answers_an_evaluation_request_is_given_up(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from silos.program import Silo
+    from silos.tasks import Silo
 
     measure = Silo.measure
 

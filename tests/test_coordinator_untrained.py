@@ -17,7 +17,7 @@ from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Loss, Payload
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.run_summaries import summary
 from tests.threaded_run import resolved

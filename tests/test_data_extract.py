@@ -23,7 +23,8 @@ from fedmq.data.extract import left_out, pooled, store
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders import clip, clip_weights, images
-from fedmq.encoders.images import Files, decode
+from fedmq.encoders.image_sets import ImageFiles
+from fedmq.encoders.images import decode
 from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError
 from fedmq.models.build import build
@@ -286,7 +287,7 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
 def test_frames_without_leading_zeros_are_sorted_by_number(tmp_path: Path) -> None:
     for frame in range(1, 25):
         data_set_folders.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
-    taken = Files((tmp_path / "video0",), 12, folders=True).frames(0)
+    taken = ImageFiles((tmp_path / "video0",), 12, folders=True).frames(0)
     wanted = [decode(tmp_path / "video0" / f"frame{frame}.jpg") for frame in range(2, 25, 2)]
     assert all(np.array_equal(*each) for each in zip(taken, wanted, strict=True))
 

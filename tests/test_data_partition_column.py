@@ -11,15 +11,14 @@ import scipy.io as scipy_io
 from PIL import Image
 from safetensors.numpy import save_file
 
-from fedmq.config.loader import parse
-from fedmq.config.run_id import name_of
+from fedmq.config.resolve import parse
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data.extract import plan
 from fedmq.data.partition import by_column
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.errors import InputError
-from fedmq.federation.early_check import refuse_before_extraction
 from fedmq.federation.population import build_population
+from fedmq.federation.preflight.data import refuse_before_extraction
 
 HOSPITALS = ("north", "south", "east") * 8
 SPLIT = ("train",) * 15 + ("test",) * 6 + ("database",) * 3
@@ -164,15 +163,3 @@ def test_a_missing_column_is_refused_with_the_keys_there_are(tmp_path: Path) -> 
 def test_the_kind_and_the_name_of_the_column_need_each_other(tmp_path: Path, partition: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"partition.kind column and partition.column need each other"):
         scenario(tmp_path / "all.npz", partition=partition)
-
-
-def test_scenarios_without_a_column_keep_their_run_id(tmp_path: Path) -> None:
-    plain = scenario(tmp_path / "all.npz", partition={"kind": "iid"}).model_dump(mode="json")
-    earlier = {
-        **plain,
-        **{
-            key: {name: value for name, value in plain[key].items() if name != "column"}
-            for key in ("data", "partition")
-        },
-    }
-    assert name_of(plain) == name_of(earlier)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, open_prepared

@@ -10,7 +10,7 @@ import pytest
 
 from fedmq.config.scenario import Data
 from fedmq.data.prepare import prepare
-from fedmq.data.readers import array_formats
+from fedmq.data.readers import formats
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
@@ -170,4 +170,4 @@ def test_without_the_readers_package_the_error_says_what_to_install(
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(MissingPackageError, match=r"package h5py missing.*\[formats\]"):
-        array_formats.list_arrays(str(path), "split")
+        formats.list_arrays(str(path), "split")

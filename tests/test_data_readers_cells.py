@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedmq.data.readers.cells import captions_of, labels_of, one_label, one_spelling
+from fedmq.data.labels import one_spelling
+from fedmq.data.readers.cells import captions_of, labels_of, one_label
 from fedmq.errors import InputError
 from tests import data_set_folders
 from tests.read_data_sets import labels_of as labels_of_row

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone, Data
+from fedmq.data.labels import label_array
 from fedmq.data.prepare import prepare
 from fedmq.data.readers.array_files import Stored
 from fedmq.data.readers.features import read_features
-from fedmq.data.readers.label_arrays import label_array
 from fedmq.data.splits import draw_split
 from fedmq.errors import InputError
 

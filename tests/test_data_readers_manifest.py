@@ -131,7 +131,7 @@ def test_items_may_lack_their_image_or_their_captions(tmp_path: Path) -> None:
     some = found.subset([3, 2, 0])
     assert some.pictured.tolist() == [False, True, True]
     assert [some.pictures.name(row) for row in range(3)] == [
-        "no picture",
+        "no image",
         *map(str, (tmp_path / "b.png", tmp_path / "a.png")),
     ]
     texts = read("manifest", data_set_folders.write(tmp_path / "texts.csv", "captions\none\ntwo\n"))

@@ -193,7 +193,7 @@ def test_the_headers_of_an_archive_are_bounded(tmp_path: Path) -> None:
     vast, nested = tarfile.TarInfo("x"), tarfile.TarInfo("x")
     vast.type, vast.size = tarfile.XHDTYPE, 3 << 30
     nested.type = tarfile.XHDTYPE
-    for content, what in ((vast.tobuf(), "a header of 3221225472 bytes"), (nested.tobuf() * 5000, "recursion")):
+    for content, what in ((vast.tobuf(), "bytes of memory"), (nested.tobuf() * 5000, "recursion")):
         (tmp_path / "0.tar").write_bytes(content)
         with pytest.raises(InputError, match=what):
             read("webdataset", tmp_path / "0.tar")
@@ -210,7 +210,6 @@ HOSTILE: Mapping[str, tuple[str, bytes, dict[str, Any], str]] = {
     "caption": ("0.json", b'{"caption": {"a": 1}}', {}, "0.json: caption: found"),
     "deep json": ("0.json", b"[" * 100_000, {}, "0.json: found"),
     "text": ("0.txt", b"\xff\xfe\xff", {}, "0.txt: found 'bytes that are not UTF-8'"),
-    "large text": ("0.txt", b"a" * ((1 << 20) + 1), {}, "0.txt: found '1,048,577 bytes'"),
     "second picture": ("0.png", b"", {}, "0.png: found 'a second picture next to 0.jpg'"),
     "no picture": ("9.txt", b"alone", {}, "9: found 'captions without a picture'"),
 }
@@ -269,9 +268,9 @@ def test_a_row_without_a_picture_is_named(tmp_path: Path) -> None:
     made = arrow.table({"image": [None, {"bytes": b"no picture", "path": ""}], "text": ["a", "b"]})
     pytest.importorskip("pyarrow.parquet").write_table(made, tmp_path / "a.parquet")
     found = read("parquet", tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a.parquet: image\[0\]: found 'no picture'"):
+    with pytest.raises(InputError, match=r"a.parquet: image\[0\]: found 'no image'"):
         found.pictures.frames(0)
-    with pytest.raises(InputError, match=r"a.parquet: image\[1\]: found 'no picture that Pillow can read'"):
+    with pytest.raises(InputError, match=r"a.parquet: image\[1\]: found 'no image that Pillow can read'"):
         found.pictures.frames(1)
     with pytest.raises(InputError, match="a column of captions"):
         pytest.importorskip("pyarrow.parquet").write_table(made.drop_columns(["text"]), tmp_path / "b.parquet")

@@ -258,7 +258,7 @@ def test_pixels_with_an_unknown_white_level_are_refused(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.array([[0.0, 1e6]], np.float32)).save(tmp_path / "a.tif")
-    with pytest.raises(InputError, match=r"a\.tif: found \"grey values from 0 to 1e\+06 of Pillow's mode F\""):
+    with pytest.raises(InputError, match=r"a\.tif: found \"grayscale values from 0 to 1e\+06 of Pillow's mode F\""):
         decode(tmp_path / "a.tif")
     Image.fromarray(np.array([[0.0, 255]], np.float32)).save(tmp_path / "b.tif")
     assert decode(tmp_path / "b.tif")[0, :, 0].tolist() == [0, 255]

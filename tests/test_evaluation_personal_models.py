@@ -13,11 +13,11 @@ from coordinator.evaluation import EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
-from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Scenario
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord
 from tests import in_process_run, threaded_run
 from tests.command_line import completed
 from tests.log_causes import records
@@ -91,7 +91,7 @@ def test_a_silo_that_is_away_for_a_task_is_still_evaluated(tiny: Path, tmp_path:
 def test_a_measurement_that_fails_on_every_silo_writes_no_line_and_the_run_continues(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from silos.program import Silo
+    from silos.tasks import Silo
 
     def fail(*_: object) -> None:
         raise ValueError("no")
@@ -191,9 +191,9 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     monkeypatch.setattr("coordinator.faults.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
-    notes = {each.text: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}
-    stop = NoteKind.EVALUATION_ABORTED if number == 11 else NoteKind.STOP_REQUESTED  # the last evaluation, or earlier
-    assert notes[NoteKind.ENDED].caused_by == notes[stop].n
+    notes = {each.event: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}
+    stop = LogEvent.EVALUATION_ABORTED if number == 11 else LogEvent.STOP_REQUESTED  # the last evaluation, or earlier
+    assert notes[LogEvent.ENDED].caused_by == notes[stop].n
     taken[0] = number + 1
     assert counted(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary.plain()) == counted(
         dict(whole)
@@ -330,12 +330,6 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
 
 
 # ---------------------------------------------------------------------------------------------------- names and curves
-def test_personal_every_enters_the_run_name_only_where_it_is_set(tiny: Path) -> None:
-    facts = facts_of(scenario_of(tiny).model_dump(mode="json"))
-    assert "personal_every" not in facts["evaluation"]
-    assert facts_of(scenario_of(tiny, EVERY).model_dump(mode="json"))["evaluation"]["personal_every"] == 2
-
-
 def test_personal_models_have_curves_over_merges_and_time_and_a_figure_in_the_report(
     tiny: Path, tmp_path: Path
 ) -> None:

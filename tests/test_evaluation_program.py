@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
-from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, rank
-from fedmq.evaluation.heldout import HeldOut
+from fedmq.evaluation.heldout import HeldOut, embed
 from fedmq.evaluation.metrics import Measured, fold_recalls, measure
 from fedmq.federation import population as populations
 from fedmq.federation.population import Population, build_population, device_of

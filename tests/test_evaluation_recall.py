@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmq.evaluation import label_metrics, recall
-from fedmq.evaluation.fairness import fairness
+from fedmq.evaluation.recall import fairness
 from tests import definitions
 
 

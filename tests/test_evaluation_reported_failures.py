@@ -13,7 +13,8 @@ from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation import program
 from fedmq.runs.results import read_summary
 from fedmq.runs.status import FAILED, SiloPhase, read_status
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.own_data_sites import HOSPITALS, arrays, of_hospital
 from tests.own_data_threads import OwnRun
@@ -38,7 +39,7 @@ class Failing:
             self.coordinate(resume=False)
         log = self.run.folder.messages(COORDINATOR)
         records = [each for _, each in read_log(log) if isinstance(each, NoteRecord)]
-        (reported,) = [each for each in records if each.text is NoteKind.ERROR_REPORTED]
+        (reported,) = [each for each in records if each.event is LogEvent.ERROR_REPORTED]
         assert reported.facts["peer"] == EVALUATOR
         if self.run.folder.status.exists():  # the rounds had begun
             status = read_status(self.run.folder.status)

@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
-from fedmq.cli import schema as schema_command
+from fedmq.cli import reference as schema_command
 from fedmq.config.yaml_files import read_yaml
-from fedmq.experiments.file_schemas import FileKind, schema_of
+from fedmq.experiments.spec_file import FileKind, schema_of
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "scenarios").rglob("*.yaml"))

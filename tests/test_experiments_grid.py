@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 
 from fedmq.cli import main as cli
-from fedmq.config.loader import apply_settings
+from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
 from fedmq.experiments.grid import ComparisonPlan
+from fedmq.experiments.summary import parse_target
 from fedmq.federation.population import build_population
 from tests.comparisons import entries, place, resolve
 from tests.threaded_run import run_of
 
 
-def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
+def fully_resolved(file: Path, settings: list[str], seed: int | None) -> ResolvedRun:
     """Resolve a scenario and check the method's options."""
-    return run_of(resolve(file, settings, seed)).scenario
+    return run_of(resolve(file, settings, seed).scenario)
 
 
 @pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])
@@ -44,7 +45,7 @@ def test_keys_that_a_comparison_sets_itself_cannot_be_varied(text: str, allowed:
 @pytest.mark.parametrize("value", ["nan", "inf", "", "x"])
 def test_a_target_is_a_number(value: str) -> None:
     with pytest.raises(InputError, match="--target"):
-        planning.parse_target(f"mean_r1={value}")
+        parse_target(f"mean_r1={value}")
 
 
 def test_values_are_yaml_and_may_apply_to_one_method() -> None:
@@ -68,7 +69,7 @@ def test_every_combination_of_varied_values_is_a_row_named_by_its_differences(ti
         "fedavg, silos.count=5",
         "rcsr filler=zero, silos.count=5",
     ]
-    scenario = resolve(tiny, list(rows[3].settings), None)
+    scenario = resolve(tiny, list(rows[3].settings), None).scenario
     assert (scenario.silos.count, scenario.protocol.name, scenario.protocol.options["filler"]) == (5, "rcsr", "zero")
     assert [row.name for row in entries(tiny, ["silos.count=4,5"])] == ["silos.count=4", "silos.count=5"]
 
@@ -76,9 +77,9 @@ def test_every_combination_of_varied_values_is_a_row_named_by_its_differences(ti
 def test_keys_are_varied_together_as_a_named_set(tiny: Path) -> None:
     rows = entries(tiny, ["set={name: short, rounds: 3, training.learning_rate: 0.1},{name: long, rounds: 6}"])
     assert [row.name for row in rows] == ["short", "long"]
-    scenario = resolve(tiny, list(rows[0].settings), None)
+    scenario = resolve(tiny, list(rows[0].settings), None).scenario
     assert (scenario.rounds, scenario.training.learning_rate) == (3, 0.1)
-    assert resolve(tiny, list(rows[1].settings), None).rounds == 6
+    assert resolve(tiny, list(rows[1].settings), None).scenario.rounds == 6
     wrong = (("--vary", "set=3,4"), ("--select", "set={rounds: 3},{rounds: 4}"), ("--vary", "set={},{rounds: 4}"))
     for option, text in (*wrong, ("--vary", "set={name: [x], rounds: 4}")):
         with pytest.raises(InputError, match=f"{option} set"):
@@ -113,7 +114,7 @@ def test_a_varied_method_keeps_options_set_separately_and_its_own_value_takes_pr
     def taus(settings: list[str], *vary: str) -> list[tuple[str, float]]:
         varied = [planning.parse_variation(text, "--vary") for text in vary]
         rows = planning.entries([tiny], settings, varied, [], resolve)
-        chosen = [resolve(row.file, list(row.settings), None).protocol for row in rows]
+        chosen = [resolve(row.file, list(row.settings), None).scenario.protocol for row in rows]
         return [(each.name, each.options["tau"]) for each in chosen]
 
     both = [("fedavg", 0.3), ("rcsr", 0.3)]
@@ -133,7 +134,7 @@ def test_an_option_unknown_to_one_row_is_refused_with_advice_on_setting_it_for_o
     (row,) = planning.entries(
         [tiny], ["protocol.mu=0.1"], [replace(varied[0], values=("fedprox",))], [], fully_resolved
     )
-    assert fully_resolved(row.file, list(row.settings), None).protocol.options["mu"] == 0.1
+    assert fully_resolved(row.file, list(row.settings), None).scenario.protocol.options["mu"] == 0.1
 
 
 def test_rows_with_the_same_scenario_are_refused(tiny: Path) -> None:
@@ -216,7 +217,7 @@ def test_run_names_do_not_change_with_symlinks_or_absolute_weight_paths(
 
     def facts(pretrained: str, path: str) -> dict[str, Any]:
         settings = [f"backbone={{name: matconvnet, pretrained: {pretrained}}}", f"data.path={path}"]
-        return planning.named_by(resolve(tiny, settings, None))
+        return planning.named_by(resolve(tiny, settings, None).scenario)
 
     named = facts("w.mat", "real.npz")
     assert (named["backbone"]["pretrained"], named["data"]["path"]) == ("w.mat", str(tmp_path / "real.npz"))
@@ -227,7 +228,8 @@ def test_run_names_do_not_change_with_symlinks_or_absolute_weight_paths(
 def test_data_is_prepared_once_for_all_runs_that_share_it(tiny: Path) -> None:
     asked: list[int] = []
 
-    def prepare(scenario: Scenario) -> Path:
+    def prepare(run: ResolvedRun) -> Path:
+        scenario = run.scenario
         asked.append(scenario.seed)
         return Path("cache") / f"digest-{scenario.seed}"
 
@@ -258,7 +260,7 @@ def test_every_partition_is_checked_before_the_runs_start(
     place = runner.Workplace(
         tmp_path,
         resolve,
-        runner.digest_once(lambda each: build_population(each).prepared.folder, cli._check_partition),
+        runner.digest_once(lambda run: build_population(run.scenario).prepared.folder, cli._check_partition),
         True,
         1,
     )
@@ -273,7 +275,7 @@ def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named
     raw = apply_settings(read_yaml(tiny), ["protocol={name: rcsr, warmup: 1, filler: zero}"])
     file.write_text(json.dumps(raw))
     rows = entries(file, ["protocol=fedavg,rcsr,{name: rcsr, filler: ema}"])
-    of_row = {each.name: dict(resolve(file, list(each.settings), None).protocol.options) for each in rows}
+    of_row = {each.name: dict(resolve(file, list(each.settings), None).scenario.protocol.options) for each in rows}
     assert of_row == {
         "fedavg": {},
         "rcsr": {"warmup": 1, "filler": "zero"},
@@ -282,7 +284,7 @@ def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named
     (line,) = planning.without_options(rows)
     assert line == f"{file}: the rows fedavg are without the options of rcsr (warmup: 1, filler: zero)"
     together = entries(file, ["set={name: plain, protocol: {name: rcsr}},{name: own}"])
-    assert [dict(resolve(file, list(each.settings), None).protocol.options) for each in together] == [
+    assert [dict(resolve(file, list(each.settings), None).scenario.protocol.options) for each in together] == [
         {},
         {"warmup": 1, "filler": "zero"},
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool, runner, tables
 from fedmq.experiments.grid import ComparisonPlan

@@ -79,7 +79,7 @@ def entry(tiny: Path) -> Entry:
 
 @pytest.fixture(scope="module")
 def scenario(tiny: Path) -> Scenario:
-    return resolve(tiny, [], None)
+    return resolve(tiny, [], None).scenario
 
 
 @given(st.lists(trials, min_size=2, max_size=4))

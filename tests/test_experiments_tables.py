@@ -18,7 +18,6 @@ from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, fold_recalls, known_names, measure
-from fedmq.experiments import grid as planning
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
 from fedmq.experiments.grid import ComparisonPlan, Entry
@@ -149,12 +148,12 @@ def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan
 def test_metrics_that_no_run_can_have_are_refused_and_cut_offs_come_from_the_rows(tiny: Path) -> None:
     rows = entries(tiny, ["evaluation.map_at=[50],[100]"])
     named = ("mean_r1", "t2i_r10", "spread_text", "map", "map_expected", "map_at50", "map_at100_i2t", "personal.map")
-    planning.check_metrics(ComparisonPlan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
+    made_rows.check_metrics(ComparisonPlan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
     for name in ("map_at5", "map_i2i", "ndcg_at50", "mean_r2", "foo", "personal.any", "seconds_.total"):
         with pytest.raises(InputError, match=f"--metric: found '{name}'"):
-            planning.check_metrics(ComparisonPlan(rows, (0,), ("mean_r1", name)), resolve)
+            made_rows.check_metrics(ComparisonPlan(rows, (0,), ("mean_r1", name)), resolve)
     with pytest.raises(InputError, match=r"--target: found 'mean_r2', allowed: a metric, e\.g\. mean_r"):
-        planning.check_metrics(ComparisonPlan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
+        made_rows.check_metrics(ComparisonPlan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
 
 
 def test_the_metrics_of_an_evaluation_are_known_beforehand(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
 from fedmq.clock import WallClock
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
+from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
-from fedmq.experiments.search_journal import SearchJournal
 from fedmq.experiments.tuning import TrialState, Tuned
 from tests.in_process_jobs import InThisProcess, run_jobs_here
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [16, 32]}
 #: Learning rate of the runs of which a reply counts as refused.
@@ -43,7 +42,7 @@ class WithRefusals(InThisProcess):
     def __init__(self, job: pool.Job) -> None:
         super().__init__(job)
         folder = Path(job.command[job.command.index("--quiet") - 1])
-        if loader.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
+        if scenarios.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
             summary = json.loads((folder / "summary.json").read_text())
             refused = {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}
             (folder / "summary.json").write_text(json.dumps({**summary, "unusable_replies": refused}))
@@ -63,17 +62,13 @@ def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
 
 
 def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
-    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), shared)
-    place = Workplace(folder / "runs", lambda *of: resolved(of[0], *of[1], *seed_of(of[2])), lambda _: "", False, 2)
+    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
+    place = Workplace(folder / "runs", resolve_fully, lambda _: "", False, 2)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop, Impatient())
 
 
-def seed_of(seed: int | None) -> list[str]:
-    return [] if seed is None else [f"seed={seed}"]
-
-
-def shared(_: object) -> bool:
-    return False
+def resolve_fully(file: Path, settings: list[str], seed: int | None) -> ResolvedRun:
+    return run_of(resolved(file, *settings, *([] if seed is None else [f"seed={seed}"])))
 
 
 @pytest.mark.slow
@@ -89,12 +84,12 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
     assert [row["method"] for row in rows] == ["fedavg", "fedavg", "rcsr", "rcsr"]
     for method in ("fedavg", "rcsr"):
         best = max((row for row in rows if row["method"] == method), key=lambda row: float(row["value"]))
-        scenario = loader.load(out / f"best-{method}.yaml")
+        scenario = scenarios.load(out / f"best-{method}.yaml")
         assert scenario.protocol.label == method
         assert scenario.training.learning_rate == float(best["training.learning_rate"])
         assert scenario.rounds == 4 and scenario.evaluation.split == "test"
     folders = sorted((out / "runs").glob("*/summary.json"))
-    trials = [loader.load(each.with_name("scenario.yaml")) for each in folders]
+    trials = [scenarios.load(each.with_name("scenario.yaml")) for each in folders]
     assert {(each.rounds, each.evaluation.split) for each in trials} == {(2, "val")}
     again = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--quiet"])
     assert again.exit_code == 0 and len(here) == 4  # nothing is left to run
@@ -178,88 +173,74 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "place", "value"),
     [
-        ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "low must be below high"),
-        ({"search": {"training.learning_rate": {"low": 0.1, "high": 1, "step": 5}}}, "step must be at most"),
-        ({"search": {"seed": [1, 2]}}, "seed cannot be searched; use seeds"),
-        ({"search": {"evaluation.every": [1, 2]}}, "evaluation.every cannot be searched"),
-        ({"search": {"training.speed": [1, 2]}}, "training.speed"),
-        ({"search": {"training.learning_rate": [0.1, -1]}}, "training.learning_rate"),
-        ({"search": {"training.batch_size": [16]}}, "search"),
-        ({"search": {}}, "search is empty"),
-        ({"methods": {"fedavgg": {}}}, "fedavg"),
-        ({"metric": "mean_r11"}, "mean_r1"),
+        ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "line 4: search.training.learning_rate", None),
         (
-            {"metric": "fairness.nonsense"},
-            "metric: found 'fairness.nonsense', allowed: fairness with one of .*worst_r1",
+            {"search": {"training.momentum": {"low": 0.1, "high": 1, "step": 5}}},
+            "line 4: search.training.momentum",
+            None,
         ),
-        ({"metric": "personal.mean_r11"}, "personal with one of mean_r1"),
-        ({"metric": "bytes.sideways"}, "bytes with one of up, down"),
-        ({"metric": "fairnes.worst_r1"}, "a value of the summary, e.g. fairness"),
-        ({"pruning": "median", "metric": "fairness.worst_r1"}, "pruning median needs"),
-        ({"seeds": [1, 1]}, "seeds lists a seed twice"),
-        ({"metric": "scenario.name"}, "scenario has no parts"),
-        ({"search": {"training.learning_rate": [1, 1.0]}}, "values that differ: its scenario is that of 1"),
+        ({"search": {"training.batch_size": [16]}}, "line 4: search.training.batch_size", [16]),
+        ({"search": {"seed": [1, 2]}}, "line 3: search", None),
+        ({"search": {"evaluation.every": [1, 2]}}, "line 3: search", None),
+        ({"search": {"training.speed": [1, 2]}}, "search space of rcsr: training.speed", "speed"),
+        ({"search": {"training.learning_rate": [0.1, -1]}}, "search space of rcsr: training.learning_rate", -1),
+        ({"search": {"training.learning_rate": [1, 1.0]}}, "search space of rcsr: training.learning_rate", 1.0),
+        (
+            {"search": {"training.batch_size": {"low": 8.0, "high": 16.0}}},
+            "search space of rcsr: training.batch_size",
+            8,
+        ),
         (
             {"search": {"training": [{"local_epochs": 1}, {"local_epochs": 2}], "training.local_epochs": [1, 2]}},
-            "search space of rcsr: training: .*values that differ",
+            "search space of rcsr: training",
+            {"local_epochs": 2},
         ),
-        ({"search": {"training.batch_size": {"low": 8.0, "high": 16.0}}}, "training.batch_size"),
-        ({"pruning": "median", "evaluate_every": 2}, "less than the 2 rounds of a trial"),
-        ({"evaluate_every": 1}, "evaluate_every has no effect without pruning"),
-        ({"trails": 3}, "trails"),
+        ({"methods": {"fedavgg": {}}}, "methods.fedavgg", "fedavgg"),
+        ({"metric": "mean_r11"}, "metric", "mean_r11"),
+        ({"metric": "fairness.nonsense"}, "metric", "fairness.nonsense"),
+        ({"metric": "personal.mean_r11"}, "metric", "personal.mean_r11"),
+        ({"metric": "bytes.sideways"}, "metric", "bytes.sideways"),
+        ({"metric": "fairnes.worst_r1"}, "metric", "fairnes.worst_r1"),
+        ({"metric": "scenario.name"}, "metric", "scenario.name"),
+        ({"pruning": "median", "evaluate_every": 2}, "evaluate_every", 2),
+        ({"trails": 3}, "line 12: trails", "trails"),
+        ({"search": {}}, "", None),
+        ({"seeds": [1, 1]}, "", None),
+        ({"evaluate_every": 1}, "", None),
+        ({"pruning": "median", "metric": "fairness.worst_r1"}, "", None),
     ],
 )
 def test_a_wrong_tuning_file_is_refused_before_anything_runs(
-    tiny: Path, tmp_path: Path, keys: dict[str, Any], message: str
+    tiny: Path, tmp_path: Path, keys: dict[str, Any], place: str, value: object
 ) -> None:
     path = spec(tiny, tmp_path, **keys)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as refused:
         tuned(path, tmp_path / "out")
+    assert refused.value.place.removeprefix(str(path)).startswith(f": {place}" if place else "")
+    assert value is None or refused.value.found == value
     assert not (tmp_path / "out").exists()
 
 
 def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     values = [[0.9, 0.999], [0.8, 0.99]]
     path = spec(tiny, tmp_path, search={"training.betas": values})
-    plan = tune_file.plan_of(path, tune_file.read(path), lambda *of: resolved(of[0], *of[1]), shared)
+    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
 
 
-def test_a_journal_drops_an_incomplete_last_step_and_finds_any_other_change(tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
-    written = SearchJournal(path, "search")
-    written.append_logs([{"op_code": 0, "value": 0.1}])
-    with written.step():
-        written.append_logs([{"op_code": 1, "value": math.nan}])
-        written.append_logs([{"op_code": 2}])
-    with pytest.raises(KeyError), written.step():
-        written.append_logs([{"op_code": 3}])
-        raise KeyError
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in sorted({*range(0, len(whole), 13), first - 1, first, len(whole) - 1, len(whole)}):
-        path.write_bytes(whole[:end])
-        count = {len(whole): 3}.get(end, int(end >= first))
-        assert [each["op_code"] for each in SearchJournal(path, "search").read_logs(0)] == list(range(count))
-        assert path.read_bytes() == whole[: {0: 0, 1: first, 3: len(whole)}[count]]
-    one, two, three, _ = whole.split(b"\n")
-    changed = {
-        2: [one, two.replace(b"NaN", b"0.5"), three],
-        1: [one.replace(b"0.1", b"1.0"), two, three],
-        3: [one, two, two, three],
-    }
-    others = [[two, three], [one, three], [one, three, two], [b"[" * 100_000], [b"\xff"], [b"[]"], [b"{}"], [b""]]
-    for lines in [*changed.values(), *others]:
-        damaged = b"\n".join(lines) + b"\n"
-        path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"line \d: found 'a damaged or misplaced line', allowed: .*delete it"):
-            SearchJournal(path, "search")
-        assert path.read_bytes() == damaged
-    path.write_bytes(whole)
-    with pytest.raises(InputError, match="line 1"):
-        SearchJournal(path, "another search")
+@pytest.mark.parametrize(
+    "damage", ["[]", "{}", "{", '{"op_code": 99, "worker_id": "x"}', '{"op_code": 4, "worker_id": "x"}']
+)
+def test_a_damaged_journal_is_refused_in_one_line(damage: str, tiny: Path, tmp_path: Path) -> None:
+    path, out = spec(tiny, tmp_path), tmp_path / "out"
+    assert tuned(path, out, lambda: True).stopped
+    first, *others = (out / "study.journal").read_text().splitlines()
+    (out / "study.journal").write_text("\n".join([first, damage, *others, ""]))
+    with pytest.raises(InputError, match="delete it") as refused:
+        tuned(path, out)
+    assert refused.value.place == str(out / "study.journal") and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["search.json", "study.journal"])

@@ -23,7 +23,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import RunError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import channel
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
 from tests.threaded_run import resolved, run
@@ -195,7 +195,7 @@ def test_a_coordinator_killed_after_every_single_event_loses_nothing(
         out = tmp_path / str(number)
         assert run_restarted(scenario, out).summary.model_digest == whole, number
         assert first_difference(record, read_record(RunFolder(out))) is None
-        assert sum(note["kind"] == "coordinator_crash" for note in notes(out, NoteKind.FAULT)) == 1
+        assert sum(note["kind"] == "coordinator_crash" for note in notes(out, LogEvent.FAULT)) == 1
         sane(out, 3)
 
 
@@ -203,7 +203,7 @@ def test_a_coordinator_killed_after_every_single_event_loses_nothing(
 def test_events_are_counted_across_the_restarts_of_a_run(tiny: Path, tmp_path: Path) -> None:
     crashes = "{kind: coordinator_crash, after_event: 7}, {kind: coordinator_crash, after_event: 14}"
     run_restarted(resolved(tiny, "participation=1.0", f"faults=[{crashes}]"), tmp_path)
-    assert [note["place"] for note in notes(tmp_path, NoteKind.FAULT)] == [0, 1]
+    assert [note["place"] for note in notes(tmp_path, LogEvent.FAULT)] == [0, 1]
 
 
 @pytest.mark.slow

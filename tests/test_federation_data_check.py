@@ -15,12 +15,13 @@ import torch
 import yaml
 from rich.console import Console
 
-from fedmq.config import loader as scenarios
+from fedmq.cli import data as cli_data
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
 from fedmq.data.catalogue import SETS
-from fedmq.federation import data_check
 from fedmq.federation.population import build_population
+from fedmq.federation.preflight.data import DataFacts
 from fedmq.text import Progress
 from tests import data_set_folders
 from tests.command_line import fedmq
@@ -71,7 +72,7 @@ def test_a_data_set_is_counted_and_after_extraction_partitioned(
     assert ["│", "person", "│", str(held[0][1]), "│", str(held[1][1]), "│"] in shown
     assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1") == 0
     assert "training items of each label" in capfd.readouterr().out
-    monkeypatch.setattr(data_check, "FEW_LABELS", 1)
+    monkeypatch.setattr(cli_data, "FEW_LABELS", 1)
     assert fedmq(monkeypatch, "data", "check", path) == 0
     assert "training items of each label" not in capfd.readouterr().out
     assert fedmq(monkeypatch, "data", "features", path) == 0
@@ -381,8 +382,8 @@ def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
 
 def test_a_coarse_label_on_every_item_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     labels = {"coarse:clothes": 4, "fine:shirt": 3, "fine:shoe": 1}
-    facts = data_check.DataFacts("features", items=4, captions=4, splits={}, labels=labels, without_labels=0)
-    data_check.show(facts, Console())
+    facts = DataFacts("features", items=4, captions=4, splits={}, labels=labels, without_labels=0)
+    cli_data.show_data(facts, Console())
     assert "every item" not in capsys.readouterr().out
 
 

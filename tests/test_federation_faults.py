@@ -20,7 +20,8 @@ from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.errors import InputError, RunError
 from fedmq.federation.faults import FaultSchedule, TaskOutcome, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.protocol import SiloFacts
-from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord
+from fedmq.wire.log_events import LogEvent, TimelineEvent
+from fedmq.wire.log_records import NoteRecord, TimelineRecord
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
@@ -286,11 +287,11 @@ def test_poisoned_prototypes_are_negated_and_losses_stay() -> None:
 # ---------------------------------------------------------------------------------------- records in the message log
 def struck(out: Path, kind: str) -> list[tuple[str, int]]:
     """Silo and task number of each logged fault of a kind."""
-    return [(note["silo"], note["sequence"]) for note in notes(out, NoteKind.FAULT) if note.get("kind") == kind]
+    return [(note["silo"], note["sequence"]) for note in notes(out, LogEvent.FAULT) if note.get("kind") == kind]
 
 
 def failed(out: Path) -> list[tuple[str, int, str]]:
-    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, NoteKind.TASK_FAILED)]
+    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, LogEvent.TASK_FAILED)]
 
 
 @pytest.mark.slow
@@ -329,17 +330,17 @@ def test_every_note_names_the_event_that_caused_it(tiny: Path, tmp_path: Path) -
     faults = "[{kind: drop, silos: [silo-01], rounds: [1]}, {kind: coordinator_crash, after_round: 2}]"
     run_restarted(resolved(tiny, f"faults={faults}", "participation=1.0"), tmp_path)
     found = records(tmp_path)
-    events = {record.number: record for record in found if isinstance(record, EventRecord)}
+    events = {record.number: record for record in found if isinstance(record, TimelineRecord)}
     assert sorted(events) == list(range(1, 4 * 4 + 1)), "four rounds of four silos, whatever was done twice"
-    (lost,) = [record for record in events.values() if record.event is EventKind.FAILED]
-    noted = {(each.text, each.facts.get("kind")): each for each in found if isinstance(each, NoteRecord)}
-    failed, dropped = noted[NoteKind.TASK_FAILED, None], noted[NoteKind.FAULT, "drop"]
+    (lost,) = [record for record in events.values() if record.event is TimelineEvent.FAILED]
+    noted = {(each.event, each.facts.get("kind")): each for each in found if isinstance(each, NoteRecord)}
+    failed, dropped = noted[LogEvent.TASK_FAILED, None], noted[LogEvent.FAULT, "drop"]
     assert (failed.caused_by, failed.facts["silo"], lost.silo) == (lost.n, "silo-01", "silo-01")
     assert dropped.facts["sequence"] == lost.sequence
     last_of_round_0 = events[4]
     assert dropped.caused_by == lost.caused_by == last_of_round_0.n, "the task was sent, and then lost, in round 1"
-    assert noted[NoteKind.FAULT, "coordinator_crash"].caused_by == events[8].n
-    for kind in (NoteKind.ALL_MERGED, NoteKind.RELEASED, NoteKind.RESULTS, NoteKind.ENDED):
+    assert noted[LogEvent.FAULT, "coordinator_crash"].caused_by == events[8].n
+    for kind in (LogEvent.ALL_MERGED, LogEvent.RELEASED, LogEvent.RESULT_DIGESTS, LogEvent.ENDED):
         assert noted[kind, None].caused_by == events[16].n
 
 
@@ -355,8 +356,8 @@ def test_a_temporarily_full_disk_loses_no_merge(tiny: Path, tmp_path: Path) -> N
     whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
     assert outcome.summary.model_digest == whole
-    assert len(notes(tmp_path / "full", NoteKind.CHECKPOINT_REFUSED)) == 1
-    assert "No space left" in notes(tmp_path / "full", NoteKind.CHECKPOINT_REFUSED)[0]["error"]
+    assert len(notes(tmp_path / "full", LogEvent.CHECKPOINT_REFUSED)) == 1
+    assert "No space left" in notes(tmp_path / "full", LogEvent.CHECKPOINT_REFUSED)[0]["error"]
 
 
 @pytest.mark.slow
@@ -402,7 +403,7 @@ def test_tasks_of_a_silo_that_becomes_ineligible_fail_as_not_eligible(tiny: Path
         "faults=[{kind: modality_lost, modality: text, silos: [silo-00], rounds: [1, 2]}]",
     )
     in_process_run.run(scenario, tmp_path)
-    assert [reason for *_, reason in failed(tmp_path)] == ["not eligible", "not eligible"]
+    assert [reason for *_, reason in failed(tmp_path)] == ["not_eligible", "not_eligible"]
     assert [line["replies"].count("silo-00") for line in lines(tmp_path, "merge")] == [1, 0, 0, 1]
 
 
@@ -410,7 +411,7 @@ def test_tasks_of_a_silo_that_becomes_ineligible_fail_as_not_eligible(tiny: Path
 def test_a_coordinator_without_a_supervisor_skips_its_own_crash_and_logs_that(tiny: Path, tmp_path: Path) -> None:
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert [note["kind"] for note in notes(tmp_path, NoteKind.FAULT_NOT_CARRIED_OUT)] == ["coordinator_crash"]
+    assert [note["kind"] for note in notes(tmp_path, LogEvent.FAULT_SKIPPED)] == ["coordinator_crash"]
 
 
 @pytest.mark.slow
@@ -421,7 +422,7 @@ def test_a_wall_clock_run_ends_and_says_that_it_cannot_be_replayed(tiny: Path, t
         in_process_run.run(resolved(tiny, f"faults=[{late}, {drop}, {split}]", "clock=wall"), tmp_path).phase
         is Phase.DONE
     )
-    assert notes(tmp_path, NoteKind.WALL_CLOCK_FAULTS)
+    assert notes(tmp_path, LogEvent.WALL_CLOCK_FAULTS)
     assert "unreachable" in {reason for *_, reason in failed(tmp_path)}
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Scenario
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from tests.in_process_run import run as run_inline
 from tests.network_namespaces import Network, available
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, Sites, arrays, outputs
@@ -54,11 +55,11 @@ def test_three_sites_survive_a_cut_link_a_stopped_coordinator_and_another_addres
     assert summary["versions"] == ROUNDS
     assert {silo["participations"] for silo in summary["per_silo"].values()} == {ROUNDS}
     notes = [
-        record.text
+        record.event
         for _, record in read_log(sites.run / "messages" / "coordinator.jsonl")
         if isinstance(record, NoteRecord)
     ]
-    assert notes.count(NoteKind.RESUMED) == 1
+    assert notes.count(LogEvent.RESUMED) == 1
     assert summary["model_digest"] == _undisturbed(tmp_path)
 
 

@@ -15,7 +15,8 @@ from fedmq.cli.scenarios import resolved_file
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.command_line import completed
 from tests.in_process_run import run as run_inline
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, PATIENCE, Sites, arrays, of_hospital, outputs

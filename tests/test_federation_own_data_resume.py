@@ -17,7 +17,8 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Scenario
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from tests.command_line import completed
 from tests.in_process_run import run as run_inline
@@ -83,8 +84,8 @@ def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulatio
     summary = read_summary(run.folder)
     assert {silo.participations for silo in summary.per_silo.values()} == {ROUNDS}
     assert not audit_run(tmp_path / "run").findings
-    notes = [record.text for _, record in read_log(run.folder.messages(COORDINATOR)) if isinstance(record, NoteRecord)]
-    assert (notes.count(NoteKind.RESUMED), notes.count(NoteKind.AGREED)) == (2, 3)
+    notes = [record.event for _, record in read_log(run.folder.messages(COORDINATOR)) if isinstance(record, NoteRecord)]
+    assert (notes.count(LogEvent.RESUMED), notes.count(LogEvent.AGREED)) == (2, 3)
     # Both kinds of figures, named apart: of the evaluator's items, and of the silos' own.
     assert summary.metrics["mean_r1"] > 0
     assert summary.own_heldout is not None and set(summary.own_heldout.per_silo) == {"silo-00", "silo-02"}

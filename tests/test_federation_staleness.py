@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import merged_state, reply_of
+from coordinator.aggregation import merged_state, weighted
 from coordinator.run_context import CostModel, RunContext
 from fedmq.config.sections import Cost
-from fedmq.federation.protocol import Reply, State
+from fedmq.federation.protocol import State, Update
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Representations
 from protocols.creamfl_public import GLOBAL, CreamFlPublic
-from protocols.parts.aggregation import update_of
-from tests.small_federation import SmallFederation, population
+from tests.small_federation import SmallFederation, equal_states, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
@@ -34,14 +32,12 @@ def setting(tiny: Path, run: SmallFederation, name: str, *changes: str) -> RunCo
     return RunContext(scenario, run.protocol, run.context, (11, 9, 7, 5), cost, RunFolder(tiny.parent))
 
 
-def replies(run: SmallFederation, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
+def replies(run: SmallFederation, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Update]:
     """Each silo's reply to a task of the given version, as the method merges it into version 2."""
     found = []
     for silo, base in zip(run.context.silos, bases, strict=False):
-        facts = {"run": "run-0", "kind": Kind.REPLY, "sender": silo.name, "receiver": "coordinator", "sent_at": 0.0}
-        header = Header(**facts, sequence=7, reply_to=7, base_version=base)  # type: ignore[arg-type]
         states = {version: State(run.state.theta + version) for version in range(3)}
-        reply = reply_of(kept, Message(header, run.train(silo).payloads), silo, states, 2, merged)
+        reply = weighted(kept, Update(silo, 7, base, 0, 1.0, run.train(silo).payloads), states, 2, merged)
         assert reply.base is states[base]
         found.append(reply)
     return found
@@ -100,8 +96,8 @@ def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path
     assert [reply.participation_weight for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
 
 
-def step_of(run: SmallFederation, reply: Reply) -> Tensor:
-    return update_of(reply, run.context.layout).delta.double()
+def step_of(run: SmallFederation, reply: Update) -> Tensor:
+    return reply.delta.double()
 
 
 @pytest.mark.parametrize(
@@ -153,3 +149,13 @@ def test_public_representations_of_a_stale_silo_are_weighted_less() -> None:
         weights = score.softmax(0) * torch.tensor([1.0, 0.25])[:, None]
         weights = weights / weights.sum(0)
         torch.testing.assert_close(wanted[name], (weights[..., None] * own).sum(0))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "rcsr"])
+def test_the_order_of_arrival_does_not_change_a_merge_to_the_bit(tiny: Path, name: str) -> None:
+    run = population(name)
+    kept = setting(tiny, run, name, "aggregation={mode: sync}")
+    given = run.replies()
+    forward, backward = (merged_state(kept, run.state, arrived, 0)[0] for arrived in (given, given[::-1]))
+    assert equal_states(forward.state, backward.state)
+    assert forward.log == backward.log

@@ -16,7 +16,7 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import Task
 from fedmq.federation.updates import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
-from silos.program import Silo
+from silos.tasks import Silo
 from tests import in_process_run
 from tests.threaded_run import resolved, run
 

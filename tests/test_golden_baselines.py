@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 
 from fedmq.federation.updates import polynomial
-from fedmq.models.adapters import through_shared
+from fedmq.models.two_tower import through_shared
 from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl, moon, plfedcmh
 from protocols.objectives import shdch
-from protocols.parts import aggregation, alternating, class_prototypes, hypernetwork, losses
+from protocols.parts import aggregation, alternating, class_prototypes, losses
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every, t
 
@@ -60,8 +60,8 @@ def plfedcmh_batch(x: Inputs) -> torch.Tensor:
 
 def plfedcmh_mix(x: Inputs) -> torch.Tensor:
     models = t(x["W"])
-    weights = hypernetwork.shares(t(x["hyper_alpha"])[None], torch.ones(len(models), dtype=torch.bool))
-    block = hypernetwork.mixed(weights, models.flatten(1), {"block": slice(0, models[0].numel())})["block"]
+    weights = plfedcmh.mixing_weights(t(x["hyper_alpha"])[None], torch.ones(len(models), dtype=torch.bool))
+    block = plfedcmh.mixed_blocks(weights, models.flatten(1), {"block": slice(0, models[0].numel())})["block"]
     return block.view(models.shape[1:])
 
 

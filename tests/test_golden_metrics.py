@@ -11,7 +11,7 @@ import torch
 from fedmq.data import partition
 from fedmq.evaluation import hamming, label_metrics
 from fedmq.evaluation import recall as metrics
-from fedmq.evaluation.fairness import fairness
+from fedmq.evaluation.recall import fairness
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every
 

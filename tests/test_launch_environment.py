@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.file_descriptors import OTHER_DESCRIPTORS
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.launch.private_folder import FORKSERVER, private_folder
@@ -33,7 +33,7 @@ PER_SILO = 2
 
 @pytest.fixture(scope="module")
 def scenario(tiny: Path) -> Scenario:
-    return loader.load(tiny, ("missing_modality.silos={}",))
+    return scenarios.load(tiny, ("missing_modality.silos={}",))
 
 
 def of_size(scenario: Scenario, count: int, hosts: int | None, slots: int) -> Scenario:

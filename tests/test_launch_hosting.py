@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.launch.private_folder import private_folder
 from fedmq.launch.processes import Limits, plan_hosting
@@ -24,7 +24,7 @@ ENOUGH = Limits(memory=1 << 50, descriptors=1 << 20)
 
 
 def planned(tiny: Path, limits: Limits, *settings: str) -> tuple[tuple[tuple[str, ...], ...], str]:
-    hosting = plan_hosting(loader.load(tiny, settings), limits)
+    hosting = plan_hosting(scenarios.load(tiny, settings), limits)
     return hosting.hosts, hosting.reason
 
 
@@ -68,7 +68,7 @@ def test_a_limit_of_open_files_that_no_run_can_start_with_is_refused(tiny: Path)
 def test_the_run_id_does_not_depend_on_the_hosts(tiny: Path) -> None:
     from fedmq.federation.population import run_name
 
-    assert run_name(loader.load(tiny)) == run_name(loader.load(tiny, ("silos.hosts=2",)))
+    assert run_name(scenarios.load(tiny)) == run_name(scenarios.load(tiny, ("silos.hosts=2",)))
 
 
 def test_a_temporary_folder_with_a_long_path_is_not_used_for_sockets(
@@ -140,7 +140,7 @@ def test_faults_of_a_hosted_silo_are_carried_out_on_its_host(tiny: Path, tmp_pat
     hosted, _ = finished(tiny, tmp_path / "hosted", *options, "--set", "silos.hosts=2")
     assert hosted["model_digest"] == own["model_digest"]
     record = (tmp_path / "hosted" / "messages" / "coordinator.jsonl").read_text()
-    assert '"text":"fault"' in record.replace(" ", "")
+    assert '"event":"fault"' in record.replace(" ", "")
 
 
 @pytest.mark.slow

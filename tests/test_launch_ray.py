@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.launch.ray_cluster import RayCluster
 from fedmq.storage.run_folder import RunFolder
@@ -111,7 +111,7 @@ def test_what_the_cluster_cannot_do_is_refused_before_the_run(
 @pytest.mark.slow
 def test_without_a_cluster_the_error_says_how_to_start_one(tiny: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
-    scenario = loader.load(tiny, SETTINGS)
+    scenario = scenarios.load(tiny, SETTINGS)
     assert scenario.launcher == "ray"
     done = subprocess.run(command(tiny, tmp_path / "run"), capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
@@ -124,6 +124,6 @@ def test_ray_is_needed_only_by_its_launcher(tiny: Path, tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(InputError, match=r"launcher ray: found 'package ray missing'.*\[ray\]"),
-        RayCluster.connected(loader.load(tiny, SETTINGS), RunFolder(tmp_path)),
+        RayCluster.connected(scenarios.load(tiny, SETTINGS), RunFolder(tmp_path)),
     ):
         pass

@@ -14,7 +14,7 @@ import pytest
 import protocols
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun, Source, resolve
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
@@ -38,7 +38,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, load_identity
 from silos.host import HostArguments
-from silos.program import SiloArguments
+from silos.tasks import SiloArguments
 from tests import in_process_run, threaded_run
 
 SCENARIOS = sorted(Path("scenarios").resolve().glob("*.yaml"))
@@ -57,7 +57,7 @@ class Collector(RemoteProcess):
 
 @pytest.fixture
 def run(tiny: Path) -> ResolvedRun:
-    return resolve(Source(tiny, loader.load(tiny)), protocols)
+    return resolve(Source(tiny, scenarios.load(tiny)), protocols)
 
 
 def file(path: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def test_the_arguments_of_every_program_arrive_as_they_were_sent(run: ResolvedRu
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_scenario_arrives_with_the_id_of_its_run(path: Path, tmp_path: Path) -> None:
     try:
-        scenario = loader.load(path)
+        scenario = scenarios.load(path)
     except InputError as error:
         pytest.skip(str(error))  # a comparison
     if scenario.data is None:

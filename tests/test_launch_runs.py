@@ -266,7 +266,7 @@ def test_a_killed_silo_is_restarted_and_the_model_is_the_same(
     output, _ = process.communicate(timeout=PATIENCE)
     assert json.loads(output)["model_digest"] == reference["model_digest"]
     started = [json.loads(line) for line in (out / "messages" / "silo-00.jsonl").read_text().splitlines()]
-    assert sum(record.get("text") == "started" for record in started) == 2
+    assert sum(record.get("event") == "started" for record in started) == 2
     assert not audit_run(out).findings
 
 

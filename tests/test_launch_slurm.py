@@ -19,7 +19,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.launch.remote_peer import DIED
 from fedmq.launch.slurm_cluster import LocalJobs, SlurmCluster, SlurmJobs, SlurmProcess
@@ -234,7 +234,7 @@ def test_jobs_of_a_killed_command_are_cancelled_before_the_run_continues(
     for number in ("17", "18", "--user=root"):
         (jobs / f"{number}_submitted.pkl").write_bytes(pickle.dumps(Malicious(trap)))
     (jobs / "silo-00-17.log").touch()
-    with SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path)) as cluster:
+    with SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path)) as cluster:
         assert (tmp_path / "said").read_text() == "--full --signal=USR1 17\n17\n"
         assert [path.name for path in jobs.iterdir()] == ["silo-00-17.log"]
         assert not trap.exists()
@@ -254,7 +254,7 @@ def test_what_slurm_cannot_do_is_refused_before_the_run(
     command(commands / "squeue", "true")
     refusal = "allocation failure: Requested node configuration is not available"
     command(commands / "sbatch", f"echo '{refusal}' >&2; exit 1")
-    connected: Any = SlurmCluster.connected(loader.load(tiny, ("launcher=slurm", *settings)), RunFolder(tmp_path))
+    connected: Any = SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm", *settings)), RunFolder(tmp_path))
     with pytest.raises(InputError, match=message), connected:
         pass
     assert not (tmp_path / "jobs").exists()
@@ -264,7 +264,7 @@ def test_a_folder_of_jobs_that_is_a_link_is_refused(tiny: Path, tmp_path: Path, 
     monkeypatch.setenv("FEDMQ_SLURM", "local")
     (tmp_path / "elsewhere").mkdir(mode=0o755)
     (tmp_path / "jobs").symlink_to("elsewhere")
-    connected: Any = SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
+    connected: Any = SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
     with pytest.raises(InputError, match="jobs: found 'a link'"), connected:
         pass
     assert stat.S_IMODE((tmp_path / "elsewhere").stat().st_mode) == 0o755
@@ -275,13 +275,13 @@ def test_without_slurm_the_error_says_how_to_rehearse(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("FEDMQ_SLURM", raising=False)
-    connected: Any = SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
+    connected: Any = SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
     with pytest.raises(InputError, match=r"launcher slurm: found .*No such file.*FEDMQ_SLURM=local"), connected:
         pass
 
 
 def test_submitit_is_needed_only_by_its_launcher(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    connected: Any = SlurmCluster.connected(loader.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
+    connected: Any = SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path))
     with pytest.raises(InputError, match=r"launcher slurm: found 'package submitit missing'.*\[slurm\]"), connected:
         pass

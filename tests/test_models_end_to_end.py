@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.prepare import prepare
 from fedmq.encoders import matconvnet

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedmq.config.scenario import Objective
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.embedding import embed
-from fedmq.evaluation.heldout import HeldOut, load_inference
+from fedmq.evaluation.heldout import HeldOut, embed, load_inference
 from fedmq.evaluation.metrics import Measured, measure
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import encoders_of

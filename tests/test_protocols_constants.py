@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from fedmq.config.scenario import Training
-from fedmq.federation.protocol import Local, Reply, State, take
+from fedmq.federation.protocol import Local, State, Update, take
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, Representations, RouterStatistics
 from protocols import creamfl_public
@@ -253,8 +253,8 @@ def test_public_representations_are_scored_against_the_other_modality() -> None:
     shared = 20 * normalize(torch.randn(2, items, DIM, generator=generator), dim=2)
     tensors = dict(zip((f"{creamfl_public.GLOBAL}{name}" for name in ("image", "text")), shared, strict=True))
 
-    def reply(index: int) -> Reply:
-        return Reply(run.context.silos[index], 1, 0, 0, 1.0, (Representations(given[index].numpy(), "both"),))
+    def reply(index: int) -> Update:
+        return Update(run.context.silos[index], 1, 0, 0, 1.0, (Representations(given[index].numpy(), "both"),))
 
     assert isinstance(run.protocol, creamfl_public.CreamFlPublic)
     wanted = run.protocol.targets(dataclasses.replace(run.state, tensors=tensors), [reply(0), reply(1)])

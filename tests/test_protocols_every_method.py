@@ -18,15 +18,15 @@ from safetensors.torch import save as save_tensors
 import protocols
 from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective
-from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Local, Reply, State, Task
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.federation.protocol import Local, State, Task, Update
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols.parts.aggregation import inserted, places
 from protocols.parts.missing_branch import completed, shortened
 from protocols.parts.personal_model import OWN
-from tests.small_federation import MIXED, SmallFederation, equal_states, mixed, population
+from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states, mixed, population
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
@@ -37,12 +37,12 @@ NO_UPDATE = {"creamfl_public", "fedproto", "local"}
 updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
 
-def delta_of(reply: Reply) -> Delta | PartialDelta:
+def delta_of(reply: Update) -> Delta | PartialDelta:
     (delta,) = [payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)]
     return delta
 
 
-def change_of(run: SmallFederation, reply: Reply) -> torch.Tensor:
+def change_of(run: SmallFederation, reply: Update) -> torch.Tensor:
     """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
     if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
@@ -65,7 +65,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
         protocols.load("_merge")
 
 
-def sends(run: SmallFederation, reply: Reply, modality: str) -> bool:
+def sends(run: SmallFederation, reply: Update, modality: str) -> bool:
     """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
     branch = run.model.branch(modality)
@@ -194,9 +194,20 @@ def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:
     return run.protocol.traits().shared_layers
 
 
-def on_the_way(run: SmallFederation, reply: Reply) -> tuple[Payload, ...]:
+def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
     """A reply's payloads as sent over the wire."""
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
+
+
+def check(run: SmallFederation, reply: Update, sent: tuple[Payload, ...], samples: int | None = None) -> None:
+    """Check payloads of a silo as the coordinator does when they arrive."""
+    header = Header(
+        run="run", kind=Kind.REPLY, sender=reply.silo.name, receiver="coordinator", sequence=1, sent_at=0.0,
+        reply_to=1, base_version=1,
+    )  # fmt: skip
+    uploads = run.protocol.uploads(reply.silo)
+    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared_layers(run), samples=samples)
+    run.protocol.check(sent)
 
 
 @updating_protocol
@@ -223,10 +234,7 @@ def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_th
 @updating_protocol
 def test_an_update_of_other_layers_is_refused(name: str) -> None:
     run = population(name)
-    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
-                    reply_to=1, base_version=0)  # fmt: skip
     for reply in run.replies():
-        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
         (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
         if not isinstance(update, PartialDelta):
@@ -241,7 +249,7 @@ def test_an_update_of_other_layers_is_refused(name: str) -> None:
         for other in others:
             payloads = tuple(other if payload is update else payload for payload in sent)
             with pytest.raises(RemoteWireError, match="layers"):
-                check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
+                check(run, reply, payloads)
 
 
 @every_protocol
@@ -251,17 +259,6 @@ def test_replies_contain_the_payload_kinds_that_uploads_declares(name: str) -> N
         kinds = [type(payload) for payload in reply.payloads]
         assert len(kinds) == len(set(kinds))
         assert frozenset(kinds) == run.protocol.uploads(reply.silo)
-
-
-@every_protocol
-def test_the_order_of_replies_does_not_change_the_merge_to_the_bit(name: str) -> None:
-    run = population(name)
-    run.round()
-    replies = run.replies()
-    forward = run.protocol.merge(run.state, replies, 1)
-    backward = run.protocol.merge(run.state, replies[::-1], 1)
-    assert equal_states(forward.state, backward.state)
-    assert forward.log == backward.log
 
 
 @every_protocol
@@ -285,31 +282,16 @@ def test_a_merge_of_one_reply_is_possible(name: str) -> None:
         assert torch.isfinite(merged.state.theta).all()
 
 
-@every_protocol
-def test_one_task_of_a_silo_is_never_merged_twice(name: str) -> None:
-    run = population(name)
-    replies = run.replies()
-    with pytest.raises(FedmqError):
-        run.protocol.merge(run.state, [*replies, replies[0]], 0)
-
-
 @updating_protocol
-def test_a_broken_update_is_refused(name: str) -> None:
+def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
     run = population(name)
-    good = run.replies()
-    delta = delta_of(good[0])
-    spoilt = delta.buffer.copy()
-    spoilt[3] = np.nan
-    bad = [
-        dataclasses.replace(delta, buffer=spoilt),
-        dataclasses.replace(delta, buffer=delta.buffer[:-1].copy()),
-        dataclasses.replace(delta, layout_digest="0" * 64),
-        dataclasses.replace(delta, n_samples=0),
-    ]
-    for each in bad:
-        payloads = tuple(each if payload is delta else payload for payload in good[0].payloads)
-        with pytest.raises(FedmqError):
-            run.protocol.merge(run.state, [dataclasses.replace(good[0], payloads=payloads), *good[1:]], 0)
+    good = next(reply for reply in run.replies() if reply.silo.paired)
+    delta = delta_of(good)
+    check(run, good, good.payloads)
+    for change in ({"buffer": delta.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}):
+        broken = dataclasses.replace(delta, **change)
+        with pytest.raises(RemoteWireError):
+            check(run, good, tuple(broken if payload is delta else payload for payload in good.payloads))
 
 
 @every_protocol
@@ -432,44 +414,53 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
     run.round()
     tried = 0
     for reply in run.replies():
-        header = Header(
-            run="run",
-            kind=Kind.REPLY,
-            sender=reply.silo.name,
-            receiver="coordinator",
-            sequence=1,
-            sent_at=0.0,
-            reply_to=1,
-            base_version=1,
-        )
-        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
-        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers)
+        check(run, reply, sent)
         for place, payload in enumerate(sent):
             for other in misshapen(payload):
                 payloads = (*sent[:place], other, *sent[place + 1 :])
                 tried += 1
                 with pytest.raises(RemoteWireError):
-                    check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
-                    run.protocol.check(payloads)
+                    check(run, reply, payloads)
     assert tried or name == "local"  # which sends a loss, a number
 
 
 def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
     run = population("fedavg", kinds=[(True, True)] * 2)
     for reply in run.replies():
-        name = reply.silo.name
-        header = Header(
-            run="run", kind=Kind.REPLY, sender=name, receiver="coordinator", sequence=1, sent_at=0.0, reply_to=1
-        )
-        message, uploads = Message(header, reply.payloads), run.protocol.uploads(reply.silo)
         held = len(run.shares[reply.silo.index])
-        check_reply(message, uploads, run.context, reply.silo, samples=held)
+        check(run, reply, reply.payloads, samples=held)
         with pytest.raises(RemoteWireError, match=rf"{held} samples, the silo has {held - 1}"):
-            check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
+            check(run, reply, reply.payloads, samples=held - 1)
 
 
-@pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
-def test_methods_built_on_info_nce_refuse_other_bases(name: str) -> None:
-    with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
-        population(name, objective=Objective(base="dcmh", bits=8, hidden=16))
+#: Runs that a method refuses: options, objective, labels, and the place that the error names.
+DCMH, DSCMR, NO_LABELS = Objective(base="dcmh", bits=8, hidden=16), Objective(base="dscmr", bits=8, hidden=16), ()
+REFUSED = [
+    ("rcsr", {}, DCMH, LABELS, "objective.base"),
+    ("fedbridge", {}, DCMH, LABELS, "objective.base"),
+    ("creamfl_public", {}, DCMH, LABELS, "objective.base"),
+    ("plfedcmh", {}, Objective(), LABELS, "objective.base"),
+    ("fedcafe", {}, Objective(), LABELS, "objective.base"),
+    ("fedcmr", {}, Objective(), LABELS, "objective.base"),
+    ("feduch", {}, DCMH, LABELS, "objective.base"),
+    ("feduch", {}, Objective(base="shdch", bits=8), LABELS, "objective.base"),
+    ("fedscmr", {}, DSCMR, LABELS, "objective"),
+    ("fedscmr", {"shared_layers": "all", "eval_space": "common"}, None, LABELS, "protocol.eval_space"),
+    ("fedper", {"personal_layers": "audio."}, None, LABELS, "protocol.personal_layers"),
+    ("fedper", {"personal_layers": "visual.,text."}, None, LABELS, "protocol.personal_layers"),
+    ("rcsr", {"fair_eta": 6.0, "fair_tau": 0.5}, None, LABELS, "protocol.fair_eta times fair_tau"),
+    ("fedproto", {}, None, NO_LABELS, "protocol.name"),
+    ("fedhap", {}, None, NO_LABELS, "protocol.name"),
+    ("plfedcmh", {}, None, NO_LABELS, "objective.base"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "objective", "labels", "place"), REFUSED)
+def test_a_run_that_a_method_is_not_defined_for_is_refused_in_one_line(
+    name: str, options: dict[str, object], objective: Objective | None, labels: tuple[str, ...], place: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        population(name, options, objective=objective, labels=labels)
+    assert caught.value.place == place
+    assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Local, Reply, Task, take
+from fedmq.federation.protocol import Local, Task, Update, take
 from fedmq.wire.payloads import ClassPrototypes, Delta
 from protocols import fedbridge
 from protocols.parts import centroids
@@ -23,7 +23,7 @@ def unit(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
-def delta(reply: Reply) -> np.ndarray:
+def delta(reply: Update) -> np.ndarray:
     return take(reply.payloads, Delta).buffer
 
 
@@ -117,9 +117,8 @@ def test_items_with_one_caption_have_no_caption_contrast() -> None:
         ("rcsr", {"anchor": "multi", "warmup": 0, "anchor_support": 3, "anchor_centroids": 5}),
     ],
 )
-@pytest.mark.parametrize("rows_kept", [True, False], ids=["", "state of before rows were kept"])
 def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
-    name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = population(name, options, kinds=((True, True),), sizes=(60,))
     silo, pool = run.context.silos[0], run.shares[0]
@@ -142,10 +141,6 @@ def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
     monkeypatch.setattr(centroids, "centroids_of", watched)
     before = torch.arange(40)
     hold(before)
-    if not rows_kept:
-        run.personal[0] = {key: each for key, each in run.personal[0].items() if "_rows_" not in key}
-        hold(before)
-        reported[:2] = []
     after = before.clone()
     after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last row is already in it
     hold(after)

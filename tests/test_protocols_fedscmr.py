@@ -13,10 +13,10 @@ import torch
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.config.sections import Robust
-from fedmq.data.label_levels import COARSE
+from fedmq.data.labels import COARSE
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
-from fedmq.federation.protocol import Local, Reply, take
+from fedmq.federation.protocol import Local, Update, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
 from protocols import fedcmr, fedscmr
@@ -30,7 +30,7 @@ from tests.small_federation import population
 PAIRED = ((True, True),) * 3
 
 
-def with_map(reply: Reply, value: float) -> Reply:
+def with_map(reply: Update, value: float) -> Update:
     new = MeanAveragePrecision(value)
     return dataclasses.replace(
         reply, payloads=tuple(new if isinstance(each, MeanAveragePrecision) else each for each in reply.payloads)
@@ -110,16 +110,6 @@ def test_validation_items_are_never_trained_on() -> None:
     update, other = (next(each for each in reply.payloads if isinstance(each, PartialDelta)) for reply in replies)
     assert update.n_samples == 8
     assert np.array_equal(update.buffer, other.buffer)
-
-
-def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
-    with pytest.raises(InputError, match=r"objective.*enhance"):
-        population("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
-
-
-def test_fedscmr_refuses_the_common_eval_space_where_all_layers_are_shared() -> None:
-    with pytest.raises(InputError, match=r"protocol\.eval_space: found 'common with shared_layers all'"):
-        population("fedscmr", {"shared_layers": "all", "eval_space": "common"})
 
 
 def test_fedcmr_starts_from_the_merged_layer_minus_half_the_silos_displacement() -> None:
@@ -319,7 +309,7 @@ def test_a_silo_that_cannot_measure_a_map_counts_as_the_median_of_all_that_did()
     assert (table[:, 3] >= 0).tolist() == [True, False, False, True]
 
 
-def with_loss(reply: Reply, value: float) -> Reply:
+def with_loss(reply: Update, value: float) -> Update:
     payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
     return dataclasses.replace(reply, payloads=payloads)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.config.sections import Robust
-from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
+from fedmq.federation.protocol import Local, SiloFacts, Task, Update, take
 from fedmq.models.hash_networks import Tower
 from fedmq.wire.payloads import ClassPrototypes, Loss
 from protocols import fedcmr, fedhap, plfedcmh
@@ -28,8 +28,8 @@ from tests.small_federation import SmallFederation, population
 PAIRED = ((True, True),) * 4
 
 
-def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Reply:
-    return Reply(silo, 1, base, 0, 1.0, payloads)
+def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Update:
+    return Update(silo, 1, base, 0, 1.0, payloads)
 
 
 # ----------------------------------------------------------------------------------------------------------- K-means

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Training
-from fedmq.federation.protocol import MergeResult, Reply, State, take
-from fedmq.wire.payloads import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
+from fedmq.federation.protocol import MergeResult, SiloFacts, State, Update, take
+from fedmq.wire.payloads import ClassPrototypes, Delta, Geometry, Loss, ModalityPrototypes, RouterStatistics
 from protocols import rcsr
 from protocols.parts import aggregation, prototypes, router
 from protocols.parts.centroids import MEMBERS
@@ -108,7 +108,7 @@ def test_in_a_run_without_rounds_the_router_uses_the_table(
     seen: list[str] = []
     merge = rcsr.Rcsr.merge
 
-    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         seen.append(protocol.router_over)
         return merge(protocol, state, replies, round_)
 
@@ -126,17 +126,13 @@ def test_the_router_over_the_table_weights_a_buffer_of_two() -> None:
     assert int((run.state.tensors["table_versions"] >= 0).sum()) == 4
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before the mask was kept"])
-def test_the_table_stores_the_modalities_of_each_silos_last_report(older: bool) -> None:
+def test_the_table_stores_the_modalities_of_each_silos_last_report() -> None:
     runs = [population("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
     for run in runs:
         run.round()
         lost, gained = run.context.silos[0], run.context.silos[1]
         lost, gained = dataclasses.replace(lost, text=False), dataclasses.replace(gained, text=True)
         run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
-        if older:
-            without = {name: each for name, each in run.state.tensors.items() if name != "table_mask"}
-            run.state = State(run.state.theta, without, run.state.values)
         for _ in range(2):
             run.round([lost, gained, *run.context.silos[2:]])
     assert torch.equal(runs[0].state.theta, runs[1].state.theta)
@@ -145,17 +141,6 @@ def test_the_table_stores_the_modalities_of_each_silos_last_report(older: bool) 
     assert runs[1].state.tensors["table_mask"].tolist() == told
     runs[1].round(runs[1].context.silos[2:])
     assert runs[1].state.tensors["table_mask"].tolist() == told
-
-
-def test_the_router_over_the_table_reads_a_checkpoint_without_the_mask() -> None:
-    run, older = (population("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
-    for each in (run, older):
-        each.round()
-    without = {name: each for name, each in older.state.tensors.items() if name != "table_mask"}
-    older.state = State(older.state.theta, without, older.state.values)
-    for each in (run, older):
-        each.round(each.context.silos[:2])
-    assert equal_states(run.state, older.state)
 
 
 def test_an_older_reply_does_not_overwrite_the_table() -> None:
@@ -457,15 +442,17 @@ def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
 
 
 # ------------------------------------------------------------------------- merging branches
+def _update(silo: SiloFacts, change: list[float]) -> Update:
+    return Update(silo, 1, 0, 0, 1.0, (Delta("0" * 64, np.array(change, np.float32), 2),))
+
+
 def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
     run = population("fedavg")
     branches = {"image": slice(0, 2), "text": slice(2, 4)}
     silos = run.context.silos
     updates = [
-        aggregation.Update(silos[0], torch.tensor([1.0, 1, 1, 1]), 2, 1.0),
-        aggregation.Update(
-            silos[1], torch.tensor([3.0, 3, 9, 9]), 2, 1.0
-        ),  # image only: what it sends for text is ignored
+        _update(silos[0], [1, 1, 1, 1]),
+        _update(silos[1], [3, 3, 9, 9]),  # image only: what it sends for text is ignored
     ]
     theta, half = torch.zeros(4), torch.tensor([0.5, 0.5], dtype=torch.float64)
     renormalised = aggregation.merge_updates(theta, updates, half, branches, branch_renorm=True)  # type: ignore[arg-type]

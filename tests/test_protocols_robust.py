@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 from fedmq.config.sections import Robust
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Reply, SiloFacts
+from fedmq.federation.protocol import SiloFacts, Update
 from fedmq.wire.layout import Layout
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols.parts.aggregation import branch_slices
 from protocols.parts.robust import (
@@ -37,16 +37,16 @@ SIZE = LAYOUT.size
 BRANCHES = branch_slices(LAYOUT)
 
 
-def reply(index: int, update: np.ndarray, *, image: bool = True, text: bool = True) -> Reply:
+def reply(index: int, update: np.ndarray, *, image: bool = True, text: bool = True) -> Update:
     payloads = (Delta(LAYOUT.digest, update.astype(np.float32), 10), Loss(0.5))
-    return Reply(SiloFacts(f"silo-{index:02d}", index, image, text), 1, 0, 0, 1.0, payloads)
+    return Update(SiloFacts(f"silo-{index:02d}", index, image, text), 1, 0, 0, 1.0, payloads)
 
 
-def updates(replies: list[Reply]) -> np.ndarray:
+def updates(replies: list[Update]) -> np.ndarray:
     return np.array([each.payloads[0].buffer for each in replies])  # type: ignore[union-attr]
 
 
-def constant(*values: float) -> list[Reply]:
+def constant(*values: float) -> list[Update]:
     return [reply(index, np.full(SIZE, value)) for index, value in enumerate(values)]
 
 
@@ -271,7 +271,7 @@ def test_a_run_with_krum_reports_the_silos_it_dropped(tiny: Path, tmp_path: Path
     rule = "aggregation.robust={rule: krum, byzantine: 0.1}"
     paired = ("participation=1.0", "silos.count=8", "missing_modality.silos={}")
     in_process_run.run(resolved(tiny, faults, rule, *paired), tmp_path)
-    assert {note["silo"] for note in notes(tmp_path, NoteKind.LEFT_OUT_BY_KRUM)} == {"silo-01"}
+    assert {note["silo"] for note in notes(tmp_path, LogEvent.REPLY_LEFT_OUT)} == {"silo-01"}
 
 
 @pytest.mark.slow

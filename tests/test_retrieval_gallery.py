@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from fedmq.config import loader as scenarios
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data, Scenario
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RunError
@@ -31,7 +31,7 @@ from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.payload_digest import digest
+from fedmq.wire.codec import digest
 from fedmq.wire.payloads import Memory
 from tests import data_set_folders, definitions
 from tests.command_line import completed, fedmq
@@ -99,7 +99,8 @@ def hashing(tiny: Path, tmp_path: Path) -> Release:
 def indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether faiss ranks; by default it does, however small the gallery."""
     ranks = bool(getattr(request, "param", True))
-    monkeypatch.setattr(gallery, "FAISS_FROM", 1 if ranks else gallery.FAISS_FROM)
+    for module in (gallery, search):
+        monkeypatch.setattr(module, "FAISS_FROM", 1 if ranks else gallery.FAISS_FROM)
     return ranks
 
 
@@ -295,7 +296,7 @@ def test_a_damaged_gallery_is_a_one_line_error(embeddings: Release) -> None:
     with pytest.raises(InputError, match=r"\.faiss: found 'a damaged index"):
         by_item(embeddings, made.items.keys[0])
     made.vectors.write_bytes(b"PK\x03\x04cut short")
-    with pytest.raises(InputError, match="a damaged file"):
+    with pytest.raises(InputError, match=rf"{made.vectors.name}: found"):
         made.array("image")
 
 
@@ -311,7 +312,7 @@ def test_arrays_that_do_not_fit_their_description_are_refused(name: str, embeddi
             made.array(name)
     with zipfile.ZipFile(made.vectors, "w") as archive:
         archive.writestr(f"{name}.npy", b"no array")
-    with pytest.raises(InputError, match="found 'bytes"):
+    with pytest.raises(InputError, match=f"{made.vectors.name}: {name}: found"):
         made.array(name)
 
 

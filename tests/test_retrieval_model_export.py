@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fedmq
-from fedmq.config import loader
+from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Objective
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import InputSpec
@@ -39,7 +39,7 @@ def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     for what, settings in SETTINGS.items():
         root = tmp_path_factory.mktemp("run") / "run"
         short = ["rounds=1", "training.warmup_rounds=0", "participation=1.0", *settings]
-        run(loader.load(tiny, short), root)
+        run(scenarios.load(tiny, short), root)
         found[what] = root / "model"
     return found
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedmq.errors import InputError
 from fedmq.evaluation import label_metrics
-from fedmq.retrieval import pr_curves
+from fedmq.retrieval import plots
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs import tables
 from tests import threaded_run
@@ -36,7 +36,7 @@ def hashing(tiny: Path, tmp_path: Path) -> Path:
 
 
 def test_a_models_curves_agree_with_the_metrics_of_its_run(hashing: Path) -> None:
-    found = pr_curves.measured(open_release(hashing), (1, 5, 10**6))
+    found = plots.measured(open_release(hashing), (1, 5, 10**6))
     summary = json.loads((hashing / "summary.json").read_text())["metrics"]
     assert set(found) == {"i2t", "t2i", "i2i", "t2t"}
     for way, each in found.items():
@@ -79,13 +79,13 @@ def test_items_without_labels_have_no_relevant_items(tmp_path: Path) -> None:
     )
     threaded_run.run(threaded_run.resolved(path), tmp_path / "run")
     with pytest.raises(InputError, match="labels"):
-        pr_curves.measured(open_release(tmp_path / "run"), (1,))
+        plots.measured(open_release(tmp_path / "run"), (1,))
 
 
 @pytest.mark.parametrize("text", ["0", "1,x", "", "-3", "9" * 5000])
 def test_invalid_cutoffs_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--top"):
-        pr_curves.parse_cutoffs(text)
+        plots.parse_cutoffs(text)
 
 
 def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
@@ -99,9 +99,9 @@ def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
 @pytest.mark.slow
 def test_each_row_of_a_comparison_is_the_mean_over_its_seeds(tiny: Path, hashing: Path, tmp_path: Path) -> None:
     threaded_run.run(threaded_run.resolved(tiny, *HASHING, "seed=1"), tmp_path / "other")
-    own = [pr_curves.measured(open_release(path), (1, 5)) for path in (hashing, tmp_path / "other")]
+    own = [plots.measured(open_release(path), (1, 5)) for path in (hashing, tmp_path / "other")]
     assert own[0]["i2t"].map != own[1]["i2t"].map
-    found = pr_curves.mean("both", own)
+    found = plots.mean("both", own)
     for way, each in found.ways.items():
         first, second = own[0][way], own[1][way]
         assert each.map == pytest.approx((first.map + second.map) / 2)
@@ -142,7 +142,7 @@ def test_the_command_reads_the_folder_of_a_comparison(
     # Neither methods without a trained shared model nor the untrained row: its folder holds the trained model.
     assert said.keys() == {"a row"}
     folders = [Path(row["folder"]) for row in listed if row["name"] == "a row"]
-    own = [pr_curves.measured(open_release(folder), (1,)) for folder in folders]
+    own = [plots.measured(open_release(folder), (1,)) for folder in folders]
     assert said["a row"]["map_i2t"] == pytest.approx(np.mean([each["i2t"].map for each in own]))
     assert {row["run"] for row in csv.DictReader(Path("compared/curves/curves.csv").read_text().splitlines())} == {
         "a row"
@@ -157,9 +157,9 @@ def test_the_command_reads_the_folder_of_a_comparison(
 @pytest.mark.slow
 def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing: Path, tmp_path: Path) -> None:
     threaded_run.run(threaded_run.resolved(tiny, *HASHING, "objective.bits=8"), tmp_path / "short")
-    own = [pr_curves.measured(open_release(path), (1,)) for path in (hashing, tmp_path / "short")]
+    own = [plots.measured(open_release(path), (1,)) for path in (hashing, tmp_path / "short")]
     with pytest.raises(InputError, match=r"runs of both: .*different lengths"):
-        pr_curves.mean("both", own)
+        plots.mean("both", own)
     shorter = {
         way: replace(
             each, pr_rank=None if each.pr_rank is None else label_metrics.Curve(*(part[:-1] for part in each.pr_rank))
@@ -167,7 +167,7 @@ def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing
         for way, each in own[0].items()
     }
     with pytest.raises(InputError, match=r"runs of both: .*different lengths"):
-        pr_curves.mean("both", [own[0], shorter])
+        plots.mean("both", [own[0], shorter])
 
 
 @pytest.mark.parametrize(

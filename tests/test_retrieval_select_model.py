@@ -18,7 +18,7 @@ from fedmq.evaluation import recall
 from fedmq.evaluation.heldout import HeldOut
 from fedmq.federation.population import build_population
 from fedmq.launch.released_runs import open_run_model
-from fedmq.retrieval import pr_curves, search
+from fedmq.retrieval import plots, search
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from fedmq.wire.layout import Layout
@@ -100,7 +100,7 @@ def test_the_personal_model_is_the_one_that_the_silo_evaluated(method: str, tiny
     root = finished(tiny, tmp_path / "run", "participation=1", *settings)
     told = summary_of(root)["personal_whole_split"][PAIRED]
     release = as_the_silo_measured(root, PAIRED)
-    for way, each in pr_curves.measured(release, (1,)).items():
+    for way, each in plots.measured(release, (1,)).items():
         assert each.map == pytest.approx(told[f"map_{way}"], abs=1e-12)
 
     made = export(release)

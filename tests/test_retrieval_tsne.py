@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedmq.errors import InputError
-from fedmq.retrieval import tsne
+from fedmq.retrieval import plots
 from fedmq.retrieval.released_model import Release, open_release
 from tests import threaded_run
 from tests.command_line import fedmq
@@ -27,12 +27,12 @@ def release(tiny: Path, tmp_path: Path) -> Release:
 
 
 def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Release) -> None:
-    found = tsne.placed("it", release, items=1000, classes=2, sides=("image", "text"))
+    found = plots.placed("it", release, items=1000, classes=2, sides=("image", "text"))
     half = len(found.items) // 2
     assert found.places.shape == (2 * half, 2) and np.isfinite(found.places).all()
     assert found.sides == ("image",) * half + ("text",) * half
     assert found.items[:half] == found.items[half:] and len(set(found.items)) == half
-    population = tsne.labelled_population(release)
+    population = plots.labelled_population(release)
     prepared, rows = population.prepared, population.evaluated.tolist()
     labels = np.asarray(prepared.labels)[rows]
     counts = labels.sum(0, dtype=np.int64)
@@ -47,7 +47,7 @@ def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Releas
 
 
 def test_a_random_subset_of_items_is_reproducible(release: Release) -> None:
-    first, second = (tsne.placed("it", release, items=6, classes=10, sides=("text",)) for _ in range(2))
+    first, second = (plots.placed("it", release, items=6, classes=10, sides=("text",)) for _ in range(2))
     assert len(first.items) == 6
     assert first.items == second.items
     np.testing.assert_array_equal(first.places, second.places)
@@ -57,7 +57,7 @@ def test_two_clusters_of_codes_are_separated() -> None:
     generator = np.random.default_rng(0)
     centres = np.where(generator.random((2, 32)) < 0.5, -1, 1)
     points = np.repeat(centres, 40, axis=0) * np.where(generator.random((80, 32)) < 0.05, -1, 1)
-    plane = tsne._plane(points.astype(np.float32), binary=True, seed=0)
+    plane = plots._plane(points.astype(np.float32), binary=True, seed=0)
     middles = plane.reshape(2, 40, 2).mean(1)
     inside = np.linalg.norm(plane.reshape(2, 40, 2) - middles[:, None], axis=-1).mean()
     assert np.linalg.norm(middles[0] - middles[1]) > 2 * inside
@@ -66,24 +66,24 @@ def test_two_clusters_of_codes_are_separated() -> None:
 def test_embeddings_are_distinguished_only_by_angle() -> None:
     points = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
     scale = np.float32(2) ** np.arange(30, dtype=np.float32)[:, None]  # exact in floating point
-    plain, scaled = (tsne._plane(each, binary=False, seed=0) for each in (points, points * scale))
+    plain, scaled = (plots._plane(each, binary=False, seed=0) for each in (points, points * scale))
     np.testing.assert_array_equal(plain, scaled)
 
 
 def test_identical_codes_are_mapped_to_one_point() -> None:
     points = np.random.default_rng(0).random((9, 4)).astype(np.float32)  # of one sign, in nine directions
-    assert not tsne._plane(points, binary=True, seed=0).any()
-    assert tsne._plane(points, binary=False, seed=0).any()
+    assert not plots._plane(points, binary=True, seed=0).any()
+    assert plots._plane(points, binary=False, seed=0).any()
 
 
 def test_codes_of_one_bit_are_mapped_to_the_plane() -> None:
     points = np.array([[1.0], [-1.0]] * 10, np.float32)
-    assert np.isfinite(tsne._plane(points, binary=True, seed=0)).all()
+    assert np.isfinite(plots._plane(points, binary=True, seed=0)).all()
 
 
 def test_too_few_points_are_refused(release: Release) -> None:
     with pytest.raises(InputError, match="at least 4"):
-        tsne.placed("it", release, items=1, classes=10, sides=("image", "text"))
+        plots.placed("it", release, items=1, classes=10, sides=("image", "text"))
 
 
 @pytest.mark.slow

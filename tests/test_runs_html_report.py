@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 import protocols  # noqa: F401 - registers the objectives
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli.report import complete_report
-from fedmq.encoders.images import Files
+from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
 from fedmq.runs.report import figures, logs, run_report, side_by_side
@@ -254,7 +254,7 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
 
 def test_a_thumbnail_has_the_whole_picture(tmp_path: Path) -> None:
     Image.new("RGB", (400, 100), COLOURS["red"]).save(tmp_path / "wide.png")
-    found = report_data.thumbnail(Files((tmp_path / "wide.png",)), 0)
+    found = report_data.thumbnail(ImageFiles((tmp_path / "wide.png",)), 0)
     assert Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2]))).size == (112, 28)
 
 
@@ -272,7 +272,7 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     # A silo that was lost for a while is sent its task again, and its second reply is discarded.
     lines = [json.loads(line) for line in photo_run.messages("coordinator").read_text().splitlines()]
     sent = next(each for each in lines if each.get("kind") == "task")
-    again = {"text": "reply discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
+    again = {"event": "reply_discarded", "silo": sent["receiver"], "sequence": sent["sequence"], "reason": "duplicate"}
     note = {key: sent[key] for key in ("hash", "n", "previous", "process", "run", "wall")} | {"action": "note", **again}
     task = facts.tasks[sent["receiver"], sent["sequence"]]
     before = dataclasses.replace(task)

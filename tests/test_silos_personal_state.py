@@ -9,12 +9,13 @@ import torch
 
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateNotes, StateStore
 
 
-def noted(folder: Path, *tasks: tuple[int, int, bool]) -> list[NoteKind]:
+def noted(folder: Path, *tasks: tuple[int, int, bool]) -> list[LogEvent]:
     """Notes of a silo in a new folder, given its tasks: number, last merged task, whether a state is stored."""
     with MessageLog(folder / "silo-00.jsonl", "silo-00", WallClock()) as log:
         store = StateStore(folder / "silo-00")
@@ -22,13 +23,13 @@ def noted(folder: Path, *tasks: tuple[int, int, bool]) -> list[NoteKind]:
         for number, settled, stored in tasks:
             store.keep(number, {"w": torch.ones(2)} if stored else {}, settled)
             notes.after_task(number, settled)
-    return [record.text for _, record in read_log(folder / "silo-00.jsonl") if isinstance(record, NoteRecord)]
+    return [record.event for _, record in read_log(folder / "silo-00.jsonl") if isinstance(record, NoteRecord)]
 
 
 def test_a_silo_in_a_new_folder_says_that_its_state_is_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept, gone = NoteKind.STATE_KEPT, NoteKind.STATE_GONE
+    kept, gone = LogEvent.STATE_KEPT, LogEvent.STATE_MISSING
     assert noted(tmp_path / "first", (1, 0, True), (4, 1, True)) == [kept]
     assert not capfd.readouterr().err
     assert noted(tmp_path / "second", (7, 4, True), (9, 7, True)) == [gone, kept]

@@ -22,12 +22,14 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import CARRIES, COORDINATOR, Kind, Message
 from fedmq.wire.payloads import PAYLOADS, Error, Loss, Payload, Refusal, tensor_bytes
 from fedmq.wire.transports.registry import listen
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of
 from tests.waiting import memory_uri, wait_for
@@ -36,7 +38,7 @@ from tools.make_golden_frames import golden_messages
 SILO, RUN = "silo-00", "policy-0123456789ab"
 #: One payload of each kind that a silo can send.
 SAMPLES: dict[str, Payload] = {
-    payload.KIND: payload for message in golden_messages(2).values() for payload in message.payloads
+    payload.KIND: payload for message in golden_messages().values() for payload in message.payloads
 }
 #: Message in which a silo sends each kind of payload; kinds that only the coordinator sends are left out.
 SENT_IN = {
@@ -114,13 +116,13 @@ def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_pat
     sent = [each for _, each in read_log(tmp_path / "messages" / f"{SILO}.jsonl") if isinstance(each, MessageRecord)]
     assert [each.payloads for each in sent if each.header.kind is not Kind.HEARTBEAT] == [[("refusal", 0)]]
     notes = [each for _, each in read_log(tmp_path / "messages" / f"{SILO}.jsonl") if isinstance(each, NoteRecord)]
-    assert [(note.text, note.facts["rule"], note.facts["withheld"]) for note in notes] == [
-        (NoteKind.WITHHELD, rule, whole)
+    assert [(note.event, note.facts["rule"], note.facts["withheld"]) for note in notes] == [
+        (LogEvent.WITHHELD, rule, whole)
     ]
 
 
 def test_bytes_in_all_counts_over_restarts(tmp_path: Path) -> None:
-    message = golden_messages(2)["reply-delta"]
+    message = golden_messages()["reply-delta"]
     policy, log = tmp_path / "policy.yaml", tmp_path / "silo-00.jsonl"
     policy.write_text("up: {bytes_in_all: 1000}\n")
     first = guard_of(policy, SILO, log)
@@ -135,9 +137,9 @@ def test_bytes_in_all_counts_over_restarts(tmp_path: Path) -> None:
 
 def test_heartbeats_and_refusals_may_always_leave() -> None:
     nothing = guard(kinds=[], bytes_per_message=1, bytes_in_all=0)
-    assert nothing(golden_messages(2)["heartbeat"], 300) is None
-    assert nothing(golden_messages(2)["refusal"], 300) is None
-    assert nothing(golden_messages(2)["reply-loss"], 300) is not None
+    assert nothing(golden_messages()["heartbeat"], 300) is None
+    assert nothing(golden_messages()["refusal"], 300) is None
+    assert nothing(golden_messages()["reply-loss"], 300) is not None
 
 
 def test_a_silo_that_its_policy_does_not_list_does_not_start(tmp_path: Path) -> None:
@@ -188,8 +190,8 @@ def test_a_run_continues_without_the_replies_that_a_silo_withholds(
     assert audit.findings == []
     assert "label_count" not in audit.sent[SILO] and audit.sent[SILO]["refusal"] >= 1
     reported = [each for _, each in read_log(out / "messages" / "coordinator.jsonl") if isinstance(each, NoteRecord)]
-    failed = {note.facts["reason"] for note in reported if note.text is NoteKind.TASK_FAILED}
-    errors = {note.facts["error"] for note in reported if note.text is NoteKind.ERROR_REPORTED}
+    failed = {note.facts["reason"] for note in reported if note.event is LogEvent.TASK_FAILED}
+    errors = {note.facts["error"] for note in reported if note.event is LogEvent.ERROR_REPORTED}
     assert failed == {"policy"} and errors == {"its policy forbids label_count (kinds)"}
     # What left complies with the policy, by the logs of both ends.
     assert check_policy(audit, read_policy(policy), policy).findings == []

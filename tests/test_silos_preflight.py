@@ -16,11 +16,12 @@ import yaml
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
+from fedmq.federation.preflight import Result, Verdict
 from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos import preflight as module
-from silos.preflight import Check, Limits, Verdict, preflight
-from silos.program import SiloArguments
+from silos.preflight import Limits, preflight
+from silos.tasks import SiloArguments
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE
@@ -60,7 +61,7 @@ def arguments(scenario: Scenario, keys: Path, out: Path, name: str = "silo-00") 
     return SiloArguments(run_of(scenario), name, uri_of(keys), keys, out)
 
 
-def by_name(checks: Iterator[Check]) -> dict[str, Check]:
+def by_name(checks: Iterator[Result]) -> dict[str, Result]:
     return {check.name: check for check in checks}
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
+from fedmq.federation.preflight import Result, Verdict
 from fedmq.packages import __version__
 from fedmq.runs.status import status_of
 from fedmq.wire.inquiry import ask_status
 from fedmq.wire.keys import accept_key, load_accepted, load_identity, new_key
-from silos.preflight import Check, Verdict, preflight
-from silos.program import SiloArguments
+from silos.preflight import preflight
+from silos.tasks import SiloArguments
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
 from tests.waiting import PATIENCE, wait_for
@@ -39,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRun]:
     thread.join()
 
 
-def fit(run: OwnRun, **changed: np.ndarray) -> Check:
+def fit(run: OwnRun, **changed: np.ndarray) -> Result:
     """The check of the third site's data, of which some arrays are changed."""
     data: Mapping[str, np.ndarray] = of_hospital(arrays(), "oslo") | changed
     run.data[LATE] = data

@@ -12,10 +12,12 @@ from fedmq.audit.policy_guard import guard_of, kinds_needed
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.runs.status import SiloPhase, read_status
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Payload
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests.own_data_threads import OwnRun
 
 SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "own_sites.yaml"
@@ -30,12 +32,14 @@ def notes(run: OwnRun) -> list[NoteRecord]:
 def reported(run: OwnRun) -> dict[str, str]:
     """The errors that silos reported."""
     return {
-        str(each.facts["peer"]): str(each.facts["error"]) for each in notes(run) if each.text is NoteKind.ERROR_REPORTED
+        str(each.facts["peer"]): str(each.facts["error"])
+        for each in notes(run)
+        if each.event is LogEvent.ERROR_REPORTED
     }
 
 
 def lost(run: OwnRun) -> set[object]:
-    return {each.facts["peer"] for each in notes(run) if each.text is NoteKind.PEER_LOST}
+    return {each.facts["peer"] for each in notes(run) if each.event is LogEvent.PEER_LOST}
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from silos.personal_state import StateStore
-from silos.training_slots import Slots, slots_folder
+from silos.tasks import Slots, slots_folder
 from tests.waiting import PATIENCE
 
 
@@ -40,7 +40,7 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = RoundsRecord(version=version, gone=[], flights={}, sequences={}, losses={})
+    rounds = RoundsRecord(version=version, gone=[], pending={}, sequences={}, losses={})
     return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_record())
 
 
@@ -111,12 +111,12 @@ def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written
 def test_a_process_ends_when_the_log_that_it_writes_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note(NoteKind.STARTED)
+        log.note(LogEvent.STARTED)
         path.parent.rename(tmp_path / "moved")
-        log.note(NoteKind.RESUMED)  # it still has a name
+        log.note(LogEvent.RESUMED)  # it still has a name
         (tmp_path / "moved" / path.name).unlink()
         with pytest.raises(DiskError, match=r"silo-00\.jsonl: was deleted while silo-00 was writing it"):
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.ENDED)
         assert log.records == 2
 
 
@@ -235,9 +235,9 @@ def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, nam
     checkpoints.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"
     content = json.loads(path.read_text())
-    del content["tally"][name]
+    del content["counters"][name]
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
+    with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
         checkpoints.load(tmp_path)
 
 
@@ -317,7 +317,7 @@ def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from silos.training_slots import Slots
+from silos.tasks import Slots
 with Slots(Path(sys.argv[1]), 1).one():
     print('held', flush=True)
     time.sleep(1000)

@@ -27,7 +27,7 @@ from fedmq.runs import results as outcomes
 from fedmq.runs.report import run_report
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run, run_of
@@ -66,7 +66,7 @@ def logs(root: Path) -> None:
     audit_run(root)
     replay.read_record(RunFolder(root))
     log = MessageLog(RunFolder(root).messages("silo-01"), "silo-01", clock_for("virtual", 0.0))
-    log.note(NoteKind.STARTED)
+    log.note(LogEvent.STARTED)
     log.close()
 
 

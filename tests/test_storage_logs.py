@@ -14,10 +14,11 @@ import pytest
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.storage.logs import QUIET, LogFormat, LogLevel, LogOptions, open_log
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run, run_of
 from tests.waiting import PATIENCE
 
@@ -72,15 +73,15 @@ def test_records_of_a_message_log_are_logged_with_the_level_of_their_kind(tmp_pa
     path = tmp_path / "log"
     logger = open_log(LogOptions(LogLevel.DEBUG, path, LogFormat.JSON, console=False), "coordinator")
     with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock(), logger=logger) as log:
-        log.note(NoteKind.STARTED, run="tiny")
-        log.note(NoteKind.PEER_LOST, peer="silo-01")
-        log.note(NoteKind.ERROR_REPORTED, peer="silo-01", error="no memory")
+        log.note(LogEvent.STARTED, run="tiny")
+        log.note(LogEvent.PEER_LOST, peer="silo-01")
+        log.note(LogEvent.ERROR_REPORTED, peer="silo-01", error="no memory")
         log.refused("unknown", "bad_signature", "not signed", 10)
     found = [(line["level"], line["event"], line.get("peer")) for line in lines(path)]
     assert found == [
         ("info", "started", None),
-        ("warning", "peer lost", "silo-01"),
-        ("error", "error reported", "silo-01"),
+        ("warning", "peer_lost", "silo-01"),
+        ("error", "error_reported", "silo-01"),
         ("warning", "message refused", "unknown"),
     ]
 
@@ -91,7 +92,7 @@ def test_the_log_says_that_a_silo_has_joined_only_when_it_has(tmp_path: Path) ->
     logger = open_log(LogOptions(LogLevel.INFO, path, LogFormat.JSON, console=False), "coordinator")
     with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock(), logger=logger) as log:
         log.handshake("received", Kind.READY, "silo-01", 100)
-        log.note(NoteKind.JOINED, peer="silo-01")
+        log.note(LogEvent.JOINED, peer="silo-01")
     assert [(line["event"], line["peer"]) for line in lines(path)] == [("connected", "silo-01"), ("joined", "silo-01")]
 
 

@@ -14,18 +14,18 @@ from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.wire import rekeying
+from fedmq.wire import key_agreement
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
 from fedmq.wire.limits import RateLimit
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
-    EventRecord,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
+    TimelineRecord,
     read_log,
 )
 from fedmq.wire.message_log import MessageLog
@@ -34,7 +34,8 @@ from fedmq.wire.payloads import Error
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE, memory_uri, wait_for
 
@@ -101,8 +102,8 @@ def _kind(record: LogRecord) -> str:
             return record.kind
         case RefusedRecord():
             return record.reason
-        case NoteRecord() | EventRecord():
-            return record.text
+        case NoteRecord() | TimelineRecord():
+            return record.event
 
 
 def report(link: Channel, count: int) -> None:
@@ -135,7 +136,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 def test_the_coordinator_may_be_busy_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
-        assert NoteKind.COORDINATOR_SILENT not in records(tmp_path, "note")
+        assert LogEvent.HEARTBEAT_MISSED not in records(tmp_path, "note")
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -147,7 +148,7 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
         clock.ahead = 3 * BEAT_SECONDS
         serve_until(listener, roster, lambda: roster.online(SILO))
         assert roster.online(SILO)
-        assert records(tmp_path, "note") == [NoteKind.STOOD_STILL]
+        assert records(tmp_path, "note") == [LogEvent.PROCESS_SUSPENDED]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -169,14 +170,14 @@ def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
 
 
 def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rekeying, "MOST_ANSWERED", 2)
+    monkeypatch.setattr(key_agreement, "MOST_REKEYS_ANSWERED", 2)
     with both_ends(tmp_path, queue=64) as (listener, roster, link):
         link._options = Wire(rekey_messages=1)
         serve_until(listener, roster, lambda: bool(roster.refused) and roster.online(SILO))
         assert roster.refused["too_often"] == 1 and roster.online(SILO), "it connects anew"
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
-    assert records(tmp_path, "note") == [NoteKind.TOO_MANY]
+    assert records(tmp_path, "note") == [LogEvent.RATE_LIMITED]
     assert records(tmp_path, "sent").count("rekey") >= 3
 
 

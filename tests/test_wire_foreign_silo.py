@@ -18,11 +18,12 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.data.item_digests import item_digests
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import StartRecord, read_log
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import PAYLOADS, Error, Geometry, Loss, ModalityPrototypes, PartialDelta, Payload
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests.foreign import silo as foreign
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -12,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedmq.errors import RemoteWireError
 from fedmq.wire import handshake
-from fedmq.wire.handshake import Initiated, Responded, complete, confirm, initiate, respond
+from fedmq.wire.handshake import HelloRefusedError, Initiated, Responded, complete, confirm, initiate, reject, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Header, Kind
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from tests.wire_checks import NAMES, RUN, assert_works, flipped, message, reason
 
 
@@ -124,35 +125,29 @@ def test_the_coordinator_refuses_a_hello_from_itself(exchange: Exchange) -> None
     assert reason(lambda: exchange.welcome(hello)) == "unknown_sender"
 
 
-def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(handshake, "WIRE_VERSIONS", (7,))
-        hello, _ = exchange.hello()
-    with pytest.raises(RemoteWireError, match="wire version 7, supported here: 1, 2") as caught:
-        exchange.welcome(hello)
-    assert caught.value.reason == "wire_version"
-
-
-def test_a_peer_with_more_versions_agrees_on_a_common_one(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3, 4, 5))
-        hello, initiated = exchange.hello()
-    welcome, responded = exchange.welcome(hello)
-    ready, silo = exchange.ready(initiated, welcome)
-    assert silo.wire_version == 3
-    assert_works(silo, confirm(responded, ready))
-
-
-def test_disjoint_wire_versions_are_refused_even_though_the_header_is_readable(
-    exchange: Exchange, identities: dict[str, Identity]
+def test_another_wire_version_is_refused_by_name_and_the_peer_learns_it(
+    exchange: Exchange, identities: dict[str, Identity], accepted: dict[str, Ed25519PublicKey]
 ) -> None:
-    hello, _ = exchange.hello()
-    header = handshake.decode_header(hello[0])
-    fields = msgpack.unpackb(hello[1][64:])
-    forged = handshake._signed(
-        identities["silo-00"], handshake.HELLO_LABEL, b"", header, {**fields, "versions": [8, 9]}
+    hello, initiated = exchange.hello()
+    header = replace(handshake.decode_header(hello[0]), wire_version=7)
+    foreign = handshake._signed(identities["silo-00"], handshake.HELLO_LABEL, b"", header, {"of": "the future"})
+    with pytest.raises(RemoteWireError) as caught:
+        respond(identities["coordinator"], accepted, header.run, foreign, 0.0, header=header)
+    assert (caught.value.reason, caught.value.detail) == ("wire_version", "wire version 7, supported here: 1")
+    assert reason(lambda: exchange.welcome(foreign)) == "wire_version"
+    answer = reject(identities["coordinator"], {}, foreign, caught.value, 0.0)
+    assert answer is not None
+    # The other side's program reads the answer, whatever versions of their headers are.
+    theirs = handshake._signed(
+        identities["coordinator"],
+        handshake.REJECT_LABEL,
+        handshake.transcript_digest(*hello),
+        replace(handshake.decode_header(answer[0]), wire_version=7),
+        {"reason": "wire_version", "detail": "wire version 1, supported here: 7"},
     )
-    assert reason(lambda: exchange.welcome(forged)) == "wire_version"
+    with pytest.raises(HelloRefusedError, match="supported here: 7") as refused:
+        complete(initiated, accepted, theirs, 0.0)
+    assert refused.value.reason == "wire_version"
 
 
 def test_any_flipped_bit_of_the_handshake_is_refused(exchange: Exchange) -> None:

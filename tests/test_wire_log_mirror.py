@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedmq.clock import WallClock
 from fedmq.storage.logs import LogFormat, LogOptions, open_log
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 
 
@@ -16,8 +16,8 @@ def test_a_silo_whose_policy_withholds_every_reply_is_logged_once_then_counted(t
     path = tmp_path / "coordinator.jsonl"
     with MessageLog(path, "coordinator", WallClock(), logger=open_log(operators, "coordinator")) as log:
         for number in range(25):
-            log.note(NoteKind.TASK_FAILED, silo="silo-01", sequence=number, reason="policy")
-        log.note(NoteKind.TASK_FAILED, silo="silo-02", sequence=1, reason="policy")
+            log.note(LogEvent.TASK_FAILED, silo="silo-01", sequence=number, reason="policy")
+        log.note(LogEvent.TASK_FAILED, silo="silo-02", sequence=1, reason="policy")
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [(line["silo"], line.get("times")) for line in lines] == [
         ("silo-01", None),

@@ -1,4 +1,4 @@
-"""Records of message logs: they round-trip byte for byte, and logs of earlier releases are readable."""
+"""Records of message logs: they round-trip byte for byte."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from fedmq.clock import VirtualClock
+from fedmq.wire.codec import digest
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
     GENESIS,
     HEADER,
-    EventKind,
-    EventRecord,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
+    TimelineRecord,
     canonical,
     chain,
     read_log,
@@ -33,11 +33,7 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Loss
-
-#: Written by a release without typed records: one of each kind, action, note and event.
-OLD = Path(__file__).parent / "logs" / "records.jsonl"
 
 
 def written(path: Path) -> list[LogRecord]:
@@ -58,8 +54,8 @@ def written(path: Path) -> list[LogRecord]:
         log.handshake("received", Kind.HELLO, "silo-00", 1400)
         log.message("received", Message(header, (Loss(0.5),)), "ab" * 16, 900)
         log.refused("silo-00", Reason.REPLAY, "message 7", 900)
-        log.note(NoteKind.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, caused_by=0)
-        log.event(EventKind.ARRIVED, silo="silo-00", sequence=3, now=1.5, version=2, number=5)
+        log.note(LogEvent.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, caused_by=0)
+        log.event(TimelineEvent.ARRIVED, silo="silo-00", sequence=3, now=1.5, version=2, number=5)
     found = [record for _, record in read_log(path)]
     assert None not in found
     return [record for record in found if record is not None]
@@ -72,9 +68,13 @@ def test_each_kind_of_record_round_trips(tmp_path: Path) -> None:
     assert (message.action, message.header.kind, message.header.session) == ("received", Kind.REPLY, b"s" * 16)
     assert (message.payloads, message.digests) == ([("loss", 0)], [digest(Loss(0.5))])
     assert isinstance(refused, RefusedRecord) and refused.reason is Reason.REPLAY
-    assert isinstance(note, NoteRecord) and note.text is NoteKind.FAULT and note.caused_by == 0
+    assert isinstance(note, NoteRecord) and note.event is LogEvent.FAULT and note.caused_by == 0
     assert note.facts == {"kind": "crash", "place": 1, "silo": "silo-00", "sequence": 3}
-    assert isinstance(event, EventRecord) and (event.event, event.now, event.number) == (EventKind.ARRIVED, 1.5, 5)
+    assert isinstance(event, TimelineRecord) and (event.event, event.now, event.number) == (
+        TimelineEvent.ARRIVED,
+        1.5,
+        5,
+    )
 
 
 def test_a_record_is_the_canonical_json_of_its_fields_and_those_of_the_header(tmp_path: Path) -> None:
@@ -91,41 +91,22 @@ def test_a_record_has_every_header_field_except_the_wire_version() -> None:
     assert {field.name for field in fields(Header)} - set(HEADER) == {"wire_version"}
 
 
-def test_logs_of_earlier_releases_are_read_completely_and_their_notes_are_known() -> None:
-    found = [record for _, record in read_log(OLD)]
-    assert {type(record) for record in found} == {
-        MessageRecord,
-        HandshakeRecord,
-        RefusedRecord,
-        NoteRecord,
-        EventRecord,
-    }
-    for record, line in zip(found, OLD.open("rb"), strict=True):
-        assert record is not None
-        assert (record.intact, record.line) == (True, line)
-        if isinstance(record, NoteRecord):
-            assert isinstance(record.text, NoteKind)
-            assert record.cause is None
-        if isinstance(record, EventRecord):
-            assert isinstance(record.event, EventKind)
-            assert record.number is None
-
-
 def line_of(**values: Any) -> bytes:
     """A valid log line."""
     plain = {"n": 0, "process": "silo-00", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS, **values}
     return canonical({**plain, "hash": chain(GENESIS, plain)}) + b"\n"
 
 
-def test_a_record_is_caused_by_an_earlier_one_and_the_causes_of_earlier_releases_are_read() -> None:
-    old = record_of(line_of(action="note", text="fault", cause=3))
-    assert isinstance(old, NoteRecord) and (old.cause, old.caused_by, old.facts) == (3, None, {})
-    event = {"action": "note", "text": "event", "event": "arrived", "silo": "", "sequence": 0, "now": 1, "version": 0}
-    for plain in ({"action": "note", "text": "fault"}, event):
-        later = record_of(line_of(**plain, n=7, caused_by=6))
-        assert isinstance(later, NoteRecord | EventRecord) and later.caused_by == 6
-        for wrong in (7, 8, -1, "6", 6.0):
-            assert record_of(line_of(**plain, n=7, caused_by=wrong)) is None
+EVENT = {"action": "timeline", "event": "arrived", "silo": "", "sequence": 0, "now": 1, "version": 0, "number": 1}
+
+
+@pytest.mark.parametrize("plain", [{"action": "note", "event": "fault"}, EVENT], ids=["note", "timeline"])
+def test_a_record_is_caused_by_an_earlier_one_and_its_event_is_known(plain: dict[str, Any]) -> None:
+    later = record_of(line_of(**plain, n=7, caused_by=6))
+    assert isinstance(later, NoteRecord | TimelineRecord) and later.caused_by == 6
+    for wrong in (7, 8, -1, "6", 6.0):
+        assert record_of(line_of(**plain, n=7, caused_by=wrong)) is None
+    assert record_of(line_of(**{**plain, "event": "the moon is full"})) is None
 
 
 def test_the_script_in_the_docs_prints_what_led_to_a_record(tmp_path: Path) -> None:
@@ -133,16 +114,16 @@ def test_the_script_in_the_docs_prints_what_led_to_a_record(tmp_path: Path) -> N
     block = document.read_text().partition("    import json, sys\n")[2].partition("\n\n")[0]
     path = tmp_path / "log.jsonl"
     with MessageLog(path, "coordinator", VirtualClock()) as log:
-        log.note(NoteKind.STARTED)
-        expelled = log.note(NoteKind.EXPELLED, peer="silo-01")
+        log.note(LogEvent.STARTED)
+        expelled = log.note(LogEvent.EXPELLED, peer="silo-01")
         event = {"silo": "silo-01", "sequence": 2, "now": 1.0, "version": 1, "number": 5}
-        failed = log.event(EventKind.FAILED, **event, caused_by=expelled)
-        log.note(NoteKind.KEYS_UNREADABLE)
-        last = log.note(NoteKind.TASK_FAILED, caused_by=failed)
+        failed = log.event(TimelineEvent.FAILED, **event, caused_by=expelled)
+        log.note(LogEvent.KEYS_UNREADABLE)
+        last = log.note(LogEvent.TASK_FAILED, caused_by=failed)
     script = f"import json, sys\n{textwrap.dedent(block)}"
     done = subprocess.run([sys.executable, "-c", script, path, str(last)], capture_output=True, text=True, check=True)
-    texts = [ast.literal_eval(line)["text"] for line in done.stdout.splitlines()]
-    assert texts == ["task failed", "event", "expelled"]
+    events = [ast.literal_eval(line)["event"] for line in done.stdout.splitlines()]
+    assert events == ["task_failed", "failed", "expelled"]
 
 
 def test_the_docs_name_the_kinds_of_messages_that_have_records() -> None:
@@ -151,13 +132,6 @@ def test_the_docs_name_the_kinds_of_messages_that_have_records() -> None:
     recorded, _, others = entry.partition("A `reject`")
     assert set(re.findall("`(.+?)`", recorded)) == set(Kind) - {Kind.REJECT, Kind.INQUIRE, Kind.STATUS}
     assert set(re.findall("`(.+?)`", others)) == {Kind.INQUIRE, Kind.STATUS}
-
-
-def test_a_note_and_an_event_of_another_release_keep_their_text() -> None:
-    note = record_of(line_of(action="note", text="the moon is full", cause=3, silo=None))
-    assert isinstance(note, NoteRecord) and (note.text, note.facts) == ("the moon is full", {"silo": None})
-    event = record_of(line_of(action="note", text="event", event="eclipse", silo="", sequence=0, now=1, version=0))
-    assert isinstance(event, EventRecord) and (event.event, event.now) == ("eclipse", 1)
 
 
 MESSAGE = {
@@ -222,7 +196,7 @@ def test_a_value_that_is_not_a_records_object_is_not_a_record(line: bytes) -> No
 
 def test_text_not_encodable_in_utf_8_can_be_logged_and_read_back(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "log.jsonl", "coordinator", VirtualClock()) as log:
-        log.note(NoteKind.CHECKPOINT_REFUSED, error="no such file: x\udce9")
+        log.note(LogEvent.CHECKPOINT_REFUSED, error="no such file: x\udce9")
         log.refused("silo-00", Reason.MALFORMED, "x\udce9", 1)
     note, refused = (record for _, record in read_log(tmp_path / "log.jsonl"))
     assert isinstance(note, NoteRecord) and note.facts == {"error": r"no such file: x\udce9"}
@@ -240,7 +214,7 @@ def test_the_times_of_records_do_not_decrease_when_the_clock_of_the_machine_is_s
     for wall in ("2026-11-27T15:00:00.000+00:00", "2026-11-27T10:00:00.000+00:00", "2026-11-28T00:00:00.000+00:00"):
         clock.wall = wall
         with MessageLog(path, "silo-00", clock) as log:  # a restart reads the last time from the log
-            log.note(NoteKind.STARTED)
-            log.note(NoteKind.ENDED)
+            log.note(LogEvent.STARTED)
+            log.note(LogEvent.ENDED)
     found = [json.loads(line)["wall"][:13] for line in path.read_text().splitlines()]
     assert found == ["2026-11-27T15"] * 4 + ["2026-11-28T00"] * 2

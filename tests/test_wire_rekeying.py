@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,23 @@ from hypothesis import strategies as st
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire import rekeying
 from fedmq.wire.codec import decode_clear, encode_body
 from fedmq.wire.handshake import complete, confirm, initiate, respond
+from fedmq.wire.key_agreement import answer_rekey, begin_rekey, finish_rekey, rekey_due
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.sealed_headers import LEAST_PADDED, padded_size, split_content
-from fedmq.wire.sealed_sessions import TAG_BYTES, Session, UnreadableError, open_message, seal_message
+from fedmq.wire.sessions import (
+    LEAST_PADDED,
+    TAG_BYTES,
+    Session,
+    UnreadableError,
+    open_message,
+    padded_size,
+    seal_message,
+    split_content,
+)
 from tests import threaded_run
 from tests.threaded_run import resolved
 
@@ -31,8 +38,8 @@ KEYS = {each.name: each.key.public_key() for each in (SILO, COORDINATOR)}
 PADDED, HIDDEN = Wire(padding=True), Wire(hide_names=True)
 
 
-def pair(options: Wire = Wire(), versions: tuple[int, ...] | None = None) -> tuple[Session, Session]:  # noqa: B008
-    hello, initiated = initiate(SILO, "coordinator", RUN, 0.0, versions=versions, options=options)
+def pair(options: Wire = Wire()) -> tuple[Session, Session]:  # noqa: B008
+    hello, initiated = initiate(SILO, "coordinator", RUN, 0.0, options=options)
     welcome, responded = respond(COORDINATOR, KEYS, RUN, hello, 0.0, options=options)
     ready, silo = complete(initiated, KEYS, welcome, 0.0)
     return silo, confirm(responded, ready)
@@ -52,14 +59,14 @@ def passes(sender: Session, receiver: Session) -> None:
 
 
 def rekeyed(silo: Session, coordinator: Session, in_transit: int = 0) -> None:
-    asked, state = rekeying.begin(SILO, silo, header(silo, Kind.REKEY))
+    asked, state = begin_rekey(SILO, silo, header(silo, Kind.REKEY))
     old = [seal_message(silo, beat(silo)) for _ in range(in_transit)]
     opened = coordinator.open(asked.frames)
-    answered = rekeying.answer(COORDINATOR, KEYS["silo-00"], coordinator, opened, header(coordinator, Kind.REKEYED))
+    answered = answer_rekey(COORDINATOR, KEYS["silo-00"], coordinator, opened, header(coordinator, Kind.REKEYED))
     new = seal_message(coordinator, beat(coordinator))
     for each in old:
         open_message(coordinator, each.frames)
-    rekeying.finish(state, KEYS["coordinator"], silo, silo.open(answered.frames))
+    finish_rekey(state, KEYS["coordinator"], silo, silo.open(answered.frames))
     open_message(silo, new.frames)
 
 
@@ -87,43 +94,41 @@ def test_both_ends_continue_with_new_keys_and_messages_in_transit_arrive(options
 def test_new_keys_that_another_key_signed_are_refused_and_the_session_continues() -> None:
     silo, coordinator = pair()
     stranger = Identity("silo-00", Ed25519PrivateKey.generate())
-    asked, _ = rekeying.begin(stranger, silo, header(silo, Kind.REKEY))
+    asked, _ = begin_rekey(stranger, silo, header(silo, Kind.REKEY))
     opened = coordinator.open(asked.frames)
     with pytest.raises(RemoteWireError) as refused:
-        rekeying.answer(COORDINATOR, KEYS["silo-00"], coordinator, opened, header(coordinator, Kind.REKEYED))
+        answer_rekey(COORDINATOR, KEYS["silo-00"], coordinator, opened, header(coordinator, Kind.REKEYED))
     assert refused.value.reason == "bad_signature"
     passes(silo, coordinator)
-    asked, state = rekeying.begin(SILO, silo, header(silo, Kind.REKEY))
+    asked, state = begin_rekey(SILO, silo, header(silo, Kind.REKEY))
     opened = coordinator.open(asked.frames)
-    forged = rekeying.answer(
+    forged = answer_rekey(
         Identity("coordinator", stranger.key), KEYS["silo-00"], coordinator, opened, header(coordinator, Kind.REKEYED)
     )
     with pytest.raises(RemoteWireError) as refused:
-        rekeying.finish(state, KEYS["coordinator"], silo, silo.open(forged.frames))
+        finish_rekey(state, KEYS["coordinator"], silo, silo.open(forged.frames))
     assert refused.value.reason == "bad_signature"
 
 
 def test_a_second_rekey_waits_for_the_first() -> None:
     silo, coordinator = pair()
-    asked, _ = rekeying.begin(SILO, silo, header(silo, Kind.REKEY))
-    again, _ = rekeying.begin(SILO, silo, header(silo, Kind.REKEY))
+    asked, _ = begin_rekey(SILO, silo, header(silo, Kind.REKEY))
+    again, _ = begin_rekey(SILO, silo, header(silo, Kind.REKEY))
     answer = header(coordinator, Kind.REKEYED)
-    rekeying.answer(COORDINATOR, KEYS["silo-00"], coordinator, coordinator.open(asked.frames), answer)
+    answer_rekey(COORDINATOR, KEYS["silo-00"], coordinator, coordinator.open(asked.frames), answer)
     with pytest.raises(RemoteWireError) as refused:
-        rekeying.answer(COORDINATOR, KEYS["silo-00"], coordinator, coordinator.open(again.frames), answer)
+        answer_rekey(COORDINATOR, KEYS["silo-00"], coordinator, coordinator.open(again.frames), answer)
     assert refused.value.reason == "unexpected"
 
 
 def test_keys_are_due_after_their_messages_bytes_or_hours_but_not_with_an_older_peer() -> None:
     silo, coordinator = pair()
-    assert not rekeying.due(silo, Wire(), 23 * 3600.0) and rekeying.due(silo, Wire(), 24 * 3600.0)
+    assert not rekey_due(silo, Wire(), 23 * 3600.0) and rekey_due(silo, Wire(), 24 * 3600.0)
     for _ in range(5):
         passes(silo, coordinator)
-    assert rekeying.due(silo, Wire(rekey_messages=6), 0.0) and not rekeying.due(silo, Wire(rekey_messages=7), 0.0)
-    assert rekeying.due(silo, Wire(rekey_gigabytes=1e-7), 0.0)
-    assert not rekeying.due(silo, Wire(rekey_gigabytes=1e-5), 0.0)
-    old, _ = pair(versions=(1, 2))
-    assert old.wire_version == 2 and not rekeying.due(old, Wire(), 1e9)
+    assert rekey_due(silo, Wire(rekey_messages=6), 0.0) and not rekey_due(silo, Wire(rekey_messages=7), 0.0)
+    assert rekey_due(silo, Wire(rekey_gigabytes=1e-7), 0.0)
+    assert not rekey_due(silo, Wire(rekey_gigabytes=1e-5), 0.0)
 
 
 @given(st.text(max_size=3000), st.sampled_from([HIDDEN, PADDED]))
@@ -163,7 +168,7 @@ def test_padding_adds_at_most_a_quarter_and_few_sizes_remain() -> None:
 
 def test_damaged_sealed_headers_and_padding_are_refused() -> None:
     silo, coordinator = pair(PADDED)
-    body = b"".join(map(bytes, encode_body(beat(silo), 3)))
+    body = b"".join(map(bytes, encode_body(beat(silo))))
     content = bytearray(coordinator.open(seal_message(silo, beat(silo)).frames).body)
     assert bytes(content) == body
     for damaged in (
@@ -188,13 +193,9 @@ def test_an_unreadable_hidden_message_is_refused_with_its_header() -> None:
     assert refused.value.header.reply_to == 7 and refused.value.reason == "malformed"
 
 
-def test_what_is_to_be_hidden_is_not_sent_to_a_peer_that_cannot_hide_it() -> None:
-    hello, _ = initiate(SILO, "coordinator", RUN, 0.0, versions=(1, 2))
-    with pytest.raises(RemoteWireError) as refused:
-        respond(COORDINATOR, KEYS, RUN, hello, 0.0, options=PADDED)
-    assert refused.value.reason == "wire_version" and "supported here: 3" in refused.value.detail
-    plain = seal_message(pair(Wire())[0], replace(beat(pair()[0])))
-    assert isinstance(decode_clear(plain.frames[0]), Header), "nothing is hidden by default"
+def test_nothing_is_hidden_by_default() -> None:
+    silo, _ = pair()
+    assert isinstance(decode_clear(seal_message(silo, beat(silo)).frames[0]), Header)
 
 
 def test_faults_on_messages_need_names_in_clear(tiny: Path) -> None:

@@ -23,7 +23,7 @@ from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sealed_sessions import open_message, seal_message
+from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports import base, memory, registry
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import check_uri, connect, listen, register, schemes

@@ -23,10 +23,11 @@ from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Payload
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
-from silos.program import Silo, SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import Silo, SiloArguments
 from tests.log_causes import check_causes
 from tests.waiting import PATIENCE, wait_for
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
 from coordinator.rounds import Rounds, RoundsPlan
 from fedmq.config.sections import Staleness
-from fedmq.federation.protocol import Local, Reply, SiloFacts, State, Task
+from fedmq.federation.protocol import Local, SiloFacts, State, Task, Update
 from fedmq.federation.updates import damping, mixed
+from protocols.parts.aggregation import ordered
 from tests.small_federation import SmallFederation
 
 #: Virtual seconds of each silo's task; the third is a straggler.
@@ -31,8 +32,8 @@ class Federation:
 
     def run(self) -> State:
         self.rounds = Rounds(self.plan)
-        self.due: list[tuple[float, int, int, Reply]] = []
-        self.replies: dict[tuple[str, int], Reply] = {}
+        self.due: list[tuple[float, int, int, Update]] = []
+        self.replies: dict[tuple[str, int], Update] = {}
         self.states[0] = self.population.state
         for silo in self.plan.silos:
             self._handle(Joined(silo))
@@ -50,10 +51,10 @@ class Federation:
     def _perform(self, action: Action) -> None:
         if isinstance(action, Send):
             silo = next(each for each in self.population.context.silos if each.name == action.silo)
-            reply = Reply(silo, action.sequence, action.base_version, 0, 1.0, self._train(silo, action))
+            reply = Update(silo, action.sequence, action.base_version, 0, 1.0, self._train(silo, action))
             heapq.heappush(self.due, (self.now + DURATIONS[silo.index], silo.index, action.sequence, reply))
         elif isinstance(action, Merge):
-            replies = [self._aged(self.replies[each.silo, each.sequence]) for each in action.replies]
+            replies = ordered([self._aged(self.replies[each.silo, each.sequence]) for each in action.replies])
             before, version = self.states[self.rounds.version], self.rounds.version
             after = self.population.protocol.merge(before, replies, version).state
             if self.plan.mode == "async":
@@ -66,7 +67,7 @@ class Federation:
             self.merges.append(len(replies))
             self._handle(Merged(version + 1))
 
-    def _aged(self, reply: Reply) -> Reply:
+    def _aged(self, reply: Update) -> Update:
         age = self.rounds.version - reply.base_version
         return replace(reply, staleness=age, damping=damping(Staleness(), age))
 

@@ -9,7 +9,7 @@ import pytest
 from fedmq.errors import RemoteWireError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Loss
-from fedmq.wire.sealed_sessions import Session, open_message, seal_message
+from fedmq.wire.sessions import Session, open_message, seal_message
 
 RUN = "run-1"
 NAMES = ("coordinator", "evaluator", "silo-00", "silo-01")

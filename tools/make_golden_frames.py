@@ -1,9 +1,9 @@
-"""Write the golden frames in tests/frames/: messages of every wire version, byte by byte, with fixed keys.
+"""Write the golden frames in tests/frames/: messages of the wire format, byte by byte, with fixed keys.
 
     python tools/make_golden_frames.py
 
-Writes missing files only. Existing files must decode for ever and are never rewritten; a new wire version gets new
-files. Each file is JSON with bytes in hexadecimal.
+Writes all files. From the first release on, its files must decode for ever: a new wire version then gets new files.
+Each file is JSON with bytes in hexadecimal.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import complete, confirm, initiate, respond
-from fedmq.wire.key_agreement import Ephemeral
+from fedmq.wire.key_agreement import Ephemeral, answer_rekey, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import WIRE_VERSION, WIRE_VERSIONS, Header, Kind, Message, TaskInfo
+from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
     DataFormat,
@@ -50,8 +50,7 @@ from fedmq.wire.payloads import (
     SiloMetrics,
     SiloModalities,
 )
-from fedmq.wire.rekeying import answer, begin, finish
-from fedmq.wire.sealed_sessions import Session, seal_message
+from fedmq.wire.sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"
@@ -65,12 +64,9 @@ LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "flo
 _NOTHING_HIDDEN = Wire()
 
 
-def golden_messages(wire_version: int) -> dict[str, Message]:
-    """All message kinds after the handshake and all payload kinds of a wire version, by file name."""
-    messages = _messages()
-    if wire_version == 1:
-        return messages
-    messages |= _of_data()
+def golden_messages() -> dict[str, Message]:
+    """All message kinds after the handshake and all payload kinds, by file name."""
+    messages = _messages() | _of_data()
     messages["status"] = Message(down(Kind.STATUS), (RunStatus('{"run": "größer-0123456789ab"}'),))
     messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
     return {name: replace(message, head=HEAD) for name, message in messages.items()}
@@ -150,7 +146,7 @@ def down(kind: Kind) -> Header:
     )
 
 
-def golden_session(name: str, wire_version: int, options: Wire = _NOTHING_HIDDEN) -> Session:
+def golden_session(name: str, options: Wire = _NOTHING_HIDDEN) -> Session:
     """One end of the session with the fixed keys; ``name`` is ``silo-00`` or ``coordinator``."""
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
@@ -161,7 +157,6 @@ def golden_session(name: str, wire_version: int, options: Wire = _NOTHING_HIDDEN
         session=SESSION,
         send_key=keys[0],
         receive_key=keys[1],
-        wire_version=wire_version,
         options=options,
     )
 
@@ -206,31 +201,31 @@ def plain(value: Any) -> Any:
             return value
 
 
-def sealed_entry(message: Message, wire_version: int) -> dict[str, Any]:
-    session = golden_session(message.header.sender, wire_version)
+def sealed_entry(message: Message) -> dict[str, Any]:
+    session = golden_session(message.header.sender)
     sealed = seal_message(session, message)
     return {
         "wire_version": sealed.header.wire_version,
         "key": (UP_KEY if message.header.sender == "silo-00" else DOWN_KEY).hex(),
         "clear": bytes(sealed.frames[0]).hex(),
-        "body": b"".join(encode_body(message, wire_version)).hex(),
+        "body": b"".join(encode_body(message)).hex(),
         "sealed": bytes(sealed.frames[1]).hex(),
         "tag": sealed.tag,
         "message": describe(replace(message, header=sealed.header)),
     }
 
 
-def handshake_entry(wire_version: int) -> dict[str, Any]:
+def handshake_entry() -> dict[str, Any]:
     """A complete handshake; all but the welcome is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}
-    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10), WIRE_VERSIONS[:wire_version])
+    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10))
     welcome, responded = respond(coordinator, keys, RUN, hello, 2.0, ephemeral=golden_ephemeral(20))
     ready, session = complete(initiated, keys, welcome, 3.0)
     confirm(responded, ready)
     first = seal_message(session, Message(up(Kind.HEARTBEAT)))
     return {
-        "wire_version": wire_version,
+        "wire_version": WIRE_VERSION,
         "hello": [frame.hex() for frame in hello],
         "welcome": [frame.hex() for frame in welcome],
         "ready": [bytes(frame).hex() for frame in ready],
@@ -243,8 +238,8 @@ def short_entry() -> dict[str, Any]:
     """Messages whose header is sealed with the body: without and with padding."""
     entries = {}
     for name, options in (("hidden", Wire(hide_names=True)), ("padded", Wire(padding=True))):
-        message = golden_messages(WIRE_VERSION)["reply-loss"]
-        sealed = seal_message(golden_session("silo-00", WIRE_VERSION, options), message)
+        message = golden_messages()["reply-loss"]
+        sealed = seal_message(golden_session("silo-00", options), message)
         entries[name] = {
             "clear": bytes(sealed.frames[0]).hex(),
             "sealed": bytes(sealed.frames[1]).hex(),
@@ -256,11 +251,13 @@ def short_entry() -> dict[str, Any]:
 def rekey_entry() -> dict[str, Any]:
     """New keys within a session; all but the rekeyed is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
-    ends = golden_session("silo-00", WIRE_VERSION), golden_session("coordinator", WIRE_VERSION)
-    asked, state = begin(silo, ends[0], up(Kind.REKEY), golden_ephemeral(30))
+    ends = golden_session("silo-00"), golden_session("coordinator")
+    asked, state = begin_rekey(silo, ends[0], up(Kind.REKEY), golden_ephemeral(30))
     opened = ends[1].open(asked.frames)
-    answered = answer(coordinator, silo.key.public_key(), ends[1], opened, down(Kind.REKEYED), golden_ephemeral(40))
-    finish(state, coordinator.key.public_key(), ends[0], ends[0].open(answered.frames))
+    answered = answer_rekey(
+        coordinator, silo.key.public_key(), ends[1], opened, down(Kind.REKEYED), golden_ephemeral(40)
+    )
+    finish_rekey(state, coordinator.key.public_key(), ends[0], ends[0].open(answered.frames))
     first = seal_message(ends[0], Message(up(Kind.HEARTBEAT)))
     return {
         "wire_version": WIRE_VERSION,
@@ -273,19 +270,12 @@ def rekey_entry() -> dict[str, Any]:
 
 def main() -> None:
     FRAMES.mkdir(exist_ok=True)
-    entries = {
-        f"v{version}-{name}": sealed_entry(message, version)
-        for version in WIRE_VERSIONS
-        for name, message in golden_messages(version).items()
-    }
-    entries[f"v{WIRE_VERSION}-handshake"] = handshake_entry(WIRE_VERSION)
-    entries[f"v{WIRE_VERSION}-short"] = short_entry()
-    entries[f"v{WIRE_VERSION}-rekey"] = rekey_entry()
+    entries = {name: sealed_entry(message) for name, message in golden_messages().items()}
+    entries |= {"handshake": handshake_entry(), "short": short_entry(), "rekey": rekey_entry()}
     for name, entry in entries.items():
-        path = FRAMES / f"{name}.json"
-        if not path.exists():
-            path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            print("wrote", path.name)
+        path = FRAMES / f"v{WIRE_VERSION}-{name}.json"
+        path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"wrote {len(entries)} files")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference: all scenario keys, options and commands.
+"""Write the generated pages of docs/reference: all scenario keys, options, commands and events of message logs.
 
     python tools/make_reference.py
 
@@ -19,7 +19,8 @@ import typer
 import protocols
 from fedmq.cli import key_reference
 from fedmq.cli import main as cli
-from fedmq.experiments.file_schemas import FileKind, schema_of
+from fedmq.experiments.spec_file import FileKind, schema_of
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
 #: Longest line of a page, in characters.
@@ -136,6 +137,28 @@ def commands_page() -> str:
     return "".join(page)
 
 
+def message_logs_page() -> str:
+    """The page of message logs, with its tables of events written anew."""
+    page = (DOCS / "message_logs.md").read_text(encoding="utf-8")
+    before, begin, rest = page.partition("<!-- events: begin -->\n")
+    _, end, after = rest.partition("<!-- events: end -->\n")
+    timeline = "".join(f"| `{event}` | {event.meaning} |\n" for event in TimelineEvent)
+    notes = "".join(f"| `{event}` | {event.level} | {event.meaning} |\n" for event in LogEvent)
+    tables = f"""
+Of the timeline (`"action":"timeline"`):
+
+| event | meaning |
+|---|---|
+{timeline}
+Of notes (`"action":"note"`), with the level that each has in the log for operators:
+
+| event | level | meaning |
+|---|---|---|
+{notes}
+"""
+    return before + begin + tables + end + after
+
+
 def commands() -> dict[str, Any]:
     """All commands by name: `scenario`, `data check`, ..."""
     program: Any = typer.main.get_command(cli.app)
@@ -153,6 +176,7 @@ def pages() -> dict[str, str]:
         "scenario.md": scenario_page(),
         "methods.md": methods_page(),
         "command_line.md": commands_page(),
+        "message_logs.md": message_logs_page(),
         **schemas,
     }
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -25,12 +26,11 @@ from typing import IO, Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import protocols
-from fedmq.api.notebook import in_notebook, notebook_bar
 from fedmq.api.results import Run
 from fedmq.config import yaml_files
+from fedmq.config.plug_ins import UserFileError
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
-from fedmq.config.user_files import UserFileError
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.result_limits import gallery_of_status, meaningful
@@ -338,3 +338,43 @@ def brief(line: EvaluationLine) -> str:
     found = [name for name in BRIEF if name in line.metrics]
     text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
     return f"{text} (of round {line.version})"
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def notebook_bar(name: str, rounds: int, brief: Callable[[EvaluationLine], str]) -> Callable[[MetricsLine], None]:
+    """Show a progress bar below the cell.
+
+    Args:
+        name: name of the scenario.
+        rounds: number of rounds.
+        brief: text of an evaluation.
+
+    Returns:
+        A function that updates the bar with a line of ``metrics.jsonl``.
+    """
+    from IPython.display import HTML, display  # noqa: PLC0415 - there only in a notebook
+
+    done, text = 0, "starting the silos"
+
+    def shown() -> Any:
+        bar = f"<progress max='{rounds}' value='{done}'></progress>"
+        return HTML(f"{escape(name)} {bar} round {done} of {rounds} {escape(text)}")
+
+    handle = display(shown(), display_id=True)
+
+    def show(line: MetricsLine) -> None:
+        nonlocal done, text
+        if isinstance(line, MergeLine):
+            done = line.version
+            text = "" if text == "starting the silos" else text
+        elif isinstance(line, EvaluationLine):
+            text = brief(line)
+        handle.update(shown())
+
+    return show

@@ -19,8 +19,7 @@ from fedmq.config.site import read_site
 from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery_data import pictures_below
-from fedmq.retrieval.nearest import nearest
+from fedmq.retrieval.gallery_data import images_below
 from fedmq.retrieval.released_model import (
     ModelFolder,
     PersonalModel,
@@ -29,10 +28,11 @@ from fedmq.retrieval.released_model import (
     is_model,
     open_model,
 )
+from fedmq.retrieval.search import nearest
 from fedmq.runs.release import ReleaseConfig
 
-#: A picture: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
-Picture = Any
+#: An image: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
+ImageLike = Any
 Floats = npt.NDArray[np.float32]
 
 
@@ -43,7 +43,7 @@ class Found:
     Args:
         rank: from 1.
         score: cosine similarity, or the Hamming distance of hash codes.
-        item: the gallery's item: a path, a text, or the number of a picture.
+        item: the gallery's item: a path, a text, or the number of an image.
     """
 
     rank: int
@@ -111,21 +111,21 @@ class Model:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     def embed_images(
-        self, images: Iterable[Picture], *, batch_size: int = 32, progress: Callable[[int], None] | None = None
+        self, images: Iterable[ImageLike], *, batch_size: int = 32, progress: Callable[[int], None] | None = None
     ) -> Floats:
-        """Embed pictures.
+        """Embed images.
 
         Args:
             images: paths, Pillow images, arrays uint8 [height, width, 3] or tensors [3, height, width]; arrays and
                 tensors may also be floating point in [0, 1].
-            batch_size: number of pictures decoded at a time.
-            progress: called with the number of pictures done.
+            batch_size: number of images decoded at a time.
+            progress: called with the number of images done.
 
         Returns:
             float32 [n, dim], of unit length; of a binary model the outputs whose signs are the hash codes.
 
         Raises:
-            InputError: a picture cannot be read, or the model was trained on vectors instead of pictures.
+            InputError: an image cannot be read, or the model was trained on vectors instead of images.
         """
         encoder = self._files.encoder("image")
 
@@ -161,8 +161,8 @@ class Model:
                 raise InputError(f"texts[{index}]", repr(text), "a text that is not empty")
         return self._embedded("text", (encoder.encode(batch) for batch in _batches(texts, batch_size)), progress)
 
-    def codes(self, *, images: Iterable[Picture] | None = None, texts: Sequence[str] | None = None) -> Any:
-        """Hash codes of pictures or of texts; give one of the two.
+    def codes(self, *, images: Iterable[ImageLike] | None = None, texts: Sequence[str] | None = None) -> Any:
+        """Hash codes of images or of texts; give one of the two.
 
         Returns:
             uint8 [n, dim / 8]: the signs of the outputs, packed (0 counts as positive).
@@ -177,36 +177,36 @@ class Model:
         outputs = self.embed_texts(texts) if texts is not None else self.embed_images(images or ())
         return hamming.pack(torch.from_numpy(outputs))
 
-    def gallery(self, images: str | os.PathLike[str] | Sequence[Picture]) -> Embeddings:
-        """Embed pictures as a gallery for :meth:`search`.
+    def gallery(self, images: str | os.PathLike[str] | Sequence[ImageLike]) -> Embeddings:
+        """Embed images as a gallery for :meth:`search`.
 
         Args:
-            images: a folder, whose image files are taken in the order of their paths, or pictures as in
+            images: a folder, whose image files are taken in the order of their paths, or images as in
                 :meth:`embed_images`; items that are not paths are named by their number.
 
         Raises:
-            InputError: there is no picture, or one cannot be read.
+            InputError: there is no image, or one cannot be read.
         """
         if isinstance(images, str | os.PathLike):
             folder = Path(images)
             if not folder.is_dir():
-                raise InputError("gallery", str(folder), "a folder of images, or a list of pictures")
-            images = pictures_below(folder, "gallery")
-        pictures = _sequence(images, "gallery")
-        named = [each if isinstance(each, str | os.PathLike) else number for number, each in enumerate(pictures)]
-        return Embeddings(tuple(named), self._ranked(self.embed_images(pictures)))
+                raise InputError("gallery", str(folder), "a folder of images, or a list of images")
+            images = images_below(folder, "gallery")
+        given = _sequence(images, "gallery")
+        named = [each if isinstance(each, str | os.PathLike) else number for number, each in enumerate(given)]
+        return Embeddings(tuple(named), self._ranked(self.embed_images(given)))
 
     def search(
         self,
-        query: Picture,
-        gallery: Embeddings | str | os.PathLike[str] | Sequence[Picture],
+        query: ImageLike,
+        gallery: Embeddings | str | os.PathLike[str] | Sequence[ImageLike],
         *,
         top: int = 10,
     ) -> list[Found]:
         """Rank a gallery for a query.
 
         Args:
-            query: a ``str`` is a text; anything else a picture (``pathlib.Path`` for a file).
+            query: a ``str`` is a text; anything else an image (``pathlib.Path`` for a file).
             gallery: from :meth:`gallery`, or what that takes. Embed a gallery once if it is searched often.
             top: number of results.
 
@@ -307,12 +307,12 @@ def _personal(folder: Path, device: str | None, weights: str | None, silo: str |
     return Model(release.files, release.own)
 
 
-def _sequence(pictures: Iterable[Picture], place: str) -> Sequence[Picture]:
-    if isinstance(pictures, str | os.PathLike):
-        raise InputError(place, "one path", f"a list of pictures: [{os.fspath(pictures)!r}]")
-    if hasattr(pictures, "convert"):
-        raise InputError(place, "one picture", "a list of pictures")
-    return list(pictures)
+def _sequence(images: Iterable[ImageLike], place: str) -> Sequence[ImageLike]:
+    if isinstance(images, str | os.PathLike):
+        raise InputError(place, "one path", f"a list of images: [{os.fspath(images)!r}]")
+    if hasattr(images, "convert"):
+        raise InputError(place, "one image", "a list of images")
+    return list(images)
 
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedmq.config.loader import load as read_scenario
+from fedmq.config.resolve import load as read_scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs.report import run_report
@@ -19,7 +19,14 @@ from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.run_folder import open_run as open_folder
-from fedmq.wire.log_records import EventRecord, HandshakeRecord, MessageRecord, NoteRecord, RefusedRecord, read_records
+from fedmq.wire.log_records import (
+    HandshakeRecord,
+    MessageRecord,
+    NoteRecord,
+    RefusedRecord,
+    TimelineRecord,
+    read_records,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,10 +195,15 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 row |= {"kind": str(record.kind), "peer": record.peer, "bytes": record.bytes}
             case RefusedRecord():
                 row |= {"peer": record.peer, "bytes": record.bytes, "text": f"{record.reason}: {record.detail}"}
-            case EventRecord():
-                row |= {"kind": "event", "peer": record.silo, "text": str(record.event), "base_version": record.version}
+            case TimelineRecord():
+                row |= {
+                    "kind": "timeline",
+                    "peer": record.silo,
+                    "text": str(record.event),
+                    "base_version": record.version,
+                }
             case NoteRecord():
-                row |= {"kind": "note", "text": str(record.text), "base_version": record.version}
+                row |= {"kind": "note", "text": str(record.event), "base_version": record.version}
         yield row
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.updates import TRANSFORMED

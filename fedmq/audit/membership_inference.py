@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
-from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.models.two_tower import TwoTower
@@ -248,8 +248,8 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     train = [rows[paired[rows]] for rows in held]
     trained = [rows for silo, rows in zip(population.silos, train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
-        found = "a model into which no silo's reply was merged"
-        raise InputError(f"--probe {release.run.root}", found, "a model that was trained")
+        problem = "a model into which no silo's reply was merged"
+        raise InputError(f"--probe {release.run.root}", problem, "a model that was trained")
     all_rows = np.sort(np.concatenate([*train, population.evaluated]))
     models = release.model(population.prepared), population.build_model(scenario, release.device, MODALITIES)
     by_model = [

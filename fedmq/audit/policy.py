@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedmq.audit.log_checks import Audit, Finding
-from fedmq.config.loader import input_error
 from fedmq.config.sections import Name, Part
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord
@@ -119,7 +118,7 @@ def read_policy(path: Path) -> Policy:
     try:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
-        raise _input_error(error, path) from None
+        raise input_error(error, path, raw, Policy) from None
     strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
         raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has its own key")
@@ -129,20 +128,6 @@ def read_policy(path: Path) -> Policy:
     if policy.peers is None and all(rule == Rule() for rule in every):
         raise InputError(str(path), "a policy that limits nothing", f"at least one of {', '.join(Rule.model_fields)}")
     return policy
-
-
-def _input_error(error: ValidationError, path: Path) -> InputError:
-    general, first = input_error(error, path), error.errors()[0]
-    place, found, allowed = general.place.removesuffix(".[key]"), general.found, general.allowed
-    if first["type"] == "extra_forbidden":
-        location = first["loc"]
-        below = Rule if len(location) > 1 and location[-2] in ("up", "down") else Ways
-        allowed = f"one of {', '.join((Policy if len(location) == 1 else below).model_fields)}"
-    elif first["type"] in ("model_type", "dict_type"):
-        allowed = "a mapping"
-    elif isinstance(first["input"], dict):
-        found = "a mapping"
-    return InputError(place, found, allowed)
 
 
 @dataclass(frozen=True)
@@ -195,11 +180,11 @@ class PolicyResult:
     @property
     def findings(self) -> list[Finding]:
         """Findings for the auditor; empty if every checked message complies with the policy."""
-        found = [Finding(breach.place, breach.what) for breach in self.breaches]
-        found += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
+        findings = [Finding(breach.place, breach.what) for breach in self.breaches]
+        findings += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
         if not self.checked:
-            found.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
-        return found
+            findings.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
+        return findings
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
@@ -310,7 +295,7 @@ def broken_limits(
     most, place = rule.bytes_per_message, places["bytes_per_message"]
     larger = rule.bytes_per_message_with or {}
     if limited := [kind for kind, _ in payloads if kind in larger]:
-        kind = max(limited, key=lambda each: larger[each])
+        kind = max(limited, key=lambda name: larger[name])
         most, place = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
     if most is not None and size > most:
         yield WithheldBy.BYTES_PER_MESSAGE, None, size, f"{place} allows {most:,}"

@@ -12,25 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means, weighted_means
+from fedmq.evaluation.recall import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import FILES, SUMMARY, result_digest
 from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.codec import digest
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import (
-    Fact,
-    LogRecord,
-    MessageRecord,
-    NoteKind,
-    NoteRecord,
-    RefusedRecord,
-    SignatureRecord,
-    SignedAt,
-)
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import Fact, LogRecord, MessageRecord, NoteRecord, RefusedRecord, SignatureRecord, SignedAt
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
@@ -49,7 +41,7 @@ class ResultChecks:
     """The last digests that the coordinator noted.
 
     Args:
-        noted: place of the note, and its digests by file; None without one, as in logs of earlier releases.
+        noted: place of the note, and its digests by file; None without one.
         after: places of the coordinator's messages after the note that are not its last ones to its peers.
     """
 
@@ -61,9 +53,9 @@ class ResultChecks:
         if process != COORDINATOR:
             return
         match record:
-            case NoteRecord(text=NoteKind.RESULTS):
+            case NoteRecord(event=LogEvent.RESULT_DIGESTS):
                 self.noted = place, record.facts
-            case NoteRecord() if record.text in BEGINNINGS:  # files may change until the run has ended again
+            case NoteRecord() if record.event in BEGINNINGS:  # files may change until the run has ended again
                 self.noted = None
             case MessageRecord() if self.noted is not None and record.header.kind is not Kind.STOP:
                 self.after.append(place)
@@ -88,7 +80,7 @@ class ResultChecks:
         place, digests = self.noted
         for name in self.compared(folder):
             path = str(folder.root / name)
-            if any(each.startswith(path) for each in known):
+            if any(place_known.startswith(path) for place_known in known):
                 continue
             try:
                 same = result_digest(folder, name) == digests[name]
@@ -101,8 +93,8 @@ class ResultChecks:
 
 #: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
 _CONTRIBUTIONS = frozenset(
-    each.KIND
-    for each in (
+    payload.KIND
+    for payload in (
         Delta,
         PartialDelta,
         ModalityPrototypes,
@@ -115,7 +107,7 @@ _CONTRIBUTIONS = frozenset(
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
 #: Notes after which a run continues.
-BEGINNINGS = (NoteKind.STARTED, NoteKind.RESUMED, NoteKind.EXTENDED)
+BEGINNINGS = (LogEvent.STARTED, LogEvent.RESUMED, LogEvent.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8
 
@@ -151,25 +143,25 @@ class TrafficChecks:
 
     def take(self, record: LogRecord) -> None:
         """Add the next record of the coordinator's log."""
-        if isinstance(record, NoteRecord) and record.text in (*BEGINNINGS, NoteKind.RESULTS):
-            self._ended = record.text is NoteKind.RESULTS
+        if isinstance(record, NoteRecord) and record.event in (*BEGINNINGS, LogEvent.RESULT_DIGESTS):
+            self._ended = record.event is LogEvent.RESULT_DIGESTS
         if not self._ended:
             self._take(record)
 
     def _take(self, record: LogRecord) -> None:
         tally = self._tally
         match record:
-            case NoteRecord(text=NoteKind.STARTED):
+            case NoteRecord(event=LogEvent.STARTED):
                 self._tally, self._saved = _Tally(), {}
-            case NoteRecord(text=NoteKind.RESUMED):
+            case NoteRecord(event=LogEvent.RESUMED):
                 saved = self._saved.get(record.version or 0)
                 self._tally = None if saved is None else saved.copy()
             case SignatureRecord(at=SignedAt.MERGE) if record.version is not None and tally is not None:
                 self._saved[record.version] = tally.copy()
-            case NoteRecord(text=NoteKind.NOT_DELIVERED) if tally is not None:
+            case NoteRecord(event=LogEvent.NOT_DELIVERED) if tally is not None:
                 tally.down -= self._last_task
                 self._last_task = Counter()
-            case NoteRecord(text=NoteKind.REFUSALS_COUNTED) if tally is not None:
+            case NoteRecord(event=LogEvent.REFUSALS_COUNTED) if tally is not None:
                 count = record.facts.get("count")
                 tally.refused += count if isinstance(count, int) else 0
             case RefusedRecord() if tally is not None:
@@ -210,7 +202,9 @@ class TrafficChecks:
             lines: its lines.
         """
         sent = [kinds for replies in self._replies.values() for kinds in replies]
-        needed = next((kinds for kinds in (_UPDATES, _CONTRIBUTIONS) if any(kinds & each for each in sent)), None)
+        needed = next(
+            (kinds for kinds in (_UPDATES, _CONTRIBUTIONS) if any(kinds & sent_kinds for sent_kinds in sent)), None
+        )
         merged = Counter(
             (silo, line.version - 1 - age)
             for line in lines
@@ -243,7 +237,7 @@ class TrafficChecks:
                     )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
-            if name in summary.messages.model_fields_set and logged_count != stated_count:
+            if logged_count != stated_count:
                 yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"
 
 
@@ -336,8 +330,8 @@ def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None)
 
 def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData) -> Iterator[Discrepancy]:
     """Check an evaluation by the silos: that they reported its metrics, and its means."""
-    figures = {silo: each.figures for silo, each in record.per_silo.items()}
-    items = {silo: each.items for silo, each in record.per_silo.items()}
+    figures = {silo: silo_figures.figures for silo, silo_figures in record.per_silo.items()}
+    items = {silo: silo_figures.items for silo, silo_figures in record.per_silo.items()}
     for silo, values in figures.items():
         if not _was_reported(items[silo], values, logged.own.get((silo, version), set())):
             yield place, f"the metrics on {silo}'s own held-out items are not what it answered"

@@ -11,21 +11,21 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fedmq.text import counted
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
-    EventRecord,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
     SignatureRecord,
     StartRecord,
+    TimelineRecord,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
 
 #: Notes that a process may write before it has a session.
-_BEFORE_A_SESSION = (NoteKind.STARTED, NoteKind.HELLO_REFUSED)
+_BEFORE_A_SESSION = (LogEvent.STARTED, LogEvent.HELLO_REFUSED)
 #: What was wrong, for the reasons that the coordinator gives to a process that it does not know.
 _WORDS = {Reason.UNKNOWN_SENDER: "unknown key", Reason.WRONG_RUN: "another scenario"}
 
@@ -59,10 +59,10 @@ class Start:
             case StartRecord():
                 self.runs.setdefault(record.run, place)
                 self.declared, self.declared_at = record, place
-            case NoteRecord() | EventRecord():
+            case NoteRecord() | TimelineRecord():
                 if isinstance(run := record.facts.get("run"), str):
                     self.runs.setdefault(run, place)
-                if record.text is NoteKind.HELLO_REFUSED:
+                if record.event is LogEvent.HELLO_REFUSED:
                     self.refused.append(str(record.facts.get("reason", "")))
 
 
@@ -79,7 +79,7 @@ class Starts:
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add the next record of a process's log."""
         starts = self.of.setdefault(process, [])
-        noted = isinstance(record, NoteRecord) and record.text is NoteKind.STARTED
+        noted = isinstance(record, NoteRecord) and record.event is LogEvent.STARTED
         again = isinstance(record, StartRecord) and starts and starts[-1].declared is not None
         if noted or again or not starts:
             starts.append(Start(place))
@@ -114,7 +114,7 @@ def _without_session(record: LogRecord) -> bool:
     """Whether a process that never had a session could have written this record."""
     match record:
         case NoteRecord():
-            return record.text in _BEFORE_A_SESSION
+            return record.event in _BEFORE_A_SESSION
         case HandshakeRecord():
             return record.kind is Kind.HELLO and record.action == "sent"
         case StartRecord() | SignatureRecord() | RefusedRecord():

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
-from fedmq.cli.console import DIFFERENT, err
+from fedmq.cli.console import DIFFERENT, bar, err
 from fedmq.errors import InputError
 from fedmq.safe_console import SafeConsole
 from fedmq.storage.regular_files import is_file
-from fedmq.text import print_json, print_line
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
@@ -23,14 +26,11 @@ if TYPE_CHECKING:
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
     from fedmq.audit.report import Verdict
-    from fedmq.config.scenario import Scenario
-    from fedmq.federation.protocol import Traits
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
 #: Time until a probe shows its progress [s].
 _QUIET_SECONDS = 2.0
-Bar = Callable[[], Callable[[str, int, int], None]]
 
 #: Options of the command.
 _Keys = Annotated[
@@ -62,56 +62,46 @@ _Report = Annotated[
 ]
 
 
-def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> None:
-    """Add ``fedmq audit`` to the command line.
+def audit_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    policy_file: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="Policy file (YAML); every message is checked against it."),
+    ] = None,
+    with_probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
+    ] = False,
+    delta: Annotated[
+        float | None,
+        typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
+    ] = None,
+    keys: _Keys = None,
+    heads: _Heads = None,
+    expect: _Expect = None,
+    stamp: _Stamp = None,
+    stamp_ca: _StampCa = None,
+    report: _Report = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
-    Args:
-        app: the command line.
-        bar: makes a progress line.
-        traits_of: returns the traits of a scenario's method.
+    Exit code 3 if the logs are inconsistent or violate the policy. The results of --probe and --delta do not
+    affect it, unless the released model is not the run's.
+
+    Example: [bold]fedmq audit runs/smoke[/bold]
+
+    Example: [bold]fedmq audit runs/smoke --policy docs/policies/rcsr_p.yaml[/bold]
+
+    Example: [bold]fedmq audit runs/smoke --heads heads.json[/bold]
+
+    Example: [bold]fedmq audit runs/smoke --probe[/bold]
+
+    Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-
-    @app.command("audit")
-    def audit_command(
-        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-        policy_file: Annotated[
-            Path | None,
-            typer.Option("--policy", metavar="FILE", help="Policy file (YAML); every message is checked against it."),
-        ] = None,
-        with_probe: Annotated[
-            bool,
-            typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
-        ] = False,
-        delta: Annotated[
-            float | None,
-            typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
-        ] = None,
-        keys: _Keys = None,
-        heads: _Heads = None,
-        expect: _Expect = None,
-        stamp: _Stamp = None,
-        stamp_ca: _StampCa = None,
-        report: _Report = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
-    ) -> None:
-        """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
-
-        Exit code 3 if the logs are inconsistent or violate the policy. The results of --probe and --delta do not
-        affect it, unless the released model is not the run's.
-
-        Example: [bold]fedmq audit runs/smoke[/bold]
-
-        Example: [bold]fedmq audit runs/smoke --policy docs/policies/rcsr_p.yaml[/bold]
-
-        Example: [bold]fedmq audit runs/smoke --heads heads.json[/bold]
-
-        Example: [bold]fedmq audit runs/smoke --probe[/bold]
-
-        Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
-        """
-        probe = (lambda: _probed(run, bar, traits_of)) if with_probe else None
-        if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, stamp, stamp_ca, report, as_json)):
-            sys.exit(DIFFERENT)
+    probe = (lambda: _probed(run)) if with_probe else None
+    if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, stamp, stamp_ca, report, as_json)):
+        sys.exit(DIFFERENT)
 
 
 @dataclass(frozen=True)
@@ -257,7 +247,6 @@ def _show(
     measured: Probe | None,
 ) -> None:
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
-    from fedmq.cli.audit_output import print_audit  # noqa: PLC0415
 
     out = SafeConsole()
     print_audit(audit, sentences, out)
@@ -271,9 +260,10 @@ def _show(
         membership_inference.show(measured, out)
 
 
-def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> _Probed:
+def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
-    from fedmq.audit import membership_inference  # noqa: PLC0415 - brings torch
+    import protocols  # noqa: PLC0415 - brings torch
+    from fedmq.audit import membership_inference  # noqa: PLC0415
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415
     from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
 
@@ -285,7 +275,81 @@ def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> _Pr
 
     try:
         release = open_release(run, "auto")  # the auditor's machine may lack the run's GPU
-        pooled = traits_of(release.scenario).pooled
+        pooled = protocols.traits_of(release.scenario).pooled
         return membership_inference.probe(release, pooled=pooled, progress=tell), None
     except OtherModelError as error:
         return None, Finding(error.place, f"{error.found} instead of {error.allowed}")
+
+
+#: Findings that are printed; the JSON has all.
+_FINDINGS_SHOWN = 50
+
+
+def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
+    """Print the result of an audit, which ends with what holds and what does not."""
+    from fedmq.audit.report import outcome  # noqa: PLC0415 - --help does without
+
+    console.print(_table(audit))
+    for process, reasons in sorted(audit.refused.items()):
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+        console.print(printable(f"refused by {process}: {refused}"), highlight=False, markup=False)
+    for line in audit.refused_starts:
+        console.print(printable(line), highlight=False, markup=False)
+    if audit.undelivered:
+        console.print(
+            f"{audit.undelivered} messages were sent but not accepted: refused, or in transit when a process ended",
+            highlight=False,
+        )
+    if audit.written:
+        console.print(
+            f"{', '.join(map(printable, audit.written))}: still being written; "
+            "messages sent while the logs are read may appear as differences, so audit again after the run",
+            style="yellow",
+            highlight=False,
+            markup=False,
+        )
+    if not audit.finished:
+        console.print(
+            "no summary.json: the run has not finished, or only its logs were copied; its result was not checked",
+            style="yellow",
+            highlight=False,
+        )
+    for finding in audit.findings[:_FINDINGS_SHOWN]:
+        place, what = escape(printable(finding.place)), escape(printable(finding.what))
+        colour = "yellow" if finding.absent else "red"
+        console.print(f"[{colour}]{place}[/{colour}]: {what}", highlight=False)
+    if len(audit.findings) > _FINDINGS_SHOWN:
+        console.print(f"and {len(audit.findings) - _FINDINGS_SHOWN} more; --json has all", highlight=False)
+    for remark in audit.remarks:
+        console.print(printable(remark), style="yellow", highlight=False, markup=False)
+    style = "yellow" if audit.incomplete else "red" if audit.findings else "green"
+    console.print(outcome(audit), style=style, highlight=False)
+    for sentence in filter(None, (sentences.fails, sentences.incomplete)):
+        console.print(sentence, style=style, highlight=False, markup=False)
+    console.print(sentences.holds, style="green", highlight=False, markup=False)
+    console.print(sentences.not_proven, style="yellow", highlight=False, markup=False)
+
+
+def _table(audit: Audit) -> Table:
+    number: dict[str, Any] = {"justify": "right", "no_wrap": True}
+    table = Table(
+        Column("process", overflow="fold"),
+        Column("records", **number),
+        Column("bytes sent", **number),
+        "payloads sent: bytes of tensors",
+    )
+    for process in sorted(audit.records):
+        # A log may contain anything.
+        payloads = "\n".join(escape(printable(line)) for line in payload_lines(audit, process))
+        name = escape(printable(process))
+        table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", payloads or "-")
+    return table
+
+
+def payload_lines(audit: Audit, process: str) -> list[str]:
+    """Number, kind and size of the payloads that a process sent; a kind without tensors holds numbers or words only."""
+    sizes: Mapping[str, int] = audit.left.get(process, {})
+    return [
+        f"{count:,} {kind}: {f'{sizes[kind]:,}' if sizes.get(kind) else 'numbers only'}"
+        for kind, count in sorted(audit.sent.get(process, {}).items())
+    ]

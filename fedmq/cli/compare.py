@@ -25,13 +25,15 @@ from fedmq.safe_console import SafeConsole
 from fedmq.text import counted, print_json
 
 if TYPE_CHECKING:
-    from fedmq.config.scenario import Scenario
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.experiments.grid import ComparisonPlan, Resolve
     from fedmq.experiments.process_pool import JobProgress
     from fedmq.experiments.runner import CheckPartition, Comparison, Prepare
     from fedmq.experiments.spec_file import ComparisonFile
     from fedmq.experiments.tables import Grid
 
+#: Group of ``fedmq --help``.
+PANEL = "Experiments"
 _PLAIN_SECONDS = 30.0
 _SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
 
@@ -180,7 +182,7 @@ class Roots:
     prepare: Callable[[bool], Prepare]
     check_partition: CheckPartition
     until_stopped: Callable[[], Callable[[], bool]]
-    warn: Callable[[Iterable[Scenario]], None]
+    warn: Callable[[Iterable[ResolvedRun]], None]
 
 
 Execute = Callable[[Options, "Roots"], None]
@@ -189,7 +191,7 @@ Execute = Callable[[Options, "Roots"], None]
 def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
     """Add ``fedmq compare`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
-    @app.command("compare")
+    @app.command("compare", rich_help_panel=PANEL)
     @_with_options
     def compare_command(files: Files, **given: Any) -> None:
         """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
@@ -213,7 +215,7 @@ def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) 
 def add_sweep(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
     """Add ``fedmq sweep`` to the command line; ``execute`` is :func:`carry_out` unless given."""
 
-    @app.command("sweep")
+    @app.command("sweep", rich_help_panel=PANEL)
     @_with_options
     def sweep_command(file: File, **given: Any) -> None:
         """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
@@ -320,8 +322,8 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
     varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
     select = [plan.parse_variation(text, "--select") for text in options.select or []]
     seeds = plan.parse_seeds(_SEEDS if options.seeds is None else options.seeds)
-    metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
-    targets = tuple(plan.parse_target(text) for text in options.target or [])
+    metrics = summary.parse_metrics(_METRIC if options.metric is None else options.metric)
+    targets = tuple(summary.parse_target(text) for text in options.target or [])
     try:
         made = plan.ComparisonPlan(
             entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
@@ -341,11 +343,11 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [each for each in made.entries if len(each.candidates) > 1]
-        splits = {resolve(each.file, list(each.settings), None).evaluation.split for each in chosen}
+        splits = {resolve(each.file, list(each.settings), None).scenario.evaluation.split for each in chosen}
         made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
-        plan.check_across(made)
-        plan.check_metrics(made, resolve)
+        summary.check_across(made)
+        summary.check_metrics(made, resolve)
     except InputError as error:
         if options.source is None:
             raise
@@ -361,12 +363,12 @@ def carry_out(options: Options, roots: Roots) -> None:
     """
     plan = plan_of(options, roots.resolve)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
-    from fedmq.experiments.grid import default_folder, scenarios, without_options  # noqa: PLC0415
+    from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     out, err, command = SafeConsole(), SafeConsole(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
-    roots.warn(scenarios(plan, roots.resolve))
+    roots.warn(resolved_runs(plan, roots.resolve))
     if RunFolder(folder).scenario.exists():
         raise InputError(f"--out {folder}", "the folder of a run", "another folder, which the comparison creates")
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
@@ -448,10 +450,10 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
 
 
 def _progress_line(what: str, how: JobProgress) -> str:
-    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
+    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, ETA 3.1 min``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
-    left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
-    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *left])
+    eta = [] if how.left is None else [f"ETA {how.left:.0f} s" if how.left < 120 else f"ETA {how.left / 60:.1f} min"]
+    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *eta])
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from rich.segment import ControlType
 from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.safe_console import SafeConsole
 
-#: Exit code of an audit or replay with findings.
-DIFFERENT = 3
+#: Exit code of a refused input, and of an audit or replay with findings.
+BAD_INPUT, DIFFERENT = 2, 3
 
 out = SafeConsole()
 err = SafeConsole(stderr=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
-from fedmq.cli.console import DIFFERENT, continued_by_repeating, out, starting
-from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
+from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
 from fedmq.cli.scenarios import resolved_file
-from fedmq.cli.sites import SiteFile, check_fit
 from fedmq.errors import InputError
 from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
@@ -20,11 +22,21 @@ from fedmq.text import print_json, print_line, printable
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.data_check import DataFacts
-    from fedmq.federation.early_check import Fits
+    from fedmq.federation.preflight.data import DataFacts, SiloData
     from fedmq.runs.data_records import AgreementRecord
 
 
+FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
+SHOWN = 20  # names printed of each kind; JSON has all
+
+data_app = typer.Typer(
+    help="List, check and prepare data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@data_app.command("list")
 def data_list(
     names: Annotated[
         list[Path] | None,
@@ -35,10 +47,10 @@ def data_list(
 
     Example: [bold]fedmq data list[/bold]
     """
-    from fedmq.config import user_files  # noqa: PLC0415
+    from fedmq.config import plug_ins  # noqa: PLC0415
     from fedmq.data import catalogue  # noqa: PLC0415
 
-    given = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
+    given = {file.name: plug_ins.adopt(file.expanduser()) for file in names or ()}
     known = given | {name: name for name in catalogue.REGISTRY.names()}
     table = Table("data.name", "what it is")
     for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
@@ -49,6 +61,7 @@ def data_list(
     out.print("docs/reference/data_sets.md has the file layout of each", highlight=False)
 
 
+@data_app.command("digest")
 def data_digest(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run, or its scenario (YAML).", show_default=False)
@@ -119,67 +132,111 @@ def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
     return AgreementRecord.of(resolved.id, {name: (each, None) for name, each in stated.items()})
 
 
-def add_data(
-    app: typer.Typer,
-    bar: Bar,
-    bad_input: int,
-    fits: Fits,
+@data_app.command("check")
+def data_check(
+    file: File,
+    site: SiteFile = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Add the commands of ``fedmq data``.
+    """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
 
-    Args:
-        app: the command group.
-        bar: makes a progress line.
-        bad_input: exit code if a run would refuse the data.
-        fits: refuses a scenario that cannot run on the prepared data in a folder.
+    With --site, the data of that site file, for a scenario whose sites have their own data.
+
+    Exit code 2 if a run would refuse the data or the scenario.
+
+    Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+
+    Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
     """
-    app.command("list")(data_list)
-    app.command("digest")(data_digest)
-
-    @app.command("check")
-    def data_check(
-        file: File,
-        site: SiteFile = None,
-        settings: Settings = None,
-        seed: Seed = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
-
-        With --site, the data of that site file, for a scenario whose sites have their own data.
-
-        Exit code 2 if a run would refuse the data or the scenario.
-
-        Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
-
-        Example: [bold]fedmq data check own.yaml --site silo.yaml[/bold]
-        """
-        facts = _checked(file, site, settings, seed, bar, fits)
-        from fedmq.federation.data_check import show  # noqa: PLC0415 - loads torch, after a first word about it
-
-        if as_json:
-            print_json(facts.to_plain())
-        else:
-            show(facts, out)
-        if not facts.usable:
-            sys.exit(bad_input)
-
-    @app.command("features")
-    def data_features(
-        file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
-    ) -> None:
-        """Extract a scenario's frozen features into the cache; repeat the command to continue after an interruption.
-
-        Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
-        """
-        scenario = _scenario(file, settings, seed)
-        with continued_by_repeating():
-            _extract(scenario, device, bar, as_json=as_json)
+    facts = _checked(file, site, settings, seed)
+    if as_json:
+        print_json(facts.to_plain())
+    else:
+        show_data(facts, out)
+    if not facts.usable:
+        sys.exit(BAD_INPUT)
 
 
-def _checked(
-    file: Path, site: Path | None, settings: list[str] | None, seed: int | None, bar: Bar, fits: Fits
-) -> DataFacts:
+def show_data(facts: DataFacts, out: Console) -> None:
+    """Print the facts of a data set."""
+    from fedmq.config.plug_ins import label  # noqa: PLC0415
+    from fedmq.data.warnings import of_labels, sentences  # noqa: PLC0415
+
+    splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
+    line = f"{label(facts.data)}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
+    if facts.labels:
+        line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
+    out.print(line, highlight=False, markup=False)
+    if facts.example:
+        out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
+    for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    for kind, found in (
+        ("missing", facts.missing),
+        ("unreadable", facts.unreadable),
+        ("without captions", facts.without_captions),
+        ("text files without a picture next to them", facts.captions_alone),
+        ("without an image", facts.without_image),
+        ("of nearly one colour", facts.constant),
+        ("with several pictures in one file, of which only the first is read", facts.paged),
+        ("duplicates of training items", facts.duplicates_of_training_items),
+        ("items with the picture of a training item", facts.duplicates_by_picture),
+    ):
+        if found:
+            rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
+            out.print(f"{len(found)} {kind}{rest}:", highlight=False)
+            for name in found[:SHOWN]:
+                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
+    for line in () if facts.warnings is None else sentences(facts.warnings, known=False):
+        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    if facts.published:
+        usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
+        line = f"papers on this data set use {usual}: some of its files may be missing"
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for problem in facts.problems:
+        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
+    if facts.silos:
+        _show_silos(facts.silos, facts.labels, out)
+    elif facts.silos is None and facts.usable:
+        out.print(
+            "fedmq data features FILE extracts the features; then this command shows the data of each silo",
+            highlight=False,
+        )
+
+
+def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
+    """Print the data of each silo and, if the table is small enough, its items by label."""
+    table = Table(Column("silo", overflow="fold"), "modalities", "samples", "held out")
+    for name, silo in silos.items():
+        alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
+        kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
+        samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
+        table.add_row(escape(name), " + ".join(silo.modalities), samples, str(silo.heldout))
+    out.print(table)
+    if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
+        heads = ("label", *(escape(name.removeprefix("silo-")) for name in silos))
+        table = Table(*(Column(head, overflow="fold") for head in heads))
+        for name in labels:
+            table.add_row(escape(name), *(str(silo.labels[name]) for silo in silos.values()))
+        out.print("training items of each label", table, sep="\n")
+
+
+@data_app.command("features")
+def data_features(
+    file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
+) -> None:
+    """Extract a scenario's frozen features into the cache; repeat the command to continue after an interruption.
+
+    Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
+    """
+    scenario = resolved_file(file, settings, seed).scenario
+    with continued_by_repeating():
+        _extract(scenario, device, as_json=as_json)
+
+
+def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:
     """Check the data of a scenario, or of a site file.
 
     Raises:
@@ -191,29 +248,30 @@ def _checked(
         command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
         raise InputError(str(file), "a site file", command)
     starting()
-    from fedmq.federation import data_check  # noqa: PLC0415
+    from fedmq.federation.preflight import data as data_check  # noqa: PLC0415
 
     if site is not None:
         run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
         check_fit(run, here)
         use_cache(here.cache)
         return data_check.check_site(run.scenario, here, bar())
-    scenario = _scenario(file, settings, seed)
-    if scenario.data is None:
+    run = resolved_file(file, settings, seed)
+    if run.scenario.data is None:
         command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
         raise InputError(str(file), "partition.kind own, where each site has its own data", command)
-    return data_check.check(scenario, fits, bar())
+    from fedmq.launch import preparation  # noqa: PLC0415
+
+    def fits(scenario: Scenario, folder: Path) -> None:
+        """Refuse a scenario that cannot run on the prepared data in a folder."""
+        preparation.population_here(run.changed(scenario.model_copy(update={"device": "cpu"})), None, folder)
+
+    return data_check.check(run.scenario, fits, bar())
 
 
-def _scenario(file: Path, settings: list[str] | None, seed: int | None) -> Scenario:
-    """A scenario with its defaults."""
-    return resolved_file(file, settings, seed).scenario
-
-
-def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:
+def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
     """Extract a scenario's frozen features on a device, by default the scenario's, and print their shapes."""
     from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
-    from fedmq.data.remarks import sentences  # noqa: PLC0415
+    from fedmq.data.warnings import sentences  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
@@ -223,10 +281,10 @@ def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool)
         text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
     facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print_json({**facts, "remarks": found.meta.remarks.plain(), "folder": str(found.folder)})
+        print_json({**facts, "warnings": found.meta.warnings.plain(), "folder": str(found.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
         out.print(f"{facts['n']} items: {shapes}, in", highlight=False, markup=False)
         out.print(str(found.folder), highlight=False, soft_wrap=True, markup=False)
-        for line in sentences(found.meta.remarks):
+        for line in sentences(found.meta.warnings):
             out.print(printable(line), highlight=False, soft_wrap=True, markup=False)

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from fedmq.cli.console import bar, err, later, out
-from fedmq.cli.options import Quiet
+from fedmq.cli.options import CONNECT, Quiet
 from fedmq.cli.scenarios import plug_in_names, resolved
-from fedmq.cli.sites import CONNECT
 from fedmq.errors import InputError
 from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.config.scenario import Scenario
     from fedmq.data.starter import OwnData
 
 T = TypeVar("T")
@@ -36,64 +34,52 @@ _SiteConnect = Annotated[
     typer.Option("--connect", metavar="URI", help="With --site: address of the coordinator.", show_default=False),
 ]
 
-#: Refuses a scenario that cannot run, before features are extracted.
-Refuse = Callable[["Scenario", Callable[[str, int, int], None] | None], None]
 
+def init_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="The scenario to write; mine.yaml by default.", show_default=False),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="PATH", help="Your images and captions.", show_default=False),
+    ] = None,
+    silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
+    missing: Annotated[
+        float | None,
+        typer.Option("--missing", help="Fraction of silos that lack a modality, 0 to 1.", show_default=False),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
+    ] = None,
+    site: _NewSiteFile = None,
+    name: _SiteName = None,
+    connect: _SiteConnect = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a scenario, ready to run, for your own images and captions; with --site, a silo's site file.
 
-def add_init(app: typer.Typer, refuse: Refuse) -> None:
-    """Add the command.
+    The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
+    skip them. It opens the images, and names the items that it leaves out. The data may be a folder of images
+    with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
+    features. The settings fit the number of items.
 
-    Args:
-        app: the command line.
-        refuse: raises InputError if the scenario cannot run.
+    With --site the questions are the silo's data, its name and the coordinator's address.
+
+    Example: [bold]fedmq init mine.yaml[/bold]
+
+    Example: [bold]fedmq init mine.yaml --data photos --silos 4 --missing 0 --method fedavg[/bold]
+
+    Example: [bold]fedmq init --site silo.yaml --data photos --name silo-00 --connect tcp://127.0.0.1:5555[/bold]
     """
-
-    @app.command("init")
-    def init_command(
-        file: Annotated[
-            Path | None,
-            typer.Argument(metavar="FILE", help="The scenario to write; mine.yaml by default.", show_default=False),
-        ] = None,
-        data: Annotated[
-            str | None,
-            typer.Option("--data", metavar="PATH", help="Your pictures and captions.", show_default=False),
-        ] = None,
-        silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
-        missing: Annotated[
-            float | None,
-            typer.Option("--missing", help="Fraction of silos that lack a modality, 0 to 1.", show_default=False),
-        ] = None,
-        method: Annotated[
-            str | None, typer.Option("--method", help="Federated method; see fedmq protocols.", show_default=False)
-        ] = None,
-        site: _NewSiteFile = None,
-        name: _SiteName = None,
-        connect: _SiteConnect = None,
-        force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
-        quiet: Quiet = False,
-    ) -> None:
-        """Write a scenario, ready to run, for your own pictures and captions; with --site, a silo's site file.
-
-        The command asks four questions, and repeats a question after a wrong answer; give the answers as options to
-        skip them. It opens the pictures, and names the items that it leaves out. The data may be a folder of pictures
-        with .txt files next to them, a list (CSV, TSV, JSON lines), an imagefolder, Parquet, Arrow or tar files, or
-        features. The settings fit the number of items.
-
-        With --site the questions are the silo's data, its name and the coordinator's address.
-
-        Example: [bold]fedmq init mine.yaml[/bold]
-
-        Example: [bold]fedmq init mine.yaml --data photos --silos 4 --missing 0 --method fedavg[/bold]
-
-        Example: [bold]fedmq init --site silo.yaml --data photos --name silo-00 --connect tcp://127.0.0.1:5555[/bold]
-        """
-        answers = {"--silos": silos, "--missing": missing, "--method": method}
-        if site is None:
-            _refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
-            _init_scenario(file or Path("mine.yaml"), data, _Answers(silos, missing, method), refuse, force, quiet)
-        else:
-            _refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
-            _init_site(site, data, name, connect, force, quiet)
+    answers = {"--silos": silos, "--missing": missing, "--method": method}
+    if site is None:
+        _refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
+        _init_scenario(file or Path("mine.yaml"), data, _Answers(silos, missing, method), force, quiet)
+    else:
+        _refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
+        _init_site(site, data, name, connect, force, quiet)
 
 
 def _refuse_options(given: Mapping[str, object], allowed: str) -> None:
@@ -112,7 +98,7 @@ def _check_new(file: Path, what: str, force: bool) -> None:
         raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
 
 
-def _init_scenario(file: Path, data: str | None, given: _Answers, refuse: Refuse, force: bool, quiet: bool) -> None:
+def _init_scenario(file: Path, data: str | None, given: _Answers, force: bool, quiet: bool) -> None:
     """Ask for what is not given, and write the scenario."""
     _check_new(file, "scenario", force)
     counted = _until_right(data, lambda: _counted(data, quiet=quiet))
@@ -122,7 +108,7 @@ def _init_scenario(file: Path, data: str | None, given: _Answers, refuse: Refuse
     def answer() -> None:
         nonlocal before
         before = _questions(counted, given, before)
-        _write(file, before.scenario(file, counted), refuse, quiet=quiet)
+        _write(file, before.scenario(file, counted), quiet=quiet)
 
     _until_right(None if None in (given.silos, given.missing, given.method) else "all given", answer)
     _say(printable(f"wrote {file}; run it with fedmq scenario {shlex.quote(str(file))}"), quiet=quiet)
@@ -204,7 +190,7 @@ def _counted(data: str | None, *, quiet: bool, pictures_alone: bool = False) -> 
     """The user's data, counted."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
 
-    path = Path(_answer("pictures and captions (a folder or a file)", data, str, None))
+    path = Path(_answer("images and captions (a folder or a file)", data, str, None))
     return starter.count(path, None if quiet else later(bar()), pictures_alone=pictures_alone)
 
 
@@ -217,7 +203,7 @@ def _most(counted: OwnData) -> int:
 def _lines_about(counted: OwnData) -> str:
     """Lines that report what was read."""
     first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
-    return "\n".join(map(printable, (first, *counted.remarks)))
+    return "\n".join(map(printable, (first, *counted.notes)))
 
 
 def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
@@ -259,14 +245,15 @@ def _answer(question: str, given: Any, kind: type, default: Any) -> Any:
     return typer.prompt(question, default=default, type=kind) if given is None else given
 
 
-def _write(file: Path, text: str, refuse: Refuse, *, quiet: bool) -> None:
+def _write(file: Path, text: str, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
         err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
-    from fedmq.config import loader, yaml_files  # noqa: PLC0415
-    from fedmq.config.resolve import Source  # noqa: PLC0415
+    from fedmq.config import yaml_files  # noqa: PLC0415
+    from fedmq.config.resolve import Source, parse  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
-    scenario = loader.parse(yaml_files.parse(text), file)
-    refuse(resolved(Source(file, scenario)).scenario, None if quiet else bar())
+    run = resolved(Source(file, parse(yaml_files.parse(text), file)))
+    preparation.check_without_features(run, None if quiet else bar())
     write_text(file, text)

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import (
-    audit,
-    compare,
-    init,
-    keys,
-    live,
-    operate,
-    preflight,
-    reference,
-    replay,
-    report,
-    run,
-    schema,
-    search,
-    signing,
-    tune,
-)
-from fedmq.cli import data as data_commands
-from fedmq.cli.console import bar, print_anything
-from fedmq.cli.help_text import group_commands, join_lines
-from fedmq.cli.scenarios import again, resolved_file, warn
+from fedmq.cli import audit, compare, init, operate, preflight, reference, replay, report, run, search, tune
+from fedmq.cli.console import BAD_INPUT, bar, print_anything
+from fedmq.cli.data import data_app
+from fedmq.cli.keys import keys_app, sign_command, verify_command
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.packages import __version__
 from fedmq.text import print_line, print_traceback
 
 if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.protocol import Traits
-
-BAD_INPUT = 2
 
 app = typer.Typer(
     name="fedmq",
@@ -53,13 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-data_app = typer.Typer(
-    help="List, check and prepare data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-app.add_typer(keys.keys_app, name="keys")
-app.add_typer(data_app, name="data")
 
 #: Maximum length of a too long path as shown [characters].
 _SHOWN_NAME = 60
@@ -140,60 +116,10 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _traits_of(scenario: Scenario) -> Traits:
-    import protocols  # noqa: PLC0415 - imports torch
-
-    return protocols.traits_of(scenario)
-
-
-def _open_model(
-    run: Path,
-    device: str | None,
-    silo: str | None,
-    progress: Callable[[str, int, int], None],
-    site: Path | None = None,
-) -> Any:
-    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415 - imports torch
-
-    return open_run_model(run, device, silo, progress, site)
-
-
-def _fits(scenario: Scenario, folder: Path) -> None:
-    """Refuse a scenario that cannot run on the prepared data in a folder."""
+def _prepare(quiet: bool) -> Callable[[ResolvedRun], Path]:
     from fedmq.launch import preparation  # noqa: PLC0415
 
-    preparation.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
-
-
-operate.add_status(app)
-preflight.add_preflight(app)
-operate.add_prune(app, _traits_of)
-audit.add_audit(app, bar, _traits_of)
-reference.add_reference(app)
-data_commands.add_data(data_app, bar, BAD_INPUT, _fits)
-
-
-def _refuse(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
-    """Refuse a scenario that cannot run, without extracting features."""
-    from fedmq.launch import preparation  # noqa: PLC0415
-
-    preparation.check_without_features(again(scenario), progress)
-
-
-init.add_init(app, _refuse)
-
-
-run.add_run(app)
-replay.add_replay(app)
-report.add_report(app)
-live.add_board(app)
-schema.add_schema(app)
-
-
-def _prepare(quiet: bool) -> Callable[[Scenario], Path]:
-    from fedmq.launch import preparation  # noqa: PLC0415
-
-    return lambda scenario: preparation.prepare_population(again(scenario), None if quiet else bar())
+    return lambda run: preparation.prepare_population(run, None if quiet else bar())
 
 
 def _check_partition(scenario: Scenario, folder: Path) -> None:
@@ -208,25 +134,65 @@ def _check_partition(scenario: Scenario, folder: Path) -> None:
         raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the number of training samples")
 
 
-def _scenario_of(file: Path, settings: list[str], seed: int | None) -> Scenario:
-    return resolved_file(file, settings, seed).scenario
+_ROOTS = compare.Roots(resolved_file, _prepare, _check_partition, run.until_stopped, warn)
+#: The groups of ``fedmq --help`` with their commands, both in order.
+_COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
+    "Start here": {
+        "init": init.init_command,
+        "scenario": run.scenario_command,
+        "report": report.report_command,
+        "board": report.board_command,
+        "search": search.search_command,
+        "schema": reference.schema_command,
+        "protocols": reference.protocols_command,
+        "losses": reference.losses_command,
+    },
+    "Operate": {
+        "preflight": preflight.preflight_command,
+        "coordinator": run.coordinator_command,
+        "silo": run.silo_command,
+        "evaluator": run.evaluator_command,
+        "status": operate.status_command,
+        "prune": operate.prune_command,
+    },
+    "Audit and look": {
+        "audit": audit.audit_command,
+        "replay": replay.replay_command,
+        "sign": sign_command,
+        "verify": verify_command,
+        "curves": search.curves_command,
+        "tsne": search.tsne_command,
+        "export": search.export_command,
+    },
+}
 
 
-def _warn(scenarios: Iterable[Scenario]) -> None:
-    warn(map(again, scenarios))
+def _add_commands() -> None:
+    for group, commands in _COMMANDS.items():
+        for name, command in commands.items():
+            app.command(name, rich_help_panel=group)(command)
+    compare.add_compare(app, _ROOTS)
+    compare.add_sweep(app, _ROOTS)
+    tune.add_tune(app, _ROOTS)
+    app.add_typer(keys_app, name="keys", rich_help_panel="Operate")
+    app.add_typer(data_app, name="data", rich_help_panel="Start here")
 
 
-_ROOTS = compare.Roots(_scenario_of, _prepare, _check_partition, run.until_stopped, _warn)
-compare.add_compare(app, _ROOTS)
-compare.add_sweep(app, _ROOTS)
-tune.add_tune(app, _ROOTS, lambda scenario: again(scenario).personal_only)
-search.add_search(app, bar, _open_model)
-search.add_export(app, bar, _open_model)
-search.add_curves(app, bar, _open_model)
-search.add_tsne(app, bar, _open_model)
-signing.add_signing(app)
-group_commands(app)
-join_lines(app)
+def _join_lines(group: typer.Typer) -> None:
+    """Make every paragraph of the help of all commands one line, which the terminal breaks to its width.
+
+    Typer keeps the line ends of docstrings, which would break lines twice.
+    """
+    for command in group.registered_commands:
+        text = command.help or inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _join_lines(inner.typer_instance)
+
+
+_add_commands()
+_join_lines(app)
 
 
 @app.callback(invoke_without_command=True)

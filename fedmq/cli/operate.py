@@ -19,8 +19,6 @@ from fedmq.errors import InputError
 from fedmq.text import counted, print_json, print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.config.scenario import Scenario
-    from fedmq.federation.protocol import Traits
     from fedmq.runs.status import SiloStatus, StatusFile
 
 #: Interval of ``--watch`` [s].
@@ -29,57 +27,53 @@ _WATCH_SECONDS = 2.0
 _OLD_SECONDS = 10.0
 
 
-def add_status(app: typer.Typer) -> None:
-    """Add ``fedmq status``."""
+def status_command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False),
+    ] = None,
+    connect: Annotated[
+        str | None,
+        typer.Option("--connect", metavar="URI", help="Query the coordinator at this address.", show_default=False),
+    ] = None,
+    keys: Annotated[
+        Path,
+        typer.Option("--keys", metavar="DIR", help="With --connect: folder of a key that the coordinator accepts."),
+    ] = Path("keys"),
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="With --connect: name of that key; by default the only one in the folder."),
+    ] = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every 2 s until the run has ended.")] = False,
+) -> None:
+    """Show what a run is doing: its round, and each silo's phase, last message, traffic and last error.
 
-    @app.command("status")
-    def status_command(
-        run: Annotated[
-            Path | None,
-            typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False),
-        ] = None,
-        connect: Annotated[
-            str | None,
-            typer.Option("--connect", metavar="URI", help="Query the coordinator at this address.", show_default=False),
-        ] = None,
-        keys: Annotated[
-            Path,
-            typer.Option("--keys", metavar="DIR", help="With --connect: folder of a key that the coordinator accepts."),
-        ] = Path("keys"),
-        name: Annotated[
-            str | None,
-            typer.Option("--name", help="With --connect: name of that key; by default the only one in the folder."),
-        ] = None,
-        as_json: AsJson = False,
-        watch: Annotated[bool, typer.Option("--watch", help="Repeat every 2 s until the run has ended.")] = False,
-    ) -> None:
-        """Show what a run is doing: its round, and each silo's phase, last message, traffic and last error.
+    The coordinator writes the status into its run folder about every second. From another machine, query it with
+    --connect and the key of a silo or of an operator; this does not disturb the silo.
 
-        The coordinator writes the status into its run folder about every second. From another machine, query it with
-        --connect and the key of a silo or of an operator; this does not disturb the silo.
+    Example: [bold]fedmq status runs/manual --watch[/bold]
 
-        Example: [bold]fedmq status runs/manual --watch[/bold]
+    Example: [bold]fedmq status --connect tcp://127.0.0.1:5555 --keys keys --name silo-00[/bold]
+    """
+    if run is not None and connect is not None:
+        raise InputError("status", f"{run} and --connect", "one of the two")
+    from fedmq.runs.status import ENDED_PHASES  # noqa: PLC0415 - imports pydantic, which --help does without
 
-        Example: [bold]fedmq status --connect tcp://127.0.0.1:5555 --keys keys --name silo-00[/bold]
-        """
-        if run is not None and connect is not None:
-            raise InputError("status", f"{run} and --connect", "one of the two")
-        from fedmq.runs.status import ENDED_PHASES  # noqa: PLC0415 - imports pydantic, which --help does without
-
-        read = _from_folder(run) if connect is None else _from_coordinator(connect, keys, name)
-        while True:
-            status = read()
-            if as_json:
-                shown = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
-                print_json(shown, indent=None if watch else 2)
-            else:
-                if watch and out.is_terminal:
-                    out.clear()
-                # The clock of the coordinator's machine may differ, so ages are counted from its time stamp.
-                _show(status, datetime.now(UTC) if connect is None else datetime.fromisoformat(status.written))
-            if not watch or status.phase in ENDED_PHASES:
-                return
-            time.sleep(_WATCH_SECONDS)
+    read = _from_folder(run) if connect is None else _from_coordinator(connect, keys, name)
+    while True:
+        status = read()
+        if as_json:
+            shown = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
+            print_json(shown, indent=None if watch else 2)
+        else:
+            if watch and out.is_terminal:
+                out.clear()
+            # The clock of the coordinator's machine may differ, so ages are counted from its time stamp.
+            _show(status, datetime.now(UTC) if connect is None else datetime.fromisoformat(status.written))
+        if not watch or status.phase in ENDED_PHASES:
+            return
+        time.sleep(_WATCH_SECONDS)
 
 
 def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
@@ -129,39 +123,31 @@ def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], St
     return lambda: status_of(ask_status(uri, identity, accepted))
 
 
-def add_prune(app: typer.Typer, traits_of: Callable[[Scenario], Traits]) -> None:
-    """Add ``fedmq prune``.
+def prune_command(run: Run, yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False) -> None:
+    """Remove the checkpoints of a finished run, and the personal states of its silos that are no longer needed.
 
-    Args:
-        app: the command line.
-        traits_of: traits of a scenario's method.
+    The run can no longer be extended. Model, results, message logs and report stay. States that
+    `fedmq search --silo` needs stay, too.
+
+    Example: [bold]fedmq prune runs/smoke --yes[/bold]
     """
+    from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-    @app.command("prune")
-    def prune_command(
-        run: Run, yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False
-    ) -> None:
-        """Remove the checkpoints of a finished run, and the personal states of its silos that are no longer needed.
+    folder = open_run(run)
+    import protocols  # noqa: PLC0415 - imports torch
 
-        The run can no longer be extended. Model, results, message logs and report stay. States that
-        `fedmq search --silo` needs stay, too.
-
-        Example: [bold]fedmq prune runs/smoke --yes[/bold]
-        """
-        from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
-        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
-
-        folder = open_run(run)
-        personalised = traits_of(resolved_file(folder.scenario, manual=True, adopt=False).scenario).personalised
-        pruning = plan_pruning(folder, personalised=personalised)
-        size = f"{pruning.size / 1e6:.1f} MB"
-        if not pruning.paths:
-            print_line(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
-            return
-        if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
-            raise InputError("prune", "no", "yes, or --yes")
-        prune(folder, pruning)
-        print_line(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
+    scenario = resolved_file(folder.scenario, manual=True, adopt=False).scenario
+    personalised = protocols.traits_of(scenario).personalised
+    pruning = plan_pruning(folder, personalised=personalised)
+    size = f"{pruning.size / 1e6:.1f} MB"
+    if not pruning.paths:
+        print_line(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
+        return
+    if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
+        raise InputError("prune", "no", "yes, or --yes")
+    prune(folder, pruning)
+    print_line(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
 
 
 def _ago(at: str | None, now: datetime) -> str:

@@ -1,14 +1,21 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and how a silo or the evaluator is started from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedmq.errors import InputError
+from fedmq.storage.cache import use_cache
 from fedmq.storage.logs import LogFormat, LogLevel
+
+if TYPE_CHECKING:
+    from fedmq.config.resolve import ResolvedRun
+    from fedmq.config.site import Site
 
 #: Makes a progress line, a function of (what, done, total).
 Bar = Callable[[], Callable[[str, int, int], None]]
@@ -76,3 +83,91 @@ CheckOnly = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
+
+
+#: Address of the coordinator if neither an option nor the site file has one.
+CONNECT = "tcp://127.0.0.1:5555"
+
+SiteFile = Annotated[
+    Path | None,
+    typer.Option("--site", metavar="FILE", help="Site file (YAML) with the site's data, keys, device and addresses."),
+]
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """How a silo or the evaluator is started.
+
+    Args:
+        site: the site file; None without one.
+        name: the process's name.
+        keys: folder of its keys.
+        connect: address of the coordinator.
+        device: None for the scenario's.
+        out: folder for its log and state.
+    """
+
+    site: Site | None
+    name: str
+    keys: Path
+    connect: str
+    device: str | None
+    out: Path
+
+
+def whereabouts(
+    run: ResolvedRun,
+    site_file: Path | None,
+    *,
+    name: str | None,
+    keys: Path | None,
+    connect: str | None,
+    device: str | None,
+    out: Path | None,
+) -> Whereabouts:
+    """Options of the command line, else the keys of the site file, else defaults.
+
+    Raises:
+        InputError: the site file is invalid or does not fit the scenario, or a name or the keys are missing.
+    """
+    from fedmq.config.site import read_site  # noqa: PLC0415 - --help does without
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+
+    site = None if site_file is None else read_site(site_file)
+    if site is not None:
+        check_fit(run, site)
+        use_cache(site.cache)
+    name = name or (site.name if site else None)
+    if name is None:
+        raise InputError("--name", "nothing", "silo-00, silo-01, ..., here or as name in the site file")
+    folder = keys or (site.keys if site else None)
+    if folder is None:
+        raise InputError("--keys", "nothing", "a folder of keys, here or as keys in the site file")
+    address = connect or (site.connect if site else None) or CONNECT
+    given = site is not None and connect is None and site.connect is not None
+    check_uri(address, site.place("connect") if site is not None and given else "--connect")
+    chosen = out or (site.out if site else None) or Path("runs") / f"{run.scenario.name}-{name}"
+    return Whereabouts(site, name, folder, address, device or (site.device if site else None), chosen)
+
+
+def check_fit(run: ResolvedRun, site: Site) -> None:
+    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs.
+
+    Raises:
+        InputError: names the key of the site file.
+    """
+    from fedmq.data import catalogue  # noqa: PLC0415 - --help does without
+
+    if run.scenario.data is None:
+        if site.data is None:
+            raise InputError(site.place("data"), "nothing", "the site's data, as partition.kind is own")
+        try:
+            catalogue.check(site.data)
+        except InputError as error:
+            raise InputError(site.place(error.place), error.found, error.allowed) from None
+        return
+    for key in ("data", "modalities"):
+        if getattr(site, key) is not None:
+            found = f"{key} with partition.kind {run.scenario.partition.kind}"
+            allowed = f"no {key}: only with partition.kind own, as the scenario has the data of all silos"
+            raise InputError(site.place(key), found, allowed)

@@ -1,4 +1,4 @@
-"""``fedmq protocols`` and ``fedmq losses``: the methods and base losses with their options."""
+"""``fedmq protocols``, ``losses`` and ``schema``: what a scenario and the other files of a user may say."""
 
 from __future__ import annotations
 
@@ -29,40 +29,36 @@ _Losses = Annotated[
 ]
 
 
-def add_reference(app: typer.Typer) -> None:
-    """Add the two commands."""
+def protocols_command(names: _Methods = None, as_json: AsJson = False) -> None:
+    """List the federated methods, or explain the options of the named ones, which may be your own Python files.
 
-    @app.command("protocols")
-    def protocols_command(names: _Methods = None, as_json: AsJson = False) -> None:
-        """List the federated methods, or explain the options of the named ones, which may be your own Python files.
+    Example: [bold]fedmq protocols rcsr[/bold]
 
-        Example: [bold]fedmq protocols rcsr[/bold]
+    Example: [bold]fedmq protocols ./mine.py[/bold]
+    """
+    import protocols  # noqa: PLC0415
+    from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
 
-        Example: [bold]fedmq protocols ./mine.py[/bold]
-        """
-        import protocols  # noqa: PLC0415
-        from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
+    known = {
+        label: (protocols.summary(name), key_reference.options(protocols.load(name).Options))
+        for label, name in _references("protocols", names, protocols.names()).items()
+    }
+    _explain("protocols", known, named=bool(names), as_json=as_json)
 
-        known = {
-            label: (protocols.summary(name), key_reference.options(protocols.load(name).Options))
-            for label, name in _references("protocols", names, protocols.names()).items()
-        }
-        _explain("protocols", known, named=bool(names), as_json=as_json)
 
-    @app.command("losses")
-    def losses_command(names: _Losses = None, as_json: AsJson = False) -> None:
-        """List the base losses, or explain the options of the named ones, which may be your own Python files.
+def losses_command(names: _Losses = None, as_json: AsJson = False) -> None:
+    """List the base losses, or explain the options of the named ones, which may be your own Python files.
 
-        Example: [bold]fedmq losses dcmh[/bold]
-        """
-        import protocols  # noqa: PLC0415
-        from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
+    Example: [bold]fedmq losses dcmh[/bold]
+    """
+    import protocols  # noqa: PLC0415
+    from fedmq.cli import key_reference  # noqa: PLC0415 - imports pydantic
 
-        known = {
-            label: (protocols.loss_summary(name), key_reference.loss(protocols.loss(name)))
-            for label, name in _references("losses", names, protocols.losses()).items()
-        }
-        _explain("losses", known, named=bool(names), as_json=as_json)
+    known = {
+        label: (protocols.loss_summary(name), key_reference.loss(protocols.loss(name)))
+        for label, name in _references("losses", names, protocols.losses()).items()
+    }
+    _explain("losses", known, named=bool(names), as_json=as_json)
 
 
 def _references(command: str, names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
@@ -73,12 +69,12 @@ def _references(command: str, names: Sequence[str] | None, known: Sequence[str])
     Raises:
         InputError: a name is unknown, or a file cannot be used.
     """
-    from fedmq.config import user_files  # noqa: PLC0415 - --help does without
+    from fedmq.config import plug_ins  # noqa: PLC0415 - --help does without
 
     references = {name: name for name in names or known}
     for name in references:
-        if user_files.is_path(name):
-            references[name] = user_files.adopt(Path(name).expanduser())
+        if plug_ins.is_path(name):
+            references[name] = plug_ins.adopt(Path(name).expanduser())
         elif name not in known:
             raise InputError(f"fedmq {command}", name, one_of(name, known))
     return references
@@ -113,3 +109,23 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
             out.print("    " + ", ".join(f"{key.name}: {key.default}" for key in keys), highlight=False, style="dim")
     if not named:
         out.print(f"see fedmq {command} NAME for the meaning of its options", highlight=False)
+
+
+#: Kinds of files; those of ``fedmq.experiments.spec_file.FileKind``, whose import takes too long for --help.
+KINDS = ("scenario", "site", "comparison", "tuning")
+
+_Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.", show_default=False)]
+
+
+def schema_command(kind: _Kind) -> None:
+    """Print the JSON schema of scenario, site, comparison or tuning files, for checks and completion in editors.
+
+    docs/howto/editor.md shows how to use it.
+
+    Example: [bold]fedmq schema scenario[/bold]
+    """
+    from fedmq.experiments.spec_file import FileKind, schema_of  # noqa: PLC0415
+
+    if kind not in KINDS:
+        raise InputError("KIND", kind, one_of(kind, KINDS))
+    print_json(schema_of(FileKind(kind)))

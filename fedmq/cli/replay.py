@@ -26,59 +26,55 @@ if TYPE_CHECKING:
     from fedmq.storage.run_folder import RunFolder
 
 
-def add_replay(app: typer.Typer) -> None:
-    """Add ``fedmq replay`` to the command line."""
+def replay_command(
+    run: Run,
+    site: Annotated[
+        list[Path] | None,
+        typer.Option("--site", metavar="FILE", help="Site file with a silo's data; repeat it for each site."),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Repeat a run, including its faults, and compare the two event by event.
 
-    @app.command("replay")
-    def replay_command(
-        run: Run,
-        site: Annotated[
-            list[Path] | None,
-            typer.Option("--site", metavar="FILE", help="Site file with a silo's data; repeat it for each site."),
-        ] = None,
-        as_json: AsJson = False,
-        quiet: Quiet = False,
-    ) -> None:
-        """Repeat a run, including its faults, and compare the two event by event.
+    If they differ, the first difference is printed and the exit code is 3. A run of sites with their own data needs
+    the data of all sites, with the digests that the sites stated.
 
-        If they differ, the first difference is printed and the exit code is 3. A run of sites with their own data needs
-        the data of all sites, with the digests that the sites stated.
+    Example: [bold]fedmq replay runs/smoke[/bold]
+    """
+    from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
+    from fedmq.launch import forkserver  # noqa: PLC0415
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
-        Example: [bold]fedmq replay runs/smoke[/bold]
-        """
-        from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
-        from fedmq.launch import forkserver  # noqa: PLC0415
-        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+    folder = open_run(run)
+    source = read(folder.scenario)
+    if source.scenario.launcher != "inline":
+        forkserver.warm_up(source.scenario.backbone.name)
+    from fedmq.audit import replay  # noqa: PLC0415
+    from fedmq.runs import results  # noqa: PLC0415
 
-        folder = open_run(run)
-        source = read(folder.scenario)
-        if source.scenario.launcher != "inline":
-            forkserver.warm_up(source.scenario.backbone.name)
-        from fedmq.audit import replay  # noqa: PLC0415
-        from fedmq.runs import results  # noqa: PLC0415
-
-        resolved_run = resolved(source, adopt=False)
-        replay.require_repeatable(resolved_run.scenario, folder)
-        sites = _sites(resolved_run, folder, site or [], quiet=quiet)
-        before = replay.read_record(folder)
-        after = _repeat(resolved_run, folder.root.name, before.resumed, sites, quiet=quiet)
-        if after is None:
-            err.print("stopped before the end, nothing was compared; repeat the command to compare")
-            sys.exit(FAILED)
-        difference = replay.first_difference(before, after)
-        otherwise = results.made_otherwise([before.made_with, after.made_with])
-        if as_json:
-            result = {
-                "same": difference is None,
-                "events": len(before.events),
-                "difference": None if difference is None else vars(difference),
-                "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
-            }
-            print_json(result)
-        else:
-            _show(before, difference, otherwise)
-        if difference is not None:
-            sys.exit(DIFFERENT)
+    resolved_run = resolved(source, adopt=False)
+    replay.require_repeatable(resolved_run.scenario, folder)
+    sites = _sites(resolved_run, folder, site or [], quiet=quiet)
+    before = replay.read_record(folder)
+    after = _repeat(resolved_run, folder.root.name, before.resumed, sites, quiet=quiet)
+    if after is None:
+        err.print("stopped before the end, nothing was compared; repeat the command to compare")
+        sys.exit(FAILED)
+    difference = replay.first_difference(before, after)
+    otherwise = results.made_otherwise([before.made_with, after.made_with])
+    if as_json:
+        result = {
+            "same": difference is None,
+            "events": len(before.events),
+            "difference": None if difference is None else vars(difference),
+            "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
+        }
+        print_json(result)
+    else:
+        _show(before, difference, otherwise)
+    if difference is not None:
+        sys.exit(DIFFERENT)
 
 
 def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:

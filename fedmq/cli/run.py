@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, starting
-from fedmq.cli.live import Live, LivePort, live_page
 from fedmq.cli.options import (
     AsJson,
     CheckOnly,
@@ -37,11 +36,12 @@ from fedmq.cli.options import (
     Seed,
     Settings,
     SiloName,
+    SiteFile,
     StopSilos,
+    whereabouts,
 )
-from fedmq.cli.report import complete_report
-from fedmq.cli.scenarios import again, check_here, explain, quick_imports, read_here, resolved, resolved_file
-from fedmq.cli.sites import SiteFile, whereabouts
+from fedmq.cli.report import Live, LivePort, complete_report, live_page
+from fedmq.cli.scenarios import check_here, explain, quick_imports, read_here, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
@@ -56,14 +56,6 @@ if TYPE_CHECKING:
 
 #: Start of this program, for the reported start-up time.
 _BEGAN = time.monotonic()
-
-
-def add_run(app: typer.Typer) -> None:
-    """Add the four commands."""
-    app.command("scenario")(scenario_command)
-    app.command("coordinator")(coordinator_command)
-    app.command("silo")(silo_command)
-    app.command("evaluator")(evaluator_command)
 
 
 # ------------------------------------------------------------------------------------------------------- scenario
@@ -105,7 +97,7 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     with quick_imports():
         from fedmq.cli import terminal  # noqa: PLC0415
-        from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+        from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
         from fedmq.launch import supervisor  # noqa: F401, PLC0415
 
     run = resolved(source)
@@ -169,7 +161,7 @@ def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFo
 
 
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print remarks on them, and return their folder.
+    """Prepare a run's data, print warnings on them, and return their folder.
 
     Args:
         run: the run.
@@ -183,7 +175,7 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     prepare = preparation.population_here if inline else preparation.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
-    for line in open_prepared(data).remarks:
+    for line in open_prepared(data).warnings:
         err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
     return data
 
@@ -243,7 +235,7 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
     """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
     from fedmq.runs.resume import extended  # noqa: PLC0415
 
-    return run if extend is None else again(extended(run.scenario, extend))
+    return run if extend is None else run.changed(extended(run.scenario, extend))
 
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
@@ -356,7 +348,7 @@ def coordinator_command(
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.cli.outcome import exit_stopped, print_outcome  # noqa: PLC0415
+    from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
@@ -447,7 +439,8 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from silos.program import SiloArguments, run_silo  # noqa: PLC0415
+    from silos.program import run_silo  # noqa: PLC0415
+    from silos.tasks import SiloArguments  # noqa: PLC0415
 
     run = resolved_file(file, settings, seed, manual=True)
     here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)

@@ -15,7 +15,6 @@ from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
-    from fedmq.config.scenario import Scenario
 
 
 @contextlib.contextmanager
@@ -60,7 +59,7 @@ def resolved_file(
 
 def plug_in_names() -> dict[str, tuple[str, ...]]:
     """Names of the methods and objectives, by the scenario key that selects one; loads neither them nor torch."""
-    from fedmq.config.registry import names_found  # noqa: PLC0415
+    from fedmq.config.plug_ins import names_found  # noqa: PLC0415
 
     return {
         "protocol.name": names_found("protocols", "fedmq.protocols"),
@@ -71,18 +70,11 @@ def plug_in_names() -> dict[str, tuple[str, ...]]:
 def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
     """Read a scenario whose data are on this machine, and refuse quickly whatever can be refused without torch."""
     from fedmq.config.resolve import read  # noqa: PLC0415
-    from fedmq.data.first_check import refuse_first  # noqa: PLC0415
+    from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415
 
     source = read(file, settings or (), seed)
-    refuse_first(source, plug_in_names())
+    refuse_scenario(source, plug_in_names())
     return source
-
-
-def again(scenario: Scenario) -> ResolvedRun:
-    """The run of a scenario that has been resolved, and possibly changed since."""
-    from fedmq.config.resolve import Source  # noqa: PLC0415
-
-    return resolved(Source(Path(f"{scenario.name}.yaml"), scenario), adopt=False)
 
 
 def warn(runs: Iterable[ResolvedRun]) -> None:

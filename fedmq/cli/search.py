@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import err, out, writes_unicode
-from fedmq.cli.options import AsJson, Bar, Device, Run
+from fedmq.cli.console import bar, err, out, writes_unicode
+from fedmq.cli.options import AsJson, Device, Run
 from fedmq.errors import InputError
 from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, printable, printable_lines
@@ -30,22 +30,13 @@ if TYPE_CHECKING:
 Show = Callable[[str, int, int], None]
 
 
-class Opened(Protocol):
-    """Opens a released model."""
-
-    def __call__(
-        self, run: Path, device: str | None, silo: str | None, progress: Show, site: Path | None = None, /
-    ) -> Release:
-        """Open the model of a run; ``silo`` and ``site`` select a personal model."""
-
-
 Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
     typer.Option(
         "--gallery",
         metavar="FILE|DIR",
-        help="Gallery: a folder of pictures, or a scenario, site file or features file for its data; by default the "
+        help="Gallery: a folder of images, or a scenario, site file or features file for its data; by default the "
         "run's data set.",
     ),
 ]
@@ -78,7 +69,7 @@ AtSite = Annotated[
 
 
 def _released(
-    folder: Path, device: str | None, silo: str | None, site: Path | None, opened: Opened, show: Show
+    folder: Path, device: str | None, silo: str | None, site: Path | None, show: Show
 ) -> Release | ModelFolder:
     """A run, or the folder of a model without its run.
 
@@ -86,12 +77,13 @@ def _released(
         InputError: it is neither, or a model without its run has no personal models.
     """
     import protocols  # noqa: F401, PLC0415 - registers the objectives
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
 
     if site is not None:
         _adopt_site(site)
     if not is_model(folder):
-        return opened(folder, device, silo, show, site)
+        return open_run_model(folder, device, silo, show, site)
     for option, given in (("--silo", silo), ("--site", site)):
         if given is not None:
             raise InputError(option, str(given), f"no {option}: personal models need the run folder, RUN")
@@ -135,67 +127,63 @@ class Among(StrEnum):
     CAPTIONS = "captions"
 
 
-def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
-    """Add ``fedmq search`` to the command line."""
+def search_command(
+    run: Run,
+    text: Text = None,
+    image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="Image to search for.")] = None,
+    item: Annotated[
+        str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
+    ] = None,
+    side: Annotated[
+        Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
+    ] = None,
+    among: Annotated[
+        Among | None,
+        typer.Option("--among", help="Modality to search; by default the one other than the query's."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
+    chosen: Chosen = None,
+    silo: OwnModel = None,
+    site: AtSite = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search a gallery with a released model: images by text, captions by image.
 
-    @app.command("search")
-    def search_command(
-        run: Run,
-        text: Text = None,
-        image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="Picture to search for.")] = None,
-        item: Annotated[
-            str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
-        ] = None,
-        side: Annotated[
-            Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
-        ] = None,
-        among: Annotated[
-            Among | None,
-            typer.Option("--among", help="Modality to search; by default the one other than the query's."),
-        ] = None,
-        top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
-        chosen: Chosen = None,
-        silo: OwnModel = None,
-        site: AtSite = None,
-        device: Device = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Search a gallery with a released model: images by text, captions by picture.
+    RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
+    the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
 
-        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. The first search encodes
-        the gallery and keeps it in the model's folder; see [bold]fedmq export[/bold].
+    Example: [bold]fedmq search runs/smoke "a dog in the snow"[/bold]
 
-        Example: [bold]fedmq search runs/smoke "a dog in the snow"[/bold]
+    Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
 
-        Example: [bold]fedmq search model --gallery photos "a red fox"[/bold]
+    Example: [bold]fedmq search runs/fedper "a dog in the snow" --silo silo-03[/bold]
 
-        Example: [bold]fedmq search runs/fedper "a dog in the snow" --silo silo-03[/bold]
+    Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
+    """
+    _check_query(run, text, image, item)
+    from fedmq.data.raw_set import whole  # noqa: PLC0415
+    from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
 
-        Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
-        """
-        _check_query(run, text, image, item)
-        from fedmq.data.raw_set import whole  # noqa: PLC0415
-        from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
-
-        for name, given in (("TEXT", text), ("--item", item)):
-            whole(given or "", f"search: {name}")
-        query = search.Query(text, image, item, None if side is None else side.value)
-        show = bar()
-        model = _released(run, device, silo, site, opened, show)
-        found = search.find(
-            model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
-        )
-        if as_json:
-            measure = "distance" if found.gallery.binary else "cosine"
-            facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
-            results = [dataclasses.asdict(hit) for hit in found.hits]
-            print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
-            return
-        out.print(hits_table(found.hits, binary=found.gallery.binary))
+    for name, given in (("TEXT", text), ("--item", item)):
+        whole(given or "", f"search: {name}")
+    query = search.Query(text, image, item, None if side is None else side.value)
+    show = bar()
+    model = _released(run, device, silo, site, show)
+    found = search.find(
+        model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
+    )
+    if as_json:
+        measure = "distance" if found.gallery.binary else "cosine"
+        facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
+        results = [dataclasses.asdict(hit) for hit in found.hits]
+        print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
+        return
+    out.print(hits_table(found.hits, binary=found.gallery.binary))
 
 
 def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
-    """Refuse an invalid query, picture or run before torch is loaded."""
+    """Refuse an invalid query, image or run before torch is loaded."""
     given = sum(each is not None for each in (text, image, item))
     if given != 1:
         raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
@@ -209,7 +197,7 @@ def _check_query(run: Path, text: str | None, image: Path | None, item: str | No
 
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
     """Results as a table; with distances of codes, or cosines."""
-    captioned = ["caption"] if any(hit.caption for hit in hits) else []  # a folder of pictures has none
+    captioned = ["caption"] if any(hit.caption for hit in hits) else []  # a folder of images has none
     table = Table("rank", "distance" if binary else "cosine", Column("item", overflow="fold"), *captioned)
     for hit in hits:
         score = f"{hit.score:.0f}" if binary else f"{hit.score:.3f}"
@@ -218,49 +206,45 @@ def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
     return table
 
 
-def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
-    """Add ``fedmq export`` to the command line."""
+def export_command(
+    run: Run,
+    chosen: Chosen = None,
+    onnx: Annotated[
+        Path | None,
+        typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery."),
+    ] = None,
+    hub: Annotated[
+        Path | None,
+        typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
+    ] = None,
+    silo: OwnModel = None,
+    site: AtSite = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Encode a gallery with a released model, or export the model itself, to ONNX or for the Hugging Face Hub.
 
-    @app.command("export")
-    def export_command(
-        run: Run,
-        chosen: Chosen = None,
-        onnx: Annotated[
-            Path | None,
-            typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery."),
-        ] = None,
-        hub: Annotated[
-            Path | None,
-            typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
-        ] = None,
-        silo: OwnModel = None,
-        site: AtSite = None,
-        device: Device = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Encode a gallery with a released model, or export the model itself, to ONNX or for the Hugging Face Hub.
+    RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery holds
+    embeddings or packed hash codes (.npz), and faiss indexes if it has 10,000 items or more.
 
-        RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery holds
-        embeddings or packed hash codes (.npz), and faiss indexes if it has 10,000 items or more.
+    Example: [bold]fedmq export runs/smoke --gallery photos[/bold]
 
-        Example: [bold]fedmq export runs/smoke --gallery photos[/bold]
+    Example: [bold]fedmq export runs/fedper --silo silo-03[/bold]
 
-        Example: [bold]fedmq export runs/fedper --silo silo-03[/bold]
+    Example: [bold]fedmq export runs/smoke --hub smoke --onnx smoke/onnx[/bold]
+    """
+    if onnx is not None or hub is not None:
+        for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
+            if given is not None:
+                raise InputError(option, str(given), "no such option with --onnx or --hub")
+        _export_model(_released(run, "cpu", None, None, bar()), onnx, hub, as_json=as_json)
+        return
+    show = bar()
+    from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
-        Example: [bold]fedmq export runs/smoke --hub smoke --onnx smoke/onnx[/bold]
-        """
-        if onnx is not None or hub is not None:
-            for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
-                if given is not None:
-                    raise InputError(option, str(given), "no such option with --onnx or --hub")
-            _export_model(_released(run, "cpu", None, None, opened, bar()), onnx, hub, as_json=as_json)
-            return
-        show = bar()
-        from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
-
-        released = _released(run, device, silo, site, opened, show)
-        gallery = galleries.export(released, chosen or site, show)
-        _print_gallery(gallery, as_json=as_json)
+    released = _released(run, device, silo, site, show)
+    gallery = galleries.export(released, chosen or site, show)
+    _print_gallery(gallery, as_json=as_json)
 
 
 def _print_gallery(gallery: Gallery, *, as_json: bool) -> None:
@@ -319,115 +303,107 @@ def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tup
     return models
 
 
-def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
-    """Add ``fedmq curves`` to the command line."""
+def curves_command(
+    runs: Finished,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results; by default curves/ in the first RUN."),
+    ] = None,
+    top: Annotated[
+        str, typer.Option("--top", metavar="N,N,...", help="Cut-offs N of precision and recall at N.")
+    ] = "1,5,10,20,50,100,200,500,1000",
+    silo: OwnModel = None,
+    site: AtSite = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Precision and recall of released models: over the ranking, by Hamming radius, and at N.
 
-    @app.command("curves")
-    def curves_command(
-        runs: Finished,
-        out_dir: Annotated[
-            Path | None,
-            typer.Option("--out", metavar="DIR", help="Folder for the results; by default curves/ in the first RUN."),
-        ] = None,
-        top: Annotated[
-            str, typer.Option("--top", metavar="N,N,...", help="Cut-offs N of precision and recall at N.")
-        ] = "1,5,10,20,50,100,200,500,1000",
-        silo: OwnModel = None,
-        site: AtSite = None,
-        device: Device = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Precision and recall of released models: over the ranking, by Hamming radius, and at N.
+    Writes curves.csv and curves.html, with all runs in one plot of each kind; for the rows of a comparison, the
+    means over seeds.
 
-        Writes curves.csv and curves.html, with all runs in one plot of each kind; for the rows of a comparison, the
-        means over seeds.
+    Example: [bold]fedmq curves runs/fedhap runs/fedavg[/bold]
 
-        Example: [bold]fedmq curves runs/fedhap runs/fedavg[/bold]
+    Example: [bold]fedmq curves runs/fedcmr runs/fedscmr --silo silo-03[/bold]
 
-        Example: [bold]fedmq curves runs/fedcmr runs/fedscmr --silo silo-03[/bold]
+    Example: [bold]fedmq curves runs/own --site silo.yaml[/bold]
 
-        Example: [bold]fedmq curves runs/own --site silo.yaml[/bold]
+    Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
+    """
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
-        Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
-        """
-        from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
-
-        cutoffs = pr_curves.parse_cutoffs(top)
-        show = bar()
-        models = _models(_finished_runs(runs, silo, site), lambda run: opened(run, device, silo, show, site))
-        folder = make_folder(out_dir or runs[0] / "curves")
-        total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
-        found = []
-        for name, releases in models:
-            each = []
-            for release in releases:
-                each.append(pr_curves.measured(release, cutoffs, show))
-                show("runs measured", next(measured), total)
-            found.append(pr_curves.mean(name, each))
-        write_text(folder / "curves.csv", pr_curves.table(found))
-        write_text(folder / "curves.html", pr_curves.page(found, ", ".join(run.name for run in found)))
-        if as_json:
-            maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
-            print_json({"folder": str(folder), "runs": maps}, indent=None)
-            return
-        ways = list(dict.fromkeys(way for run in found for way in run.ways))
-        table = Table(Column("run", overflow="fold"), *(f"mAP {way}" for way in ways))
-        for run in found:
-            cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
-            table.add_row(escape(run.name), *cells)
-        out.print(table)
-        out.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
+    cutoffs = plots.parse_cutoffs(top)
+    show = bar()
+    models = _models(_finished_runs(runs, silo, site), lambda run: open_run_model(run, device, silo, show, site))
+    folder = make_folder(out_dir or runs[0] / "curves")
+    total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
+    found = []
+    for name, releases in models:
+        each = []
+        for release in releases:
+            each.append(plots.measured(release, cutoffs, show))
+            show("runs measured", next(measured), total)
+        found.append(plots.mean(name, each))
+    write_text(folder / "curves.csv", plots.curves_table(found))
+    write_text(folder / "curves.html", plots.curves_page(found, ", ".join(run.name for run in found)))
+    if as_json:
+        maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
+        print_json({"folder": str(folder), "runs": maps}, indent=None)
+        return
+    ways = list(dict.fromkeys(way for run in found for way in run.ways))
+    table = Table(Column("run", overflow="fold"), *(f"mAP {way}" for way in ways))
+    for run in found:
+        cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
+        table.add_row(escape(run.name), *cells)
+    out.print(table)
+    out.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
 
 
-def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
-    """Add ``fedmq tsne`` to the command line."""
+def tsne_command(
+    runs: Finished,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results; by default tsne/ in the first RUN."),
+    ] = None,
+    items: Annotated[
+        int, typer.Option("--items", min=1, help="Maximum number of items, sampled by the run's seed.")
+    ] = 1000,
+    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes, the most frequent ones.")] = 10,
+    side: Annotated[Side | None, typer.Option("--side", help="Only images or only texts; by default both.")] = None,
+    silo: OwnModel = None,
+    site: AtSite = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
 
-    @app.command("tsne")
-    def tsne_command(
-        runs: Finished,
-        out_dir: Annotated[
-            Path | None,
-            typer.Option("--out", metavar="DIR", help="Folder for the results; by default tsne/ in the first RUN."),
-        ] = None,
-        items: Annotated[
-            int, typer.Option("--items", min=1, help="Maximum number of items, sampled by the run's seed.")
-        ] = 1000,
-        classes: Annotated[
-            int, typer.Option("--classes", min=1, help="Number of classes, the most frequent ones.")
-        ] = 10,
-        side: Annotated[Side | None, typer.Option("--side", help="Only images or only texts; by default both.")] = None,
-        silo: OwnModel = None,
-        site: AtSite = None,
-        device: Device = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
+    Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
+    of a comparison, the first run is shown.
 
-        Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. For rows
-        of a comparison, the first run is shown.
+    Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
 
-        Example: [bold]fedmq tsne runs/fedhap runs/fedavg --classes 6[/bold]
+    Example: [bold]fedmq tsne runs/own --site silo.yaml[/bold]
+    """
+    from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
-        Example: [bold]fedmq tsne runs/own --site silo.yaml[/bold]
-        """
-        from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
-        from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
-
-        show, planes = bar(), []
-        first = [replace(each, folders=each.folders[:1]) for each in _finished_runs(runs, silo, site)]
-        models = _models(first, lambda run: opened(run, device, silo, show, site))
-        folder = make_folder(out_dir or runs[0] / "tsne")
-        sides = [each for each in MODALITIES if side in (None, each)]
-        for done, (name, (release,)) in enumerate(models):
-            show("models placed", done, len(models))
-            planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
-        show("models placed", len(models), len(models))
-        write_text(folder / "tsne.csv", tsne.table(planes))
-        write_text(folder / "tsne.html", tsne.page(planes))
-        if as_json:
-            points = {plane.name: len(plane.items) for plane in planes}
-            print_json({"folder": str(folder), "points": points}, indent=None)
-            return
-        out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)
+    show, planes = bar(), []
+    first = [replace(each, folders=each.folders[:1]) for each in _finished_runs(runs, silo, site)]
+    models = _models(first, lambda run: open_run_model(run, device, silo, show, site))
+    folder = make_folder(out_dir or runs[0] / "tsne")
+    sides = [each for each in MODALITIES if side in (None, each)]
+    for done, (name, (release,)) in enumerate(models):
+        show("models placed", done, len(models))
+        planes.append(plots.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
+    show("models placed", len(models), len(models))
+    write_text(folder / "tsne.csv", plots.tsne_table(planes))
+    write_text(folder / "tsne.html", plots.tsne_page(planes))
+    if as_json:
+        points = {plane.name: len(plane.items) for plane in planes}
+        print_json({"folder": str(folder), "points": points}, indent=None)
+        return
+    out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)

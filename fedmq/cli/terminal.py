@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -13,9 +15,11 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from fedmq.cli.console import err, out
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
+from fedmq.launch.interrupts import FAILED
 from fedmq.runs.result_limits import (
     Gallery,
     chosen_by_validation,
@@ -30,7 +34,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted, first_few, printable, size_text
+from fedmq.text import counted, first_few, print_json, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -53,7 +57,7 @@ _MIDDLE = 40
 _Evaluated = tuple[str, Mapping[str, float], Gallery | None]
 
 
-def _left(status: Status, first: tuple[int, float] | None) -> str:
+def _eta(status: Status, first: tuple[int, float] | None) -> str:
     if first is None or status.round <= first[0]:
         return "-"
     pace = (status.elapsed - first[1]) / (status.round - first[0])
@@ -105,7 +109,7 @@ def _of_round(status: Status) -> str:
     return "" if status.metrics_round is None else f" (of round {status.metrics_round})"
 
 
-def _line(status: Status, left: str) -> str:
+def _line(status: Status, eta: str) -> str:
     refused = f"  refused: {found}" if (found := _refused(status)) else ""
     waiting = waited_for(status)
     if status.phase == "gathering" and waiting:
@@ -120,16 +124,16 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  ETA {left}{refused}"
+        f"loss {loss}  {recall or 'recall -'}  {size_text(status.bytes)}  ETA {eta}{refused}"
     )
 
 
-def status_table(status: Status, left: str, title: str, custom: Sequence[Metric] = ()) -> Table:
+def status_table(status: Status, eta: str, title: str, custom: Sequence[Metric] = ()) -> Table:
     """Status of a run, for a live display.
 
     Args:
         status: status as reported by the coordinator.
-        left: time left, formatted.
+        eta: time until the end, formatted.
         title: title of the run.
         custom: user-defined metrics.
     """
@@ -139,7 +143,7 @@ def status_table(status: Status, left: str, title: str, custom: Sequence[Metric]
     waiting = max(0, status.online - status.training)
     bar = ProgressBar(total=status.rounds, completed=status.round, width=_MIDDLE)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
-    table.add_row("", bar, f"ETA {left}")
+    table.add_row("", bar, f"ETA {eta}")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
     measured = [
         f"{metric.heading} {status.metrics[metric.name]:.3f}"
@@ -212,7 +216,7 @@ def display(
                 printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
-                show(_line(status, _left(status, first[0] if first else None)))
+                show(_line(status, _eta(status, first[0] if first else None)))
 
         yield plain
         return
@@ -222,7 +226,7 @@ def display(
         def update(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            live.update(status_table(status, _left(status, first[0] if first else None), title, custom))
+            live.update(status_table(status, _eta(status, first[0] if first else None), title, custom))
 
         yield update
 
@@ -357,3 +361,29 @@ def not_evaluated(summary: RunSummary) -> str:
     last = summary.versions in summary.unevaluated
     figures = ("; the metrics above are of an earlier version" if summary.metrics else "; there are no metrics") * last
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
+
+
+def exit_stopped(command: str, others: str = "") -> NoReturn:
+    """Print the command that continues a stopped run, and exit."""
+    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
+    err.print(text, highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
+    """Exit if the evaluator did not answer, and print the command that has the last version evaluated."""
+    if not (text := not_evaluated(summary)):
+        return
+    again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
+    err.print(f"{escape(text)}{again}", highlight=False, soft_wrap=True)
+    sys.exit(FAILED)
+
+
+def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_json: bool = False) -> None:
+    """Print the result; exit if the evaluator did not answer; ``command`` then evaluates the last version."""
+    if as_json:
+        print_json({"folder": str(folder.root), **summary.plain()})
+        print_warnings(summary, folder, err)
+    else:
+        print_summary(summary, folder, out)
+    _fail_if_not_evaluated(summary, command)

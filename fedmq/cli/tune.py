@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedmq.cli.compare import Roots, display_progress
+from fedmq.cli.compare import PANEL, Roots, display_progress
 from fedmq.cli.options import AsJson, Quiet
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import counted, print_json
 
 if TYPE_CHECKING:
-    from fedmq.config.scenario import Scenario
     from fedmq.experiments.tune_file import TunedMethod, TunePlan
     from fedmq.experiments.tuning import Trial, Tuned
 
@@ -42,16 +41,15 @@ _Jobs = Annotated[
 ]
 
 
-def add_tune(app: typer.Typer, roots: Roots, personal_only: Callable[[Scenario], bool]) -> None:
+def add_tune(app: typer.Typer, roots: Roots) -> None:
     """Add ``fedmq tune`` to the command line.
 
     Args:
         app: the command line.
         roots: functions that the command line supplies.
-        personal_only: whether a scenario's method does not train the shared model as a whole.
     """
 
-    @app.command("tune")
+    @app.command("tune", rich_help_panel=PANEL)
     def tune_command(
         file: _File,
         out_dir: _Out = None,
@@ -68,7 +66,7 @@ def add_tune(app: typer.Typer, roots: Roots, personal_only: Callable[[Scenario],
 
         Example: [bold]fedmq tune scenarios/tune/smoke.yaml --trials 8[/bold]
         """
-        _carry_out(file, out_dir, trials, jobs, roots, personal_only, as_json=as_json, quiet=quiet)
+        _carry_out(file, out_dir, trials, jobs, roots, as_json=as_json, quiet=quiet)
 
 
 def _carry_out(
@@ -77,7 +75,6 @@ def _carry_out(
     trials: int | None,
     jobs: int | None,
     roots: Roots,
-    personal_only: Callable[[Scenario], bool],
     *,
     as_json: bool,
     quiet: bool,
@@ -88,7 +85,7 @@ def _carry_out(
     spec = tune_file.read(file)
     if trials is not None:
         spec = spec.model_copy(update={"trials": trials})
-    plan = tune_file.plan_of(file, spec, roots.resolve, personal_only)
+    plan = tune_file.plan_of(file, spec, roots.resolve)
     slug = re.sub(r"[^a-z0-9_.]+", "-", file.stem.lower()).strip("-")
     folder = out_dir or Path("runs") / f"tune-{slug}-{digest(plan.facts)}"
     out, err = Console(), Console(stderr=True)
@@ -102,7 +99,7 @@ def _carry_out(
         err.print(
             f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
         )
-    roots.warn(tuning.first_scenarios(plan, place))
+    roots.warn(tuning.first_runs(plan, place))
     with display_progress(err, quiet=quiet) as progress:
         tuned = tuning.tune(plan, folder, place, progress, roots.until_stopped)
     if tuned.stopped:
@@ -135,7 +132,7 @@ def _write(plan: TunePlan, tuned: Tuned, folder: Path, roots: Roots) -> dict[str
         if best is None or best.value is None:
             continue
         settings = [*method.entry.settings, *as_settings(best.values)]
-        scenario = roots.resolve(method.entry.file, settings, None)
+        scenario = roots.resolve(method.entry.file, settings, None).scenario
         name = "best.yaml" if len(plan.methods) == 1 else f"best-{re.sub(r'[^a-z0-9_.-]+', '-', method.name)}.yaml"
         head = (
             f"# Best of {plan.spec.trials} trials by {plan.spec.metric} on the validation split: {best.value:.4f}, "

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Part, Positive
+from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Number, Part, Positive, Whole
 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
@@ -26,7 +26,7 @@ class Fault(Part):
 
     silos: Group | tuple[Name, ...] = Field("all", description="silos, as a group by modality or by name")
     share: Fraction = Field(1.0, gt=0.0, description="fraction of those silos, drawn by the seed, at least one")
-    rounds: tuple[Annotated[int, Field(ge=0)], ...] | str | None = Field(
+    rounds: tuple[Annotated[Whole, Field(ge=0)], ...] | str | None = Field(
         None, description="rounds (base version of a task): a list, or a range like 3-7 or 3-; null: all"
     )
 
@@ -62,7 +62,7 @@ class Fault(Part):
 class TaskFault(Fault):
     """A fault of single tasks."""
 
-    time: tuple[NonNegative, Annotated[float, Field(gt=0.0)]] | None = Field(
+    time: tuple[NonNegative, Annotated[Number, Field(gt=0.0)]] | None = Field(
         None, description="window [from, to] on the run's clock [s] in which the task was sent"
     )
     probability: Fraction = Field(1.0, gt=0.0, description="probability per task")
@@ -103,7 +103,7 @@ class Leave(TaskFault):
         None, description="time from one absence to the next [s]; each silo has its own phase"
     )
     away: Positive | None = Field(None, description="length of an absence [s]; needs every")
-    noticed: float = _NOTICED
+    noticed: Number = _NOTICED
 
     @model_validator(mode="after")
     def _some_window(self) -> Leave:
@@ -122,7 +122,7 @@ class Split(TaskFault):
     """The network is partitioned: for a while, these silos and the coordinator cannot reach each other."""
 
     kind: Literal["split"] = "split"
-    noticed: float = _NOTICED
+    noticed: Number = _NOTICED
 
     @model_validator(mode="after")
     def _needs_time(self) -> Split:
@@ -234,7 +234,7 @@ class Scaled(TaskFault):
     """Byzantine: the update is scaled."""
 
     kind: Literal["scaled"] = "scaled"
-    factor: float = Field(10.0, allow_inf_nan=False, description="scale factor")
+    factor: Number = Field(10.0, allow_inf_nan=False, description="scale factor")
 
 
 class Noise(TaskFault):
@@ -267,9 +267,9 @@ AnyFault = Annotated[Timed | Poison | Persistent | OfCoordinator, Field(discrimi
 
 #: Fault classes by ``kind``.
 FAULTS: dict[str, type[Part]] = {
-    each.model_fields["kind"].default: each
+    fault.model_fields["kind"].default: fault
     for union in (Timed, Poison, Persistent, OfCoordinator)
-    for each in get_args(union)
+    for fault in get_args(union)
 }
 
 

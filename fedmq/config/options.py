@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from fedmq.errors import InputError
+from fedmq.storage.json_files import Problem
 from fedmq.text import did_you_mean
 
 T = TypeVar("T")
@@ -64,7 +65,6 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
     kind: Any = schema  # to mypy, a type is not hashable
-    hints = _hints(kind)
     known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:
         if option not in known:
@@ -72,11 +72,10 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
             raise InputError(place, option, f"{did_you_mean(option, known)} {allowed}".strip())
     values: dict[str, Any] = {}
     for option, raw_value in raw.items():
-        value = _number(raw_value) if hints[option] in (float, float | None) else raw_value
         try:
-            values[option] = _adapter(kind, option).validate_python(value, strict=True)
+            values[option] = _adapter(kind, option).validate_python(raw_value, strict=True)
         except ValidationError as error:
-            allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
+            allowed = Problem.of(error.errors(include_url=False)[0]).allowed
             raise InputError(f"{place}.{option}", raw_value, allowed) from None
     try:
         return schema(**values)
@@ -128,15 +127,15 @@ def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str
 
 def _switched_off(options: Any, around: Mapping[str, object]) -> dict[str, str]:
     """Options without effect, with the values of their switches as written in a scenario."""
-    values, found = {**around, **vars(options)}, dict[str, str]()
+    values, off_by = {**around, **vars(options)}, dict[str, str]()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
         for name in (option for pattern in names for option in fnmatch.filter(vars(options), pattern)):
-            found.setdefault(name, off)
-    return found
+            off_by.setdefault(name, off)
+    return off_by
 
 
 def _on(value: object) -> bool:
@@ -145,16 +144,6 @@ def _on(value: object) -> bool:
 
 def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _number(value: object) -> object:
-    """Convert text such as ``1e-3``, which YAML 1.1 does not read as a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def as_plain(options: object) -> dict[str, object]:

@@ -6,18 +6,26 @@ through :class:`Known`, as the methods, objectives and data sets are in packages
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from fedmq.config import loader, user_files
+from pydantic import ValidationError
+
+from fedmq.config import plug_ins
 from fedmq.config.faults import Fault
+from fedmq.config.plug_ins import UserFileError
 from fedmq.config.run_id import name_of
-from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
-from fedmq.config.user_files import UserFileError
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Scenario
+from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
+from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import is_file
+
+#: Keys of a data section that are paths.
+DATA_PATHS = ("path", "annotations", "images")
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Source:
 
     def place(self, key: str) -> str:
         """File, line and key, or the setting that gave the key; ``key`` is e.g. ``partition.alpha``."""
-        return loader.place_of(self.file, key.split("."), self.overridden)
+        return place_of(self.file, key.split("."), self.overridden)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class ResolvedRun:
     Args:
         source: the scenario file, for the place in errors.
         scenario: with all defaults, including those of the method and the objective; with absolute paths, and with
-            references to the user's Python files (``fedmq.config.user_files``).
+            references to the user's Python files (``fedmq.config.plug_ins``).
         id: the run's name on the wire and in logs.
         pooled: the method trains centrally on all silos' data.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
@@ -118,7 +126,12 @@ class ResolvedRun:
     personal_only: bool
     warnings: tuple[str, ...] = ()
 
+    def changed(self, scenario: Scenario) -> ResolvedRun:
+        """The run with another device or number of rounds; what its scenario names is looked up already."""
+        return replace(self, scenario=scenario, id=name_of(scenario.model_dump(mode="json")))
 
+
+# ----------------------------------------------------------------------------------- from the file to its schema
 def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> Source:
     """Read a scenario file and check it against the schema.
 
@@ -131,10 +144,113 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
-    raw = loader.apply_settings(read_yaml(file), given)
-    return Source(file, loader.parse(raw, file), raw.overridden)
+    overridden = tuple(setting.partition("=")[0] for setting in given)
+    return Source(file, parse(apply_settings(read_yaml(file), given), file, overridden), overridden)
 
 
+def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:
+    """Validate a raw scenario.
+
+    Args:
+        raw: the scenario with settings applied.
+        path: its file.
+        overridden: keys given with ``--set``.
+
+    Raises:
+        InputError: a key or value is not allowed; the place is in ``path``.
+    """
+    for command, kind in (("compare", "comparison"), ("sweep", "comparison"), ("tune", "tuning")):
+        if command in raw:
+            raise InputError(str(path), f"a {kind} file", f"a scenario; run it with fedmq {command} {path}")
+    try:
+        return Scenario.model_validate(raw)
+    except ValidationError as error:
+        raise input_error(error, path, raw, Scenario, overridden) from None
+
+
+def load(path: Path, settings: Sequence[str] = ()) -> Scenario:
+    """The scenario of a file, checked against the schema only.
+
+    Raises:
+        InputError: as of :func:`read`.
+    """
+    return read(path, settings).scenario
+
+
+def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> dict[str, object]:
+    """Apply ``key.sub=value`` settings (``--set``) to a raw scenario; values are read as YAML.
+
+    The last setting of a key counts. A setting of a section, such as ``protocol``, is applied before settings of its
+    keys, such as ``protocol.mu``, regardless of their order, so that it does not overwrite them.
+
+    Raises:
+        InputError: a setting is not ``key=value``, or is for a key in something that is not a mapping.
+    """
+    result: dict[str, object] = {**raw}
+    for key, value in _in_order([_read_setting(setting) for setting in settings]):
+        place = result
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
+            if below is not None and not isinstance(below, dict):
+                raise InputError(
+                    f"--set {key}", value, f"no key in {parent}, which is not a mapping; set {parent} itself"
+                )
+            inner: dict[str, object] = {**(below or {})}
+            place[parent] = inner
+            place = inner
+        place[leaf] = value
+    return result
+
+
+def _read_setting(setting: str) -> tuple[str, object]:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
+    try:
+        value = parse_yaml(text)
+    except ERRORS:
+        raise InputError(f"--set {key}", text[:60], "a YAML value") from None
+    return key, _long_form(key, value)
+
+
+def _long_form(key: str, value: object) -> object:
+    """The mapping that the short form of a section stands for; other values unchanged."""
+    if isinstance(value, str) and key in ("protocol", "objective"):
+        return {"name" if key == "protocol" else "base": value}
+    if isinstance(value, int | float) and not isinstance(value, bool) and key == "participation":
+        return {"rate": value}
+    return value
+
+
+def _in_order(settings: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Settings in the order in which they are applied: a section before its keys.
+
+    A setting of a key is dropped if a later setting of the section contains the key.
+    """
+    kept = [
+        (key, value)
+        for number, (key, value) in enumerate(settings, 1)
+        if not any(
+            key.startswith(f"{section}.") and _contains(later, key[len(section) + 1 :])
+            for section, later in settings[number:]
+        )
+    ]
+    return sorted(kept, key=lambda setting: setting[0].count("."))
+
+
+def _contains(value: object, key: str) -> bool:
+    """Whether a section's value determines a key in it; a value that is not a mapping determines every key."""
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+# ------------------------------------------------------------------------------------ from the schema to the run
 def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool = True) -> ResolvedRun:
     """Look up everything that a scenario names, and fill in all defaults.
 
@@ -144,7 +260,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         weights: also make paths of the backbone's weights absolute; not with manually launched programs, which run on
             several machines and must agree on the scenario.
         adopt: allow to execute Python files that the scenario names by path. False for the scenario of a run folder,
-            in which such a path is refused, see ``fedmq.config.user_files``.
+            in which such a path is refused, see ``fedmq.config.plug_ins``.
 
     Raises:
         InputError: something is not allowed; names file, line and key.
@@ -165,7 +281,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         changes: dict[str, object] = {"protocol": scenario.protocol.with_options(method.options)}
         if objective.options:
             changes["objective"] = scenario.objective.with_options(objective.options)
-        scenario = loader.with_absolute_paths(scenario.model_copy(update=changes), weights=weights)
+        scenario = with_absolute_paths(scenario.model_copy(update=changes), weights=weights)
     except UserFileError:
         raise  # the place is the user's file
     except InputError as error:
@@ -194,14 +310,14 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
     scenario = source.scenario
 
     def named(key: str, name: str) -> str:
-        if not user_files.is_path(name):
+        if not plug_ins.is_path(name):
             return name
         if not adopt:
             allowed = "a name or a reference, as files that a run folder's scenario names by path are not executed"
             raise InputError(key, name, allowed)
         # Paths from the command line are relative to the working directory, those of a file to that file.
-        given = any(f"{key}.".startswith(f"{each}.") for each in source.overridden)
-        return user_files.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
+        given = any(f"{key}.".startswith(f"{setting}.") for setting in source.overridden)
+        return plug_ins.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
 
     protocol = named("protocol.name", scenario.protocol.name)
     base = named("objective.base", scenario.objective.base)
@@ -212,7 +328,7 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
     if scenario.data is not None:
         changes["data"] = scenario.data.model_copy(update={"name": named("data.name", scenario.data.name)})
     if metrics := scenario.evaluation.metrics:
-        references = tuple(named("evaluation.metrics", each) for each in metrics)
+        references = tuple(named("evaluation.metrics", metric) for metric in metrics)
         changes["evaluation"] = scenario.evaluation.model_copy(update={"metrics": references})
     return scenario.model_copy(update=changes)
 
@@ -220,9 +336,9 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
 def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     objective = scenario.objective
     if not facts.hashes and (objective.bits or objective.hidden):
-        found = f"sizes of a hash network with {objective.base}"
+        problem = f"sizes of a hash network with {objective.base}"
         raise InputError(
-            "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
+            "objective", problem, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
         )
     if facts.contrasts and scenario.training.batch_size == 1:
         allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"
@@ -241,3 +357,55 @@ def _late_faults(scenario: Scenario) -> list[str]:
             last = f"rounds: {scenario.rounds}, as the last round is {scenario.rounds - 1}"
             lines.append(f"faults[{number}].rounds: {rounds} has no effect with {last}")
     return lines
+
+
+# -------------------------------------------------------------------------------------------------------------- paths
+def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
+    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link.
+
+    Args:
+        scenario: scenario as read; relative paths start at the working directory.
+        weights: also make paths of existing backbone files and folders absolute.
+
+    Raises:
+        InputError: a path is invalid.
+    """
+    data, trace = scenario.data, scenario.participation.trace
+    places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
+    parts: dict[str, dict[str, object]] = {
+        "data": {key: absolute(f"data.{key}", path) for key, path in places.items() if path},
+        "participation": {"trace": absolute("participation.trace", trace)} if trace else {},
+        "backbone": _weights(scenario.backbone) if weights else {},
+    }
+    return scenario.model_copy(
+        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items() if changed}
+    )
+
+
+def absolute(key: str, path: Path) -> Path:
+    """An absolute path, with ``~`` expanded; symbolic links are kept.
+
+    Raises:
+        InputError: the path is invalid; its place is the key.
+    """
+    try:
+        path = path.expanduser()
+        path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # circular links, or a character that paths cannot contain
+        raise InputError(key, str(path)[:200], f"a path ({error})") from None
+    return path.absolute()
+
+
+def _weights(backbone: Backbone) -> dict[str, object]:
+    """Absolute paths of the backbone's existing files and folders, by key, without names of models and tags."""
+    paths: dict[str, object] = {}
+    name, pretrained, text_encoder = backbone.name, backbone.pretrained, backbone.text_encoder
+    # A tag contains neither dot nor slash, and has precedence over a file of the same name.
+    if pretrained and re.search(r"[./]", pretrained) and is_file(Path(pretrained)):
+        paths["pretrained"] = str(Path(pretrained).absolute())
+        # Only with weights: random weights are drawn from the model's name as written.
+        if name.endswith(".json") and is_file(Path(name)):
+            paths["name"] = str(Path(name).absolute())
+    if text_encoder is not None and text_encoder.exists():
+        paths["text_encoder"] = text_encoder.absolute()
+    return paths

@@ -1,10 +1,20 @@
-"""The id of a run, a digest of its scenario without machine-dependent keys; needs neither data nor torch."""
+"""The id of a run, a digest of its scenario without machine-dependent keys, and the keys in which two runs differ.
+
+Scenarios are compared by salted digests of their values: no value leaves its process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from fedmq.storage.json_files import Digest, Stored
+from fedmq.text import first_few
 
 #: Keys that depend on the machine and do not enter the id: whole keys, or the listed keys of a section.
 _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -17,24 +27,6 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "participation": ("trace", "minimum"),
     "aggregation": ("task_limit",),
     "evaluation": ("keep",),
-}
-
-#: Keys that were added after the first format, with their defaults, at which they do not enter the id.
-_LATER_KEYS: Mapping[str, Mapping[str, object]] = {
-    "evaluation": {
-        "personal_every": 0,
-        "metrics": [],
-        "heldout": None,
-        "keep": "last",
-        "patience": None,
-        "silo_gallery": "whole",
-    },
-    "participation": {"minimum": None},
-    "aggregation": {"task_limit": None},
-    "training": {"schedule_rounds": None},
-    "data": {"column": None},
-    "partition": {"column": None, "least": 1},
-    "missing_modality": {"per": "silo"},
 }
 
 
@@ -54,21 +46,7 @@ def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
         part = facts.get(key)
         if names and isinstance(part, Mapping):
             facts[key] = {name: value for name, value in part.items() if name not in names}
-    return without_younger(facts)
-
-
-def without_younger(facts: Mapping[str, object]) -> dict[str, object]:
-    """A scenario as plain data without later keys at their defaults.
-
-    Otherwise the ids of existing runs would change.
-    """
-    kept = dict(facts)
-    for key, later in _LATER_KEYS.items():
-        part = kept.get(key)
-        if isinstance(part, Mapping):
-            items = part.items()
-            kept[key] = {name: value for name, value in items if name not in later or value != later[name]}
-    return kept
+    return facts
 
 
 def name_of(plain: Mapping[str, object]) -> str:
@@ -87,3 +65,64 @@ def digest_of(plain: Mapping[str, object]) -> str:
         plain: as for :func:`facts_of`.
     """
     return hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
+
+
+#: A key with its section, or a key without one.
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48})?")
+_Key = Annotated[str, Field(pattern=f"^{_KEY.pattern}$")]
+#: Maximum number of keys that are compared, and of those that are named in a message or a line.
+_MOST_KEYS, MOST_NAMED = 1000, 8
+
+
+class KeyDigests(Stored):
+    """Digests of a scenario's values, for those who have the scenario to compare with theirs.
+
+    Args:
+        salt: 32 hexadecimal digits, new for each answer.
+        keys: digest of each value by its key, such as ``seed`` and ``training.learning_rate``.
+    """
+
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    keys: Annotated[dict[_Key, Digest], Field(max_length=_MOST_KEYS)]
+
+    @classmethod
+    def of(cls, scenario: Mapping[str, object], salt: bytes) -> KeyDigests:
+        """The digests of a scenario.
+
+        Args:
+            scenario: the complete scenario as plain data; keys that may differ between machines are left out.
+            salt: 16 random bytes.
+        """
+        digests = ((key, _digest(salt, key, value)) for key, value in _values(facts_of(scenario)))
+        return cls(salt=salt.hex(), keys=dict(sorted(digests)[:_MOST_KEYS]))
+
+    def differing(self, scenario: Mapping[str, object]) -> tuple[str, ...]:
+        """Keys of which another scenario has another value or none, and those that only it has, in order."""
+        other = KeyDigests.of(scenario, bytes.fromhex(self.salt)).keys
+        return tuple(sorted(key for key in {*self.keys, *other} if self.keys.get(key) != other.get(key)))
+
+
+def named(keys: tuple[str, ...]) -> str:
+    """Differing keys in one line, of which the first few are named."""
+    return first_few(keys, MOST_NAMED)
+
+
+def keys_in(text: str) -> tuple[str, ...] | None:
+    """The keys that a peer lists, separated by line feeds; None if the text is anything else."""
+    keys = tuple(text.split("\n"))
+    return keys if len(keys) <= MOST_NAMED and all(map(_KEY.fullmatch, keys)) else None
+
+
+def _values(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """All values with their keys; a section with keys of another form than expected is one value."""
+    for name, value in facts.items():
+        keys = [f"{name}.{key}" for key in value] if isinstance(value, Mapping) else []
+        if isinstance(value, Mapping) and keys and all(map(_KEY.fullmatch, keys)):
+            yield from zip(keys, value.values(), strict=True)
+        elif _KEY.fullmatch(name):
+            yield name, value
+
+
+def _digest(salt: bytes, key: str, value: object) -> str:
+    content = json.dumps([key, value], sort_keys=True, default=str)
+    return hashlib.sha256(salt + content.encode()).hexdigest()

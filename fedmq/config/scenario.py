@@ -1,4 +1,4 @@
-"""Schema of a scenario, the YAML file that defines a run; ``fedmq.config.loader`` reads it."""
+"""Schema of a scenario, the YAML file that defines a run; ``fedmq.config.resolve`` reads it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
+from fedmq.config.plug_ins import label
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -21,19 +21,20 @@ from fedmq.config.sections import (
     Fraction,
     Name,
     NonNegative,
+    Number,
     Part,
     Participation,
     Positive,
     Privacy,
     Silos,
+    Whole,
     Wire,
     silo_names,
 )
-from fedmq.config.user_files import label
 from fedmq.errors import InputError
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Decay = Annotated[Number, Field(ge=0.0, lt=1.0)]
 #: Allowed names of devices.
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
@@ -78,11 +79,11 @@ class Data(Part):
         None, description="texts as encoded sentences or as bags of words; null: the data set's default"
     )
     queries: Count | None = Field(None, description="number of test items to sample; null: the data set's own split")
-    val: int | None = Field(None, ge=0, description="number of validation items to sample")
+    val: Whole | None = Field(None, ge=0, description="number of validation items to sample")
     train: Count | None = Field(
         None, description="number of training items to sample; the rest is only in the gallery (database)"
     )
-    split_seed: int = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
+    split_seed: Whole = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
     frames: Count = Field(12, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip", "keep"] = Field(
@@ -112,10 +113,10 @@ class Backbone(Part):
     )
     bottleneck: Count = Field(64, description="width of the adapters")
     adapter: Literal["bottleneck", "mma"] = Field(
-        "bottleneck", description="separate per tower, or (mma, for pfedmma) with a middle layer that both towers share"
+        "bottleneck", description="separate per tower, or (mma) with a middle layer that both towers share"
     )
     adapter_scale: NonNegative = Field(0.5, description="mma: factor of the adapters' output")
-    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x) as printed in RCSR")
+    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
     dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
@@ -222,7 +223,7 @@ class MissingModality(Part):
         "captions and captions without images",
     )
     rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
-    seed: int = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
+    seed: Whole = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
     only: Literal["image", "text"] | None = Field(
         None, description="modality that these silos or items keep; null: drawn, both equally likely"
     )
@@ -247,7 +248,7 @@ class Training(Part):
     optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="optimiser of local training")
     learning_rate: Positive = Field(1e-4, description="learning rate after the warm-up")
     weight_decay: NonNegative = Field(0.01, description="decoupled with adamw, otherwise added to the gradient")
-    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="sgd: momentum")
+    momentum: Number = Field(0.9, ge=0.0, lt=1.0, description="sgd: momentum")
     betas: tuple[Decay, Decay] = Field(
         (0.9, 0.999), description="adam and adamw: decay rates of the two moment estimates"
     )
@@ -256,7 +257,7 @@ class Training(Part):
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
         "cosine", description="learning rate over the rounds: decay to the floor, decay in steps, or constant"
     )
-    warmup_rounds: int = Field(
+    warmup_rounds: Whole = Field(
         5,
         ge=0,
         description="rounds of linear learning rate warm-up; with cosine and linear below rounds; the default is "
@@ -269,7 +270,7 @@ class Training(Part):
         "keep the final learning rate; null: rounds. `--extend` sets it to the number of rounds before",
     )
     step_rounds: Count = Field(30, description="step: rounds between steps")
-    step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
+    step_factor: Number = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
 
     def rate_at(self, round_: int, rounds: int) -> float:
         """Learning rate of a round: linear warm-up, then the schedule over the remaining rounds.
@@ -300,7 +301,7 @@ class Scenario(Part):
         pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$",
         description="name of the run, for folders and tables: at most 48 lower-case letters, digits, `_`, `.` and `-`",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="seed from which all random draws are derived")
+    seed: Whole = Field(0, ge=0, lt=2**63, description="seed from which all random draws are derived")
     rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
     participation: Participation = Participation()
     protocol: ProtocolChoice
@@ -343,9 +344,7 @@ class Scenario(Part):
         if not isinstance(given, dict) or not isinstance(training, dict) or "warmup_rounds" in training:
             return given
         lengths = (given.get("rounds"), training.get("schedule_rounds"))
-        # 4.0 counts as 4, as for every integer key; the validation of these keys reports anything else.
-        numbers = (each for each in lengths if isinstance(each, int | float) and not isinstance(each, bool))
-        most = int(min((each for each in numbers if not each % 1), default=0)) - 1
+        most = min((length for length in lengths if type(length) is int), default=0) - 1
         short = 0 <= most < Training.model_fields["warmup_rounds"].default
         return {**given, "training": {**training, "warmup_rounds": most}} if short else given
 
@@ -396,12 +395,12 @@ class Scenario(Part):
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
         if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
-            found = f"found faults of kind {kinds[0]}, which recognise messages by their names"
-            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
+            hidden = f"found faults of kind {kinds[0]}, which recognise messages by their names"
+            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {hidden}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:
             raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")
-        strange = [silo for each in self.cost.classes.values() for silo in each.silos if silo not in names]
+        strange = [silo for machines in self.cost.classes.values() for silo in machines.silos if silo not in names]
         if strange:
             known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
             raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
@@ -437,14 +436,13 @@ class Scenario(Part):
         """Refuse sections that do not fit where the data are."""
         if (self.data is None) is not (self.partition.kind == "own"):
             if self.data is None:
-                needed = "a data set; only with partition.kind own are the data in each silo's site file"
-                raise PydanticCustomError("section_missing", "{needed}", {"section": "data", "needed": needed})
+                raise ValueError("a section data; only with partition.kind own are the data in each silo's site file")
             raise ValueError("data with partition.kind own; remove the section, as each site file has its silo's data")
         if self.data is not None and self.data.column != self.partition.column:
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
-        groups = {"paired", "image_only", "text_only"} & {getattr(each, "silos", None) for each in self.faults}
+        groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in self.faults}
         if self.data is None and self.participation.minimum is not None and groups:
             raise ValueError(
                 f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos "
@@ -453,7 +451,7 @@ class Scenario(Part):
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:
             raise ValueError("evaluation.keep best and patience need an evaluator: evaluation.heldout shared or both")
-        others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
+        others = sorted({fault.kind for fault in self.faults} & {"drift", "modality_gained"})
         if self.data is None and others:
             raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")
         if self.data is not None and self.evaluation.heldout in ("own", "both"):

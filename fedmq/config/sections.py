@@ -9,10 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
+#: Numbers as YAML has them, not true or false and not texts.
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
+Positive = Annotated[Number, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[Number, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[Whole, Field(ge=1, le=10**9)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 
@@ -30,9 +33,7 @@ class Part(BaseModel):
 class Wire(Part):
     """What an observer of the network learns from messages, and how long keys are used; see docs/reference/wire.md."""
 
-    hide_names: bool = Field(
-        False, description="seal names, kinds and sequence numbers together with message bodies; needs wire version 3"
-    )
+    hide_names: bool = Field(False, description="seal names, kinds and sequence numbers together with message bodies")
     padding: bool = Field(
         False,
         description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
@@ -73,8 +74,8 @@ class Robust(Part):
         "none", description="aggregation rule: the method's own, or a robust one"
     )
     bound: Positive | None = Field(None, description="norm_bound: maximum L2 norm of an update; null: the median norm")
-    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end, at least one")
-    byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
+    trim: Number = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end, at least one")
+    byzantine: Number = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
     keep: Count | None = Field(
         None,
         description="krum: number of replies kept, below the number of silos; 1 is Krum itself; null: all but the "
@@ -102,7 +103,7 @@ class Aggregation(Part):
     )
     quorum: Fraction = Field(1.0, gt=0.0, description="sync: fraction of the cohort that suffices after the deadline")
     deadline: Positive | None = Field(None, description="sync: time a round waits for stragglers [s]; null: no limit")
-    over_select: float = Field(
+    over_select: Number = Field(
         1.0,
         ge=1.0,
         allow_inf_nan=False,
@@ -114,20 +115,20 @@ class Aggregation(Part):
     timeout: Positive | None = Field(
         None, description="buffered: time after which fewer replies are merged [s]; null: no limit"
     )
-    mixing: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+    mixing: Annotated[Number, Field(gt=0.0, le=1.0)] | None = Field(
         None,
         description="buffered and async: fraction of a merge's step that is applied; null: 1 and 0.6, respectively",
     )
     staleness: Staleness = Staleness()
-    balance: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
+    balance: Annotated[Number, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
         None,
         description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
         "those of frequently merged silos down; null: no reweighting",
     )
-    max_staleness: int | None = Field(
+    max_staleness: Whole | None = Field(
         None, ge=0, description="replies with a higher staleness are discarded; null: none are"
     )
-    max_age: int | None = Field(
+    max_age: Whole | None = Field(
         None, ge=0, description="versions after which a silo's last-known statistics are dropped; null: never"
     )
     on_lost: Literal["wait", "give_up"] | None = Field(
@@ -171,7 +172,7 @@ class Diurnal(Part):
 class Participation(Part):
     """Which silos are selected. A bare number is the rate."""
 
-    rate: float = Field(1.0, gt=0.0, le=1.0, description="fraction of the eligible silos that are selected in a round")
+    rate: Number = Field(1.0, gt=0.0, le=1.0, description="fraction of the eligible silos that are selected in a round")
     kind: Literal["uniform", "by_data", "availability", "power_of_choice"] = Field(
         "uniform",
         description=(
@@ -271,7 +272,7 @@ class Cost(Part):
     bandwidth: Positive = Field(10e6, description="bandwidth of a silo's link, each way [bytes/s]")
     down_bandwidth: Positive | None = Field(None, description="bandwidth to the silo; null: `bandwidth` [bytes/s]")
     up_bandwidth: Positive | None = Field(None, description="bandwidth from the silo; null: `bandwidth` [bytes/s]")
-    loss: float = Field(0.0, ge=0.0, lt=1.0, description="fraction of the messages that are lost and sent again")
+    loss: Number = Field(0.0, ge=0.0, lt=1.0, description="fraction of the messages that are lost and sent again")
 
     @model_validator(mode="before")
     @classmethod
@@ -283,9 +284,9 @@ class Cost(Part):
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Cost:
-        if sum(each.share for each in self.classes.values()) > 1.0 + 1e-9:
+        if sum(machines.share for machines in self.classes.values()) > 1.0 + 1e-9:
             raise ValueError("the shares of cost.classes must sum to at most 1")
-        named = [silo for each in self.classes.values() for silo in each.silos]
+        named = [silo for machines in self.classes.values() for silo in machines.silos]
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
             raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")
@@ -295,17 +296,17 @@ class Cost(Part):
 class Needs(Part):
     """What the processes of silos and the evaluator need of a cluster's machines (launchers ray and slurm)."""
 
-    cpus: float = Field(
+    cpus: Number = Field(
         1.0, ge=0.0, le=1024, description="processor cores of each process; may be a fraction, which Slurm rounds up"
     )
-    gpus: float = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one, not on Slurm")
+    gpus: Number = Field(0.0, ge=0.0, le=16, description="GPUs of each process; 0.25 lets four share one, not on Slurm")
     memory_gb: Positive | None = Field(None, description="memory of each process [GB]; null: not considered")
 
 
 class Silos(Part):
     """The number of silos, and how many of them train in parallel on one machine."""
 
-    count: int = Field(30, ge=1, le=1024, description="number of silos")
+    count: Whole = Field(30, ge=1, le=1024, description="number of silos")
     slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
     hosts: Count | None = Field(
         None,
@@ -336,10 +337,10 @@ class Evaluation(Part):
         ),
     )
 
-    every: int = Field(
+    every: Whole = Field(
         10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
     )
-    personal_every: int = Field(
+    personal_every: Whole = Field(
         0,
         ge=0,
         description="rounds between evaluations of personal models, for methods that have them; 0: only at the end",

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from fedmq.config import user_files
-from fedmq.config.loader import DATA_PATHS, absolute, input_error, place_of
+from fedmq.config import plug_ins
+from fedmq.config.resolve import DATA_PATHS, absolute
 from fedmq.config.scenario import Data, Device, Scenario
 from fedmq.config.sections import Modality, Name, Part
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, place_of, read_yaml
 from fedmq.errors import InputError
 
 _ALLOWED = "a site file (YAML) with a key such as data; docs/howto/own_sites.md describes it"
@@ -66,7 +66,7 @@ def read_site(path: Path) -> Site:
     try:
         site = Site.model_validate(raw)
     except ValidationError as error:
-        raise input_error(error, path, model=Site) from None
+        raise input_error(error, path, raw, Site) from None
     try:
         places = {key: getattr(site, key) for key in ("keys", "cache", "out", "policy")}
         changes: dict[str, object] = {key: _from(path, key, each) for key, each in places.items() if each is not None}
@@ -75,8 +75,8 @@ def read_site(path: Path) -> Site:
             data: dict[str, object] = {
                 key: _from(path, f"data.{key}", each) for key, each in inner.items() if each is not None
             }
-            if user_files.is_path(site.data.name):
-                data["name"] = user_files.adopt(path.parent / Path(site.data.name).expanduser())
+            if plug_ins.is_path(site.data.name):
+                data["name"] = plug_ins.adopt(path.parent / Path(site.data.name).expanduser())
             changes["data"] = site.data.model_copy(update=data)
     except InputError as error:
         raise InputError(place_in(path, error.place), error.found, error.allowed) from None

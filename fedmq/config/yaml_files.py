@@ -1,26 +1,39 @@
-"""Reads and writes YAML 1.2 with ruamel.yaml, which refuses duplicate keys; bounds what a file may expand to.
+"""YAML files of the user: read with bounds, written, and refused with the file, line and key of what is wrong.
 
-By YAML 1.2 ``010`` is the number 10, and ``on`` and ``1:30`` are texts. Dates are texts here, too.
+ruamel.yaml reads YAML 1.2 and refuses duplicate keys: ``010`` is the number 10, and ``on`` and ``1:30`` are texts.
+Dates are texts here, too.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from fedmq.errors import InputError, line_of
+from fedmq.storage.json_files import Problem
+from fedmq.text import did_you_mean, first_few
 
 #: Maximum size of a file [bytes].
 MAX_BYTES = 1 << 18
 #: Maximum number of values after each alias has been replaced by what it stands for.
 MAX_NODES = 100_000
+#: Keys and indices that lead to a value.
+Location = Sequence[str | int]
+#: Number of further unknown keys that one message lists.
+LISTED = 10
+#: Pydantic's error types of unknown keys.
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 #: What a text that is not YAML, or has a number of thousands of digits, or is nested too deeply raises.
 ERRORS = (YAMLError, ValueError, RecursionError)
 
@@ -86,24 +99,6 @@ def _check_size(root: Node) -> None:
     size(root)
 
 
-def line_at(path: Path, location: tuple[str | int, ...]) -> int | None:
-    """Line of a key or item in a file; of the last one above it that the file has, None if there is none."""
-    try:
-        node, line = _yaml().compose(path.read_text(encoding="utf-8")), None
-    except (OSError, *ERRORS):
-        return None
-    for part in location:
-        if isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        elif isinstance(node, MappingNode):
-            pair = next((pair for pair in node.value if pair[0].value == str(part)), None)
-            if pair is None:
-                break
-            line, node = pair[0].start_mark.line + 1, pair[1]
-    return line
-
-
 def dump(value: object) -> str:
     """YAML text of a value; keys keep their order."""
     yaml, text = _yaml(), io.StringIO()
@@ -138,7 +133,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         # A bracket or quotation mark that is not closed is noticed only in a later line.
-        begun = error.context_mark.line + 1 if error.context_mark and "block" not in (error.context or "") else line
+        context = error.context_mark if error.context and not re.search("block|construct", error.context) else None
+        begun = line if context is None else context.line + 1
         problem = error.problem or "not YAML"
         where, what = (begun, f"{problem} in line {line}") if begun < line else (line, problem)
         raise InputError(f"{path}: line {where}", what, "valid YAML") from None
@@ -149,3 +145,100 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise InputError(str(path), type(loaded).__name__, "a mapping of scenario keys")
     return loaded
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+def _line_at(path: Path, location: Location) -> int | None:
+    """Line of a key or item in a file; of the last one above it that the file has, None if there is none."""
+    try:
+        node, line = _yaml().compose(path.read_text(encoding="utf-8")), None
+    except (OSError, *ERRORS):
+        return None
+    for part in location:
+        if isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        elif isinstance(node, MappingNode):
+            pair = next((pair for pair in node.value if pair[0].value == str(part)), None)
+            if pair is None:
+                break
+            line, node = pair[0].start_mark.line + 1, pair[1]
+    return line
+
+
+def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> str:
+    """File, line and key of a location; the setting instead of the line if the key was overridden.
+
+    Args:
+        path: the file.
+        location: of the value.
+        settings: keys given with ``--set``.
+    """
+    key = ".".join(map(str, location))
+    setting = max((name for name in settings if f"{key}.".startswith(f"{name}.")), key=len, default=None)
+    if setting is not None:
+        return f"{path}: --set {setting}" + (f": {key}" if setting != key else "")
+    line = _line_at(path, location)
+    return f"{path}" + (f": line {line}" if line else "") + (f": {key}" if key else "")
+
+
+def input_error(
+    error: ValidationError, path: Path, raw: object, model: type[BaseModel], settings: Sequence[str] = ()
+) -> InputError:
+    """The first error that pydantic found, as one line with file, line and key.
+
+    Args:
+        error: pydantic's error.
+        path: the file.
+        raw: what was validated.
+        model: the model, for suggestions of known keys.
+        settings: keys given with ``--set``.
+    """
+    # A misspelt key causes two errors, unknown and missing: the unknown key helps more.
+    errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN)
+    located = [(_as_written(details, raw), details) for details in errors]
+    location, first = located[0]
+    place = place_of(path, location, settings)
+    if first["type"] in _UNKNOWN:
+        key, keys = str(first["loc"][-1]), _keys_at(model, first["loc"][:-1])
+        unknown = dict.fromkeys(where for where, details in located if details["type"] in _UNKNOWN)
+        others = [place_of(path, where, settings).removeprefix(f"{path}: ") for where in unknown if where != location]
+        also = f"; unknown as well: {first_few(others, LISTED)}" if others else ""
+        return InputError(place, key[:80], f"a known key; {did_you_mean(key, keys) or ', '.join(keys)}{also}")
+    # A union has an error for each type that it allows.
+    tried = [Problem.of(details) for where, details in located if where == location]
+    return InputError(place, tried[0].value, " or ".join(dict.fromkeys(problem.allowed for problem in tried)))
+
+
+def _as_written(details: ErrorDetails, raw: Any) -> tuple[str | int, ...]:
+    """An error's location as in the file; pydantic's also contain the kinds of unions and the types it tried."""
+    location: list[str | int] = []
+    for part in details["loc"]:
+        try:
+            raw = raw[part]
+        except (LookupError, TypeError):
+            continue
+        location.append(part)
+    return (*location, details["loc"][-1]) if details["type"] == "missing" else tuple(location)
+
+
+def _keys_at(model: type[BaseModel], location: Location) -> list[str]:
+    """Known keys at a location in a model; the location may contain indices and kinds of a union."""
+    models = [model]
+    for part in location:
+        fields = [known.model_fields[part] for known in models if part in known.model_fields]
+        of_kind = [
+            known
+            for known in models
+            if any(part in get_args(field.annotation) for field in known.model_fields.values())
+        ]
+        models = [below for field in fields for below in _models(field.annotation)] or of_kind or models
+    return list(dict.fromkeys(field.alias or name for known in models for name, field in known.model_fields.items()))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type annotation, including those of unions, lists and mappings."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

@@ -25,8 +25,8 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, finish, mapped, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
-from fedmq.data.remarks import of_captions, of_vectors
 from fedmq.data.splits import split_of
+from fedmq.data.warnings import of_captions, of_vectors
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import DataItemError, InputError, RunError
@@ -307,11 +307,11 @@ def plan(
     # Pixels and token ids are shared between models, but the prepared folder also depends on the model applied later.
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
-    dealt = () if raw.column is None else (data.column, raw.column)
+    by_column = () if raw.column is None else (data.column, raw.column)
     present = raw.present(kind)
     lacking = () if present is None else ("present", array_digest(present))
     facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site)
-    facts = (*facts, *later, *apart, *dealt, *lacking)
+    facts = (*facts, *later, *apart, *by_column, *lacking)
     digest = prepared_key(data.name, image_key, text_key, *facts)
     return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
@@ -371,8 +371,8 @@ def prepare_raw(
             **save_present(into, raw.present(todo.kind)),
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
-        remarks = of_vectors(image, text, counts, split=todo.split).model_copy(update=_of_captions(raw, todo.text))
-        described = partial(finish, column=raw.column, vocabulary=_words(todo), remarks=remarks)
+        warnings = of_vectors(image, text, counts, split=todo.split).model_copy(update=_of_captions(raw, todo.text))
+        described = partial(finish, column=raw.column, vocabulary=_words(todo), warnings=warnings)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))

@@ -385,9 +385,9 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
         case "dir_class":
             cut = split_counts_balanced if partition.balanced else split_counts
             parts = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)
-    least, dealt = 0 if sparse else partition.least if split == "train" else 1, sum(map(len, parts))
-    if least * silos > dealt:
-        most = f"at most {dealt // silos}, for {dealt} training samples and {silos} silos"
+    least, assigned = 0 if sparse else partition.least if split == "train" else 1, sum(map(len, parts))
+    if least * silos > assigned:
+        most = f"at most {assigned // silos}, for {assigned} training samples and {silos} silos"
         raise InputError("partition.least", partition.least, most)
     return [np.sort(rows).astype(np.int64) for rows in at_least(parts, least)]
 

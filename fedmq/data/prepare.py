@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.config.plug_ins import label
 from fedmq.config.scenario import Backbone, Data
-from fedmq.config.user_files import label
 from fedmq.data import catalogue
-from fedmq.data.duplicates import same_rows
 from fedmq.data.prepared_arrays import (
     Array,
     Prepared,
@@ -27,7 +26,7 @@ from fedmq.data.prepared_arrays import (
     save_present,
 )
 from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
-from fedmq.data.splits import split_of
+from fedmq.data.splits import same_rows, split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
 from fedmq.storage.cache import build_once, cache_folder, file_digest
@@ -41,18 +40,18 @@ ITEMS = 256  # items per checkpoint while captions are encoded
 
 def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) -> Prepared:
     # The seed is part of the key only if it determined the split, which is known once the file has been read.
-    content, dealt = file_digest(path), () if column is None else ("column", column)
-    for known in (prepared_key("features", content, *dealt), prepared_key("features", content, seed, *dealt)):
+    content, by_column = file_digest(path), () if column is None else ("column", column)
+    for known in (prepared_key("features", content, *by_column), prepared_key("features", content, seed, *by_column)):
         if (cache / "data" / known).is_dir():
             return open_prepared(cache / "data" / known)
     found: FeatureSet = read_features(path, seed, column)
-    digest = prepared_key("features", content, *(() if found.split_given else (seed,)), *dealt)
+    digest = prepared_key("features", content, *(() if found.split_given else (seed,)), *by_column)
 
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
-        column, remarks = found.column, found.remarks
-        finish(folder, digest, source, found.keys, found.label_names, column=column, remarks=remarks)
+        column, warnings = found.column, found.warnings
+        finish(folder, digest, source, found.keys, found.label_names, column=column, warnings=warnings)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
@@ -77,15 +76,15 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
-    dealt = () if found.column is None else ("column", data.column, found.column)
-    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart, *dealt)
+    by_column = () if found.column is None else ("column", data.column, found.column)
+    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart, *by_column)
 
     def fill(folder: Path) -> None:
         _save(folder, found)
         source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
         source |= save_present(folder, found.present)
-        column, remarks = found.column, found.remarks
-        finish(folder, digest, source, found.keys, found.label_names, column=column, remarks=remarks)
+        column, warnings = found.column, found.warnings
+        finish(folder, digest, source, found.keys, found.label_names, column=column, warnings=warnings)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from pydantic import Field, JsonValue
 
 from fedmq.data.item_modalities import all_present
-from fedmq.data.label_levels import counts_of
-from fedmq.data.remarks import NOTHING, Remarks, of_heldout_labels, of_labels, of_spellings, sentences
+from fedmq.data.labels import counts_of
 from fedmq.data.splits import SPLITS
+from fedmq.data.warnings import NOTHING, DataWarnings, of_heldout_labels, of_labels, of_spellings, sentences
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.storage.cache import key_of
@@ -54,10 +54,10 @@ class PreparedMeta(Stored):
         vocabulary: words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
-        remarks: counts of what is probably unintended.
+        warnings: counts of what is probably unintended.
     """
 
-    format: Literal[3]
+    format: Literal[1]
     digest: str
     source: dict[str, JsonValue]
     n: int
@@ -70,7 +70,7 @@ class PreparedMeta(Stored):
     vocabulary: list[str] = Field(default_factory=list)
     mean: list[float]
     std: list[float]
-    remarks: Remarks = Remarks()
+    warnings: DataWarnings = DataWarnings()
 
 
 Array = npt.NDArray[Any]
@@ -136,12 +136,12 @@ class Prepared:
         )
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """One line for each property of vectors, captions and labels that is probably unintended."""
         labels = of_labels(counts_of(self.labels, self.label_names), self.n)
         heldout = of_heldout_labels(self.labels, self.label_names, np.asarray(self.split))
         sites = of_spellings(sorted(set(self.column or ())), "values of the column of partition.column")
-        return [*sentences(self.meta.remarks, equal=False), *labels, *heldout, *sites]
+        return [*sentences(self.meta.warnings, equal=False), *labels, *heldout, *sites]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
         """An array of a file.
@@ -256,7 +256,7 @@ def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def prepared_key(*parts: object) -> str:
     """Digest of a prepared folder's sources and of its format."""
-    return key_of("prepared", 4, *parts)
+    return key_of("prepared", 1, *parts)
 
 
 def mapped(path: Path) -> Array:
@@ -294,12 +294,12 @@ def finish(
     std: Sequence[float] = (),
     column: Sequence[str] | None = None,
     vocabulary: Sequence[str] = (),
-    remarks: Remarks = NOTHING,
+    warnings: DataWarnings = NOTHING,
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
-        format=3,
+        format=1,
         digest=digest,
         source=dict(source),
         n=len(image),
@@ -309,7 +309,7 @@ def finish(
         text_dtype=text.dtype.name,
         captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
         label_names=list(label_names),
-        remarks=remarks,
+        warnings=warnings,
         mean=list(mean),
         std=list(std),
         **({"vocabulary": list(vocabulary)} if vocabulary else {}),

@@ -10,8 +10,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Data
-from fedmq.data.duplicates import first_of_equals
 from fedmq.data.item_modalities import Present, presence
-from fedmq.data.readers.cells import one_spelling
-from fedmq.data.readers.label_arrays import MAX_LABELS
-from fedmq.encoders.images import Files, Pictures
-from fedmq.encoders.pictures_with_gaps import WithGaps
+from fedmq.data.labels import MAX_LABELS, one_spelling
+from fedmq.data.splits import first_of_equals
+from fedmq.encoders.image_sets import ImageFiles, Images, ImagesWithGaps, is_folder
+from fedmq.encoders.images import VIDEO_ENDINGS, check_header
 from fedmq.errors import InputError, line_of
+from fedmq.packages import MissingPackageError
 from fedmq.storage.regular_files import check_regular
 from fedmq.text import Progress, tell
 
@@ -63,7 +64,7 @@ class RawSet:
 
     place: str
     keys: tuple[str, ...]
-    pictures: Pictures
+    pictures: Images
     captions: tuple[tuple[str, ...], ...]
     bag: Array | None = None
     labels: U8 | None = None
@@ -96,7 +97,7 @@ class RawSet:
     @cached_property
     def pictured(self) -> npt.NDArray[np.bool_]:
         """Bool [n]: whether each item has a picture, whether or not its file is readable."""
-        if not isinstance(self.pictures, WithGaps):
+        if not isinstance(self.pictures, ImagesWithGaps):
             return np.ones(len(self), np.bool_)
         return np.array([at is not None for at in self.pictures.rows])
 
@@ -147,7 +148,7 @@ class RawSet:
             InputError: a picture cannot be read.
         """
         contents = self.stamps
-        if contents is None or not isinstance(self.pictures, Files):
+        if contents is None or not isinstance(self.pictures, ImageFiles):
             contents = self.pictures.contents(tell(progress, "pictures compared", len(self)))
         return first_of_equals(contents)
 
@@ -337,3 +338,68 @@ def first_existing(paths: Sequence[Path], place: str, what: str) -> Path:
         if path.exists():
             return path
     raise InputError(place, f"no {what}", " or ".join(map(str, paths)))
+
+
+# --- opening images early -------------------------------------------------------------------------------------------
+
+#: Maximum number of image files whose headers are read, and of pictures inside other files that are decoded.
+MOST_FILES, MOST_STORED = 10_000, 500
+#: Names listed in one message.
+LISTED = 5
+_THREADS, _BATCH = 8, 64
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """What opening the pictures of a data set found.
+
+    Args:
+        tried: number of pictures that were opened.
+        names: ``name (reason)`` of those that cannot be read.
+    """
+
+    tried: int
+    names: tuple[str, ...]
+
+
+def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
+    """Open the pictures of a data set in order, for image files only the headers; videos are not opened.
+
+    Args:
+        raw: the data set; its missing pictures are passed over.
+        progress: called while pictures are opened.
+
+    Raises:
+        InputError: the package that reads these files is missing.
+    """
+    files = in_files(raw)
+    rows = [row for row in range(len(raw)) if raw.pictured[row] and not raw.pictures.missing(row)]
+    rows = rows[: MOST_FILES if files else MOST_STORED]
+    report, found = tell(progress, "pictures opened", len(rows)), list[str]()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(0, len(rows), _BATCH):
+            batch = rows[start : start + _BATCH]
+            found += filter(None, pool.map(partial(_problem, raw, files), batch))
+            report(start + len(batch))
+    return Unreadable(len(rows), tuple(found))
+
+
+def in_files(raw: RawSet) -> bool:
+    """Whether each picture is a file of its own, not one in an archive or an array."""
+    return isinstance(raw.pictures.held if isinstance(raw.pictures, ImagesWithGaps) else raw.pictures, ImageFiles)
+
+
+def _problem(raw: RawSet, files: bool, row: int) -> str:
+    """Name and reason of a picture that cannot be read; empty if it can."""
+    try:
+        if not files:
+            raw.pictures.frames(row)
+            return ""
+        path = Path(raw.pictures.name(row))
+        if path.suffix.lower() not in VIDEO_ENDINGS and not is_folder(path):
+            check_header(path)
+    except MissingPackageError:
+        raise
+    except InputError as error:
+        return f"{raw.keys[row]} ({error.found})"
+    return ""

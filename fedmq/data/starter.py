@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
-from fedmq.data.picture_check import unreadable
-from fedmq.data.raw_set import U8, RawSet, whole
+from fedmq.data.raw_set import U8, RawSet, unreadable, whole
 from fedmq.data.readers import manifest, parquet, photo_folder
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import IMAGE_ENDINGS, files_below
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 from fedmq.text import Progress, first_few
 
@@ -103,7 +103,7 @@ class OwnData:
     missing: str = ""
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """What the user should know, a line each."""
         notes = (
             (self.example, self.example),
@@ -233,13 +233,14 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     trained, drawn = _drawn(data, plan.silos)
     clusters = min(10, trained // 4)
     if clusters >= 2:
-        dealt = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, least: {LEAST}}}"
+        partition = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, least: {LEAST}}}"
         why = (
             "# Silos get different topics: clusters of captions, distributed unevenly. A larger alpha makes silos "
             "more alike."
         )
     else:
-        dealt, why = f"partition: {{kind: iid, least: {LEAST}}}", "# Too few items for topics: distributed at random."
+        partition = f"partition: {{kind: iid, least: {LEAST}}}"
+        why = "# Too few items for topics: distributed at random."
     backbone = "features" if data.name == "features" else "lite"
     kept = f", missing: {data.missing}" if data.missing else ""
     lines = [
@@ -256,7 +257,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         f"backbone: {{name: {backbone}}}",
         f"silos: {{count: {plan.silos}}}",
         why,
-        dealt,
+        partition,
         "# Fraction of silos that have only images or only captions.",
         f"missing_modality: {{rate: {plan.missing:g}}}",
         "training: {learning_rate: 1.0e-3, batch_size: 32}",

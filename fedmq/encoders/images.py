@@ -1,152 +1,117 @@
-"""Pictures of a data set, decoded on demand: image files, videos, folders of frames, or rows of a stored array."""
+"""Decoding images and videos, in the quarantine, and resizing images for an encoder."""
 
 from __future__ import annotations
 
 import io
-import itertools
+import math
 import os
-import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.encoders.greys import eight_bits_of
 from fedmq.errors import DataItemError, InputError
 from fedmq.packages import package
-from fedmq.storage.cache import file_digests
-from fedmq.storage.regular_files import check_regular
+from fedmq.storage import quarantine
 
 Pixels = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
-#: Maximum number of pixels, against decompression bombs.
-MAX_PIXELS = 300_000_000
-#: Maximum size of an image file [bytes].
-MAX_FILE = 1 << 31
-#: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
+#: Maximum aspect ratio: resizing a narrower image to a square would lose its content.
 MAX_RATIO = 100
-#: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
-#: crop is identical to torchvision's. Version 3: greys of 9 to 15 bits and of 0 to 1 are scaled. Version 4: greys of
-#: more than 8 bits in a TIFF in which 0 is white are not inverted any more.
+#: Version of the decoding, part of cache keys.
 PIXELS_VERSION = 4
+#: TIFF tag whose lowest bit says that a page is a smaller copy of another one.
+_PAGE_KIND = 254
+_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")
+#: Level, of 256, that the brightest colour of an image of 16 bits reaches; those of 14 bits in it reach 63.
+_LEAST_OF_16_BITS = 64
+#: TIFF tag that says whether the smallest grayscale value is white (0) or black (1).
+_PHOTOMETRIC = 262
+#: TIFF tags that declare the smallest and the largest grayscale value, in order of preference.
+_DECLARED = ((340, 341), (280, 281))
+_LIBRARIES: Final = ("PIL.Image", "PIL.ImageOps")
 
 
-class Pictures(Protocol):
-    """n pictures in a fixed order."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def clips(self) -> bool:
-        """Whether the pictures are videos, whose frames are pooled."""
-        ...
-
-    def frames(self, row: int) -> list[Pixels]:
-        """Decode one image or a video's frames: uint8 [height, width, 3] each.
-
-        Raises:
-            InputError: the picture is unreadable; the message names its file.
-        """
-        ...
-
-    def name(self, row: int) -> str:
-        """Name of this picture in error messages."""
-        ...
-
-    def stamps(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
-        """Fingerprint of each picture's content and of its decoding, which changes if the picture is replaced.
-
-        Args:
-            on_progress: receives the number of pictures whose files have been read.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
-        ...
-
-    def contents(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
-        """A text for each picture, the same for two pictures if one is a copy of the other; errors as of `stamps`."""
-        ...
-
-    def missing(self, row: int) -> bool:
-        """Whether this picture's file does not exist."""
-        ...
-
-    def subset(self, rows: Sequence[int]) -> Pictures:
-        """The pictures of the given rows, in the given order."""
-        ...
-
-
-def exists(path: Path) -> bool:
-    """Whether a file or folder exists; False for names that the file system does not accept."""
-    try:
-        path.stat()
-    except PermissionError:
-        return True  # opening it reports the reason
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def is_folder(path: Path) -> bool:
-    """Whether a folder exists; False for names that the file system does not accept."""
-    return exists(path) and path.is_dir()
-
-
-def is_leftover(name: str) -> bool:
-    """Whether a file or folder is hidden or added to archives by macOS, and so not part of a data set.
-
-    >>> is_leftover("._25.jpg"), is_leftover("25.jpg")
-    (True, False)
-    """
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
-    """All files below a folder, without leftovers (:func:`is_leftover`).
-
-    Symbolic links to folders are followed, but each folder is visited once, under its real path if that is below
-    ``folder``.
+def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
+    """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
 
     Args:
-        folder: folder in which they are.
-        leave: also follow links to folders that are not below ``folder``.
+        path: path of the file.
+        error: what is raised for a file that is not an image; :class:`DataItemError` for an item of a data set.
 
     Raises:
-        InputError: there is such a link, and ``leave`` is false.
+        InputError: the file is missing, truncated or not an image, or the image has an invalid size.
     """
-    root = folder.resolve()
-    seen: set[tuple[int, int]] = set()
-    waiting, links = [folder], deque[Path]()
-    while waiting or links:
-        here = waiting.pop() if waiting else links.popleft()
-        try:
-            about = here.stat()
-            with os.scandir(here) as listed:
-                inside = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in listed)
-        except OSError:
-            continue  # unreadable folders such as lost+found are not part of a data set
-        if (about.st_dev, about.st_ino) in seen:
-            continue
-        seen.add((about.st_dev, about.st_ino))
-        for name, is_dir, link in inside:
-            if is_leftover(name):
-                continue
-            if is_dir:
-                if link and not leave and not (here / name).resolve().is_relative_to(root):
-                    allowed = f"links to folders in {folder}; replace the link by the folder, or delete it"
-                    raise InputError(str(here / name), f"a link to {(here / name).readlink()}", allowed)
-                (links if link else waiting).append(here / name)
-            else:
-                yield here / name
+    return _from(pixels_of, path, error)
+
+
+def decode_bytes(content: bytes, place: str) -> Pixels:
+    """Decode the bytes of an image file, like :func:`decode`.
+
+    Args:
+        content: content of the file.
+        place: place of the image in error messages.
+
+    Raises:
+        InputError: as in :func:`decode`.
+    """
+    return quarantine.read(pixels_of, content, place, place=place, allowed="a readable image", libraries=_LIBRARIES)
+
+
+def check_header(path: Path) -> None:
+    """Check that an image file opens, without decoding its pixels.
+
+    Raises:
+        InputError: the file is missing or not an image, or the image has an invalid size.
+    """
+    _from(open_only, path)
+
+
+def further_pages(path: Path) -> int:
+    """Number of images in a file after the first, the only one that is decoded; 0 for most files.
+
+    These are the pages of a TIFF and the frames of an animation. Smaller copies of an image are not counted: the
+    reduced pages of a TIFF, and the previews that cameras add to a JPEG.
+
+    Raises:
+        InputError: as in :func:`check_header`.
+    """
+    return _from(pages_of, path)
+
+
+def video_frames(path: Path, wanted: int) -> list[Pixels]:
+    """Decode evenly spaced frames of a video: uint8 [height, width, 3] each.
+
+    Raises:
+        InputError: PyAV is not installed, or the file is not a video or is less than half complete.
+    """
+    allowed, libraries = "a readable video", ("av",)
+    return quarantine.read(
+        frames_of,
+        path,
+        wanted,
+        place=str(path),
+        allowed=allowed,
+        files=[path],
+        libraries=libraries,
+        error=DataItemError,
+    )
+
+
+def _from(function: Callable[[str, str], T], path: Path, error: type[InputError] = InputError) -> T:
+    """What a function reads from an image file."""
+    if not path.exists():
+        raise InputError(str(path), "no such file", "an image")
+    allowed, name = "a readable image", str(path)
+    return quarantine.read(
+        function, name, name, place=name, allowed=allowed, files=[path], libraries=_LIBRARIES, error=error
+    )
 
 
 def spread_evenly(total: int, wanted: int) -> list[int]:
@@ -158,84 +123,74 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
     return sorted({(2 * index + 1) * total // (2 * wanted) for index in range(wanted)}) if total else []
 
 
-def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
-    """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
-
-    Args:
-        path: path of the file.
-        error: what is raised for a file that is not an image; :class:`DataItemError` for an item of a data set.
-
-    Raises:
-        InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
-    """
-    if path.exists():
-        check_regular(path, MAX_FILE, "an image")
-    return _decoded(path, str(path), error)
+# --- in the quarantine ----------------------------------------------------------------------------------------------
 
 
-def decode_bytes(content: bytes, place: str) -> Pixels:
-    """Decode the bytes of an image file, like :func:`decode`.
-
-    Args:
-        content: content of the file.
-        place: place of the picture in error messages.
-
-    Raises:
-        InputError: as in :func:`decode`.
-    """
-    return _decoded(io.BytesIO(content), place)
-
-
-def check_header(path: Path) -> None:
-    """Check that an image file opens, without decoding its pixels.
-
-    Raises:
-        InputError: the file is missing or not an image, or the picture has an invalid size.
-    """
-    if path.exists():
-        check_regular(path, MAX_FILE, "an image")
-    _read(path, str(path), lambda _: None)
-
-
-def further_pages(path: Path) -> int:
-    """Number of pictures in an image file after the first, the only one that is decoded; 0 for most files.
-
-    These are the pages of a TIFF and the frames of an animation. Smaller copies of a picture are not counted: the
-    reduced pages of a TIFF, and the previews that cameras add to a JPEG.
-
-    Raises:
-        InputError: as in :func:`check_header`.
-    """
-
-    def pages(image: Any) -> int:
-        if image.format == "TIFF":
-            found = 0
-            for page in range(1, image.n_frames):
-                image.seek(page)
-                found += not int(image.tag_v2.get(_PAGE_KIND, 0)) & 1
-            return found
-        return image.n_frames - 1 if getattr(image, "is_animated", False) and image.format in _ANIMATED else 0
-
-    return _read(path, str(path), pages)
-
-
-#: TIFF tag whose lowest bit says that a page is a smaller copy of another one.
-_PAGE_KIND = 254
-_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")
-
-
-def _decoded(source: Path | io.BytesIO, place: str, error: type[InputError] = InputError) -> Pixels:
-    ops = package("PIL.ImageOps", "embedded", place)
+def pixels_of(source: str | bytes, place: str) -> Pixels:
+    """The pixels of an image file, or of the bytes of one."""
 
     def pixels(image: Any) -> Pixels:
         upper = _has_upper_bits_only(image)
-        found = _eight_bits(ops.exif_transpose(image), getattr(image, "tag_v2", {}), place)
-        if upper and found.max() < _LEAST_OF_16_BITS:
+        upright = package("PIL.ImageOps", "embedded", place).exif_transpose(image)
+        rgb = _eight_bits(upright, getattr(image, "tag_v2", {}), place)
+        if upper and rgb.max() < _LEAST_OF_16_BITS:
             bits = "colours of 16 bits of which at most the lower 14 are used"
             raise InputError(place, bits, "8 bits per colour, or colours that use all 16 bits")
-        return found
+        return rgb
 
-    return _read(source, place, pixels, error)
+    return _opened(source, place, pixels)
+
+
+def open_only(source: str, place: str) -> None:
+    """Open an image file, which reads its size."""
+    _opened(source, place, lambda _image: None)
+
+
+def pages_of(source: str, place: str) -> int:
+    """See :func:`further_pages`."""
+
+    def pages(image: Any) -> int:
+        if image.format == "TIFF":
+            count = 0
+            for page in range(1, image.n_frames):
+                image.seek(page)
+                count += not int(image.tag_v2.get(_PAGE_KIND, 0)) & 1
+            return count
+        return image.n_frames - 1 if getattr(image, "is_animated", False) and image.format in _ANIMATED else 0
+
+    return _opened(source, place, pages)
+
+
+def frames_of(path: str, wanted: int) -> list[Pixels]:
+    """See :func:`video_frames`."""
+    av, frames = package("av", "video", path), list[Pixels]()
+    with av.open(path) as container:
+        # Only MP4's header is reliable; in other formats the number of frames is often missing or wrong.
+        stated = container.streams.video[0].frames if "mp4" in container.format.name else 0
+        # Counts packets, without decoding.
+        total = sum(1 for packet in container.demux(video=0) if packet.size)
+    keep = set(spread_evenly(total, wanted))
+    with av.open(path) as container:
+        for index, frame in enumerate(container.decode(video=0)):
+            if index in keep:
+                frames.append(cast("Pixels", frame.to_ndarray(format="rgb24")))
+            if len(frames) == len(keep):
+                break
+    if not frames:
+        raise InputError(path, "no frame", "a readable video")
+    if 2 * total < stated:
+        raise InputError(path, f"{total} of {stated} frames", "a video that was not cut off")
+    return frames
+
+
+def _opened(source: str | bytes, place: str, use: Callable[[Any], T]) -> T:
+    pil = package("PIL.Image", "embedded", place)
+    try:
+        with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            _check_sides(place, *image.size)
+            return use(image)
+    except pil.UnidentifiedImageError:  # its own words name the file once more
+        raise ValueError("no image that Pillow can read") from None
 
 
 def _has_upper_bits_only(image: Any) -> bool:
@@ -243,28 +198,8 @@ def _has_upper_bits_only(image: Any) -> bool:
     return not image.mode.startswith(("I", "F")) and any(";16" in str(tile[3]) for tile in image.tile)
 
 
-def _read(source: Path | io.BytesIO, place: str, use: Callable[[Any], T], error: type[InputError] = InputError) -> T:
-    """Open an image and use it; every failure becomes an InputError, of a broken file the given one."""
-    image = package("PIL.Image", "embedded", place)
-    try:
-        with image.open(source) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise InputError(place, f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
-            _check_sides(place, *opened.size)
-            return use(opened)
-    except FileNotFoundError:
-        raise InputError(place, "no such file", "an image") from None
-    except InputError:
-        raise
-    except image.UnidentifiedImageError:
-        raise error(place, "no picture that Pillow can read", "an image, e.g. JPEG or PNG") from None
-    except Exception as broken:  # Pillow's decoders raise various exceptions on a broken file
-        reason = str(broken).replace(place, "file") or type(broken).__name__
-        raise error(place, reason, "a readable image") from None
-
-
 def _check_sides(place: str, width: int, height: int) -> None:
-    """Check that a picture has pixels and is not too narrow.
+    """Check that an image has pixels and is not too narrow.
 
     Raises:
         InputError: a side is 0, or the aspect ratio exceeds :data:`MAX_RATIO`.
@@ -278,16 +213,11 @@ def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
     """Convert an opened image to uint8 [height, width, 3].
 
     Raises:
-        InputError: the range of the grey values is not known.
+        InputError: the range of the grayscale values is not known.
     """
     if not image.mode.startswith(("I", "F")):
         return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
-    grey = eight_bits_of(image, tags, place)
-    return np.repeat(grey[..., None], 3, axis=2)
-
-
-#: Level, of 256, that the brightest colour of a picture of 16 bits reaches; those of 14 bits in it reach 63.
-_LEAST_OF_16_BITS = 64
+    return np.repeat(_grayscale(image, tags, place)[..., None], 3, axis=2)
 
 
 def _on_white(image: Any) -> Any:
@@ -297,118 +227,66 @@ def _on_white(image: Any) -> Any:
     return white
 
 
-def video_frames(path: Path, wanted: int) -> list[Pixels]:
-    """Decode evenly spaced frames of a video: uint8 [height, width, 3] each.
-
-    Raises:
-        InputError: PyAV is not installed, or the file is not a video or is less than half complete.
-    """
-    av = package("av", "video", str(path))
-    if path.exists():
-        check_regular(path, 1 << 62, "a video")
-    try:
-        with av.open(str(path)) as container:
-            # Only MP4's header is reliable; in other formats the number of frames is often missing or wrong.
-            stated = container.streams.video[0].frames if "mp4" in container.format.name else 0
-            # Counts packets, without decoding.
-            total = sum(1 for packet in container.demux(video=0) if packet.size)
-        keep, found = set(spread_evenly(total, wanted)), []
-        with av.open(str(path)) as container:
-            for index, frame in enumerate(container.decode(video=0)):
-                if index in keep:
-                    found.append(cast("Pixels", frame.to_ndarray(format="rgb24")))
-                if len(found) == len(keep):
-                    break
-    except Exception as error:  # FFmpeg's errors, and various exceptions of PyAV on a broken stream or frame
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataItemError(str(path), reason, "a readable video") from None
-    if not found:
-        raise InputError(str(path), "no frame", "a readable video")
-    if 2 * total < stated:
-        raise InputError(str(path), f"{total} of {stated} frames", "a video that was not cut off")
-    return found
-
-
-def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
-    """Sort key that orders names by the numbers in them: 2.jpg before 10.jpg."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
-    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts], path.name
-
-
-@dataclass(frozen=True)
-class Files:
-    """Pictures in files.
+def _grayscale(image: Any, tags: Mapping[int, Any], place: str) -> npt.NDArray[np.uint8]:
+    """The values of an opened image of mode I or F, which Pillow would clip, scaled to 0 for black and 255 for white.
 
     Args:
-        paths: path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
-        wanted: number of frames to take from a video or folder.
-        folders: accept folders as videos; in a set of photos a folder is an error.
+        image: the image; the value that it declares transparent becomes white.
+        tags: its TIFF tags; empty for other formats.
+        place: place of the image in error messages.
+
+    Returns:
+        uint8 [height, width].
+
+    Raises:
+        InputError: the range of the values is not known.
     """
+    values = np.asarray(image).astype(np.float64)
+    clear = np.zeros(values.shape, np.bool_)
+    if (transparent := image.info.get("transparency")) is not None:
+        clear = values == transparent  # a 16-bit PNG can declare one value transparent
+    low, high = _range_of(image.mode, tags, values[~clear], place)
+    scaled = np.round((np.clip(values, low, high) - low) * (255 / (high - low)))
+    if tags.get(_PHOTOMETRIC) == 0:  # 0 is white, as in many X-ray images; Pillow inverts only 8 bits or fewer
+        scaled = 255 - scaled
+    return np.where(clear, 255, scaled).astype(np.uint8)
 
-    paths: tuple[Path, ...]
-    wanted: int = 1
-    folders: bool = False
 
-    def __len__(self) -> int:
-        return len(self.paths)
+def _range_of(mode: str, tags: Mapping[int, Any], values: npt.NDArray[np.float64], place: str) -> tuple[float, float]:
+    """The values of black and white: those that a TIFF declares, or the narrowest usual range of the values.
 
-    @property
-    def clips(self) -> bool:
-        """Whether more than one frame per picture is taken."""
-        return self.wanted > 1
+    Usual are 0 to 1 for floating-point values, and 0 to the largest number of 8, 10, 12, 14 or 16 bits.
 
-    def name(self, row: int) -> str:
-        """The picture's path."""
-        return str(self.paths[row])
-
-    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The digest of the bytes, and the parameters of decoding; of a folder, the digests of its frames in order."""
-        files = [self._frames(path) if is_folder(path) else [path] for path in self.paths]
-        flat = [file for inside in files for file in inside]
-        digests = iter(file_digests(flat, lambda done: on_progress(done * len(files) // len(flat))))
-        stamps = []
-        for path, inside in zip(self.paths, files, strict=True):
-            content = ",".join(itertools.islice(digests, len(inside)))
-            order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
-            stamps.append(f"{content}|{self.wanted}|{PIXELS_VERSION}{order}")
-        return tuple(stamps)
-
-    contents = stamps
-
-    def _frames(self, folder: Path) -> list[Path]:
-        """The frames in a folder, ordered by the numbers in their names.
-
-        Raises:
-            InputError: there are none, or the set is one of photos.
-        """
-        if not self.folders:
-            raise InputError(str(folder), "a folder", "an image or a video")
+    Raises:
+        InputError: no usual range holds all values.
+    """
+    for pair in _DECLARED:
         try:
-            frames = (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
-            inside = sorted((file for file in frames if not is_leftover(file.name)), key=_numbered)
-        except OSError as error:
-            raise InputError(str(folder), error.strerror or str(error), "a readable folder") from None
-        if not inside:
-            raise InputError(str(folder), "a folder without images", "a folder of a video's frames")
-        return inside
+            low, high = (
+                float(value[0] if isinstance(value, tuple) else value) for value in (tags[tag] for tag in pair)
+            )
+        except (KeyError, TypeError, ValueError, IndexError):  # no such tag, or a damaged one
+            continue
+        if (
+            math.isfinite(high - low)
+            and low < high
+            and low <= values.min(initial=low)
+            and values.max(initial=low) <= high
+        ):
+            return low, high
+    if values.size and not np.isfinite(values).all():
+        raise InputError(place, "grayscale values that are not finite", "numbers")
+    lowest, highest = values.min(initial=0.0), values.max(initial=0.0)
+    if mode.startswith("F") and lowest >= 0 and highest <= 1:
+        return 0.0, 1.0
+    for bits in (8, 10, 12, 14, 16):
+        if lowest >= 0 and highest < 1 << bits:
+            return 0.0, float((1 << bits) - 1)
+    found_range = f"grayscale values from {lowest:.6g} to {highest:.6g} of Pillow's mode {mode}"
+    raise InputError(place, found_range, "values from 0 to 1 or of 8 to 16 bits, or TIFF tags that declare the range")
 
-    def missing(self, row: int) -> bool:
-        """Whether the path does not exist."""
-        return not exists(self.paths[row])
 
-    def frames(self, row: int) -> list[Pixels]:
-        """Decode one image, or ``wanted`` evenly spaced frames: uint8 [height, width, 3] each."""
-        path = self.paths[row]
-        if is_folder(path):
-            inside = self._frames(path)
-            return [decode(inside[index], DataItemError) for index in spread_evenly(len(inside), self.wanted)]
-        return (
-            video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, DataItemError)]
-        )
-
-    def subset(self, rows: Sequence[int]) -> Self:
-        """The pictures of the given rows, in the given order."""
-        return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
+# --- for encoders ---------------------------------------------------------------------------------------------------
 
 
 def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC", *, squash: bool = False) -> Pixels:
@@ -429,7 +307,7 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
-    _check_sides("a picture", width, height)
+    _check_sides("an image", width, height)
     short = max(edge, int(edge / crop))
     # As in torchvision, the longer side is rounded down, and crop offsets are rounded half to even.
     size = (short, short) if squash else tuple(int(short * side / min(height, width)) for side in (width, height))
@@ -439,7 +317,7 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
 
 
 def as_pixels(picture: object, place: str) -> Pixels:
-    """Decode a picture given as a path, a Pillow image, an array or a tensor.
+    """Decode an image given as a path, a Pillow image, an array or a tensor.
 
     Args:
         picture: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in

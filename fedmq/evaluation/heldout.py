@@ -1,4 +1,4 @@
-"""The items on which models are evaluated, and the models as they are released for inference."""
+"""The items on which models are evaluated, their embeddings, and the models as they are released for inference."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import normalize
 
 from fedmq.config.scenario import Scenario
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.custom_metrics import measures_of
-from fedmq.evaluation.embedding import embed
+from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measure, Measured, measure
 from fedmq.federation.population import Population
 from fedmq.federation.protocol import Encoders, take
@@ -23,6 +23,31 @@ from fedmq.models.query_bank import Bank
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import require_layout
 from fedmq.wire.payloads import ClassPrototypes, Memory, Metrics, Model, Payload, SiloMetrics
+
+_BATCH = 256
+
+
+def embed(encoders: Encoders, items: SiloDataset, *, binary: bool) -> Embedded:
+    """Embed every image and every caption.
+
+    Args:
+        encoders: encoders of the model.
+        items: with both modalities.
+        binary: the model computes hash codes.
+
+    Raises:
+        ValueError: a modality is missing.
+    """
+    if items.image is None or items.text is None:
+        raise ValueError("evaluation needs both modalities")
+    owner = torch.repeat_interleave(torch.arange(len(items)), items.captions)
+    number = torch.cat([torch.arange(int(count)) for count in items.captions])
+    with torch.no_grad():
+        image = torch.cat([encoders.image(part) for part in torch.split(items.image, _BATCH)])
+        pairs = zip(torch.split(owner, _BATCH), torch.split(number, _BATCH), strict=True)
+        text = torch.cat([encoders.caption(items.text[item, caption]) for item, caption in pairs])
+    labels = None if items.labels is None else items.labels.numpy()
+    return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy(), labels, binary)
 
 
 def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:

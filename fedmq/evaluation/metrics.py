@@ -21,10 +21,9 @@ from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
 from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank, shuffled
 from fedmq.evaluation.label_metrics import RankingMetrics
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.text import nearest
 
-#: The metric that every evaluation has; fairness over silos is computed from it.
-HEADLINE = "mean_r1"
 #: Metrics in one-line descriptions of a run, and the default columns of a comparison.
 BRIEF = (HEADLINE, "mean_r10")
 #: Tolerance of the bounds, for rounding errors.
@@ -388,7 +387,7 @@ BUILT_IN: tuple[Measure, ...] = (
         whole_split_only=True,
     ),
 )
-#: Fairness over silos in :data:`HEADLINE`, computed by ``fedmq.evaluation.fairness``.
+#: Fairness over silos in :data:`HEADLINE`, computed by ``fedmq.evaluation.recall``.
 OVER_SILOS: tuple[Metric, ...] = (
     Metric("std_r1", "standard deviation of mean recall@1 over silos", higher_is_better=False, shown=False),
     Metric("worst_r1", "mean recall@1 of the worst silo", shown=False),

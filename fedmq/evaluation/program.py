@@ -24,13 +24,13 @@ from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
-from fedmq.wire.log_records import NoteKind
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
-from fedmq.wire.scenario_query import ScenarioComparison
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _log_and_channel(
     """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
     clock, run, plain = WallClock(), arguments.run.id, arguments.scenario.model_dump(mode="json")
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
-    log.note(NoteKind.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run)
     return log, Channel(
         arguments.connect,
         identity,

@@ -1,4 +1,4 @@
-"""Recall@k with several captions per image, and the spread of embeddings.
+"""Recall@k with several captions per image, the spread of embeddings, and means and fairness over silos.
 
 Recalls are fractions in [0, 1]. Ties are broken by gallery index, so that values do not depend on the sorting
 algorithm. Metrics that use labels (mAP, NDCG, precision and recall) are in ``label_metrics``.
@@ -6,7 +6,8 @@ algorithm. Metrics that use labels (mAP, NDCG, precision and recall) are in ``la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from fedmq.evaluation.hamming import Array, as_numpy
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
+#: The metric that every evaluation has; fairness over silos is computed from it.
+HEADLINE = "mean_r1"
 RECALLS = (1, 5, 10)
 #: Number of scores computed at a time, which bounds memory for galleries of any size.
 CHUNK_SCORES = 1 << 22
@@ -115,3 +118,33 @@ def spread(z: npt.NDArray[Any]) -> float:
     x = np.asarray(z, dtype=np.float64)
     mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)
     return float(max(0.0, 1.0 - mean @ mean))
+
+
+def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Mean over silos of each metric that all silos have."""
+    names = sorted(set.intersection(*(set(values) for values in by_silo.values())))
+    return {name: math.fsum(values[name] for values in by_silo.values()) / len(by_silo) for name in names}
+
+
+def weighted_means(by_silo: Mapping[str, Mapping[str, float]], items: Mapping[str, int]) -> dict[str, float]:
+    """Mean over silos of each metric that all silos have, each silo weighted by its number of items; {} for no silo."""
+    if not by_silo:
+        return {}
+    total = math.fsum(items[silo] for silo in by_silo)
+    first, *others = by_silo.values()
+    names = [name for name in first if all(name in other for other in others)]
+    return {name: math.fsum(items[silo] * by_silo[silo][name] for silo in by_silo) / total for name in names}
+
+
+def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float]:
+    """Mean, population standard deviation, worst and gap (best - worst) over silos; zeros for no silo."""
+    v = np.asarray(values, dtype=np.float64)
+    if not v.size:
+        return {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
+    return {"mean": float(v.mean()), "std": float(v.std()), "worst": float(v.min()), "gap": float(v.max() - v.min())}
+
+
+def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos that have a ``mean_r1``."""
+    spread = fairness([values[HEADLINE] for values in per_silo.values() if HEADLINE in values])
+    return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -19,27 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedmq.config.loader import apply_settings
-from fedmq.config.run_id import without_younger
+from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
+from fedmq.config.sections import Evaluation
 from fedmq.config.yaml_files import ERRORS, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
-from fedmq.evaluation.custom_metrics import measures_of
-from fedmq.evaluation.metrics import BRIEF, is_known, known_names, metric_of
-from fedmq.experiments.candidates import check_candidates
-from fedmq.experiments.summary_paths import EVALUATED, allowed_instead
+from fedmq.evaluation.metrics import BRIEF
 from fedmq.runs.results import Target
-from fedmq.text import did_you_mean, nearest
 
-Resolve = Callable[[Path, list[str], int | None], Scenario]
+Resolve = Callable[[Path, list[str], int | None], ResolvedRun]
 """Reads a scenario file with settings and a seed, with every default written out."""
 
 #: Pseudo-key of a variation: each value is a mapping of several keys, with an optional ``name`` that is shown for it.
 TOGETHER = "set"
 _METHOD_KEYS = ("protocol", "protocol.name", TOGETHER)
 _VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<values>.+)", re.DOTALL)
-_METRIC = re.compile(r"\w+(\.[\w-]+)*")
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,18 @@ _NOT_CHOSEN = ("evaluation.split", "evaluation.every", "evaluation.personal_ever
 _NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
 
 
+#: What does not change the model that a run trains: where and how it is computed, and what is measured of it.
+_SAME_MODEL: Mapping[str, bool | set[str]] = {
+    "name": True,
+    "device": True,
+    "launcher": True,
+    "track": True,
+    "wire": True,
+    "silos": {"slots", "hosts", "needs"},
+    "evaluation": set(Evaluation.model_fields) - {"patience", "every"},
+}
+
+
 # --------------------------------------------------------------------------------------------------- from the options
 def parse_variation(text: str, option: str) -> Variation:
     """Read ``key=a,b,c`` or ``method:key=a,b,c``; values are YAML.
@@ -176,82 +182,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def parse_metrics(text: str) -> tuple[str, ...]:
-    """Read ``mean_r1,fairness.worst_r1``.
-
-    Raises:
-        InputError: one is not a valid name.
-    """
-    parts = tuple(part.strip() for part in text.split(","))
-    for part in parts:
-        if not _METRIC.fullmatch(part):
-            raise InputError("--metric", part, "names such as mean_r1, fairness.worst_r1, bytes.up, seconds.virtual")
-    return tuple(dict.fromkeys(parts))
-
-
-def parse_target(text: str) -> Target:
-    """Read ``mean_r10=0.5``.
-
-    Raises:
-        InputError: the text has another form.
-    """
-    metric, _, value = text.partition("=")
-    try:
-        target = float(value)
-        if not math.isfinite(target):
-            raise ValueError
-        return Target(metric, target)
-    except ValueError:
-        raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
-
-
-def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
-    """Every scenario of the plan, including candidates, without seeds."""
+def resolved_runs(plan: ComparisonPlan, resolve: Resolve) -> Iterator[ResolvedRun]:
+    """Every run of the plan, including candidates, without seeds."""
     variants = dict.fromkeys(
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
     )
     return (resolve(file, list(settings), None) for file, settings in variants)
-
-
-def check_across(plan: ComparisonPlan) -> None:
-    """Refuse ``--across`` with a key that is not varied.
-
-    Raises:
-        InputError: no row has such a varied key, or it is the method.
-    """
-    varied = dict.fromkeys(key for entry in plan.entries for key, _ in entry.point)
-    if plan.across is not None and plan.across not in varied:
-        allowed = " or ".join(varied) or "a key that --vary has, other than protocol"
-        raise InputError("--across", plan.across, allowed)
-
-
-def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
-    """Refuse columns and targets that no run of the plan can have, before hours of computation.
-
-    Names with a dot are paths in the summary; of those, parts that depend on the data or the method are not checked.
-
-    Raises:
-        InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
-    """
-    requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
-    evaluations = dict.fromkeys(each.evaluation for each in scenarios(plan, resolve))
-    known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
-    for option, name in requested:
-        if "." not in name and name not in known:
-            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
-            listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
-            hint = did_you_mean(name, known)
-            raise InputError(option, name, f"{listed}; {hint}" if hint else listed)
-        if "." in name and (allowed := allowed_instead(name, known)):
-            raise InputError(option, name, allowed)
-    for target in plan.targets:
-        name, text = target.metric, f"{target.metric}={target.value:g}"
-        if "." in name and name.partition(".")[0] not in EVALUATED:
-            raise InputError(
-                "--target", text, f"a metric of evaluations, e.g. mean_r1, or below {', '.join(EVALUATED)}"
-            )
-        if is_known(name) and not (metric := metric_of(name)).low <= target.value <= metric.high:
-            raise InputError("--target", text, f"a value from {metric.low:g} to {metric.high:g}")
 
 
 def entries(
@@ -278,9 +214,9 @@ def entries(
     if any(_key(setting) == "seed" for setting in settings):
         raise InputError("--set", "seed", _NOT_VARIED["seed"])
     # Settings below a varied key apply to the rows; the file's own method may not have such an option.
-    prefixes = tuple(f"{key}." for each in varied for key in each.keys)
+    prefixes = tuple(f"{key}." for variation in varied for key in variation.keys)
     file_settings = [setting for setting in settings if not _key(setting).startswith(prefixes)]
-    scenarios = {file: resolve(file, file_settings, None) for file in files}
+    scenarios = {file: resolve(file, file_settings, None).scenario for file in files}
     names_of = {file: {scenario.name, scenario.protocol.label} for file, scenario in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
     own = {file: _own_method(file, file_settings) for file in files}
@@ -288,7 +224,7 @@ def entries(
         _Draft(file, scenarios[file].name, tuple(zip(variations, values, strict=True)), own[file])
         for file in files
         for variations in [_fitting(varied, names_of[file])]
-        for values in itertools.product(*(each.values for each in variations))
+        for values in itertools.product(*(variation.values for variation in variations))
     ]
     methods = _methods(drafts)
     made: list[Entry] = []
@@ -299,9 +235,10 @@ def entries(
         name = ", ".join([*prefix, *(f"{key}={text}" for key, text in draft.point)])
         row_settings = (*settings, *draft.settings)
         with _naming_option("--vary", draft.settings), _hinting(name, row_settings, varied):
-            names = {resolve(draft.file, list(row_settings), None).protocol.label, draft.scenario, method, name}
+            own_method = resolve(draft.file, list(row_settings), None).scenario.protocol.label
+            names = {own_method, draft.scenario, method, name}
         known |= names
-        candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
+        candidates = tuple(itertools.product(*(variation.settings for variation in _fitting(select, names))))
         runs = _different_runs(draft.file, row_settings, candidates, resolve)
         if (other := same.setdefault(runs, name)) != name:
             raise InputError("--vary", name, f"rows that differ: its scenario is that of {other}")
@@ -320,9 +257,25 @@ def _different_runs(
     runs: dict[str, Scenario] = {}
     for candidate in candidates:
         with _naming_option("--select", candidate):
-            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None)
-    check_candidates(runs)
+            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None).scenario
+    _check_candidates(runs)
     return tuple(scenario.model_dump_json() for scenario in runs.values())
+
+
+def _check_candidates(scenarios: Mapping[str, Scenario]) -> None:
+    """Refuse candidates that train the same model, of which none is better.
+
+    Args:
+        scenarios: scenarios of a row's candidates, by their settings.
+
+    Raises:
+        InputError: two of them differ only in where the run is computed or what is measured.
+    """
+    models: dict[str, str] = {}
+    for settings, scenario in scenarios.items():
+        model = scenario.model_dump_json(exclude=_SAME_MODEL)
+        if (other := models.setdefault(model, settings)) != settings:
+            raise InputError("--select", settings, f"candidates that differ: it trains the same model as {other}")
 
 
 @contextmanager
@@ -332,8 +285,8 @@ def _naming_option(option: str, settings: Sequence[str]) -> Iterator[None]:
         yield
     except InputError as error:
         for key in (text.partition("=")[0] for text in settings):
-            place, found = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
-            if found:
+            place, replaced = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
+            if replaced:
                 raise InputError(place, error.found, error.allowed) from None
         raise
 
@@ -346,7 +299,7 @@ def _hinting(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> 
     except InputError as error:
         given = {_key(setting) for setting in settings}
         for key, named in (("protocol", "name"), ("objective", "base")):
-            if f"{key}.{error.found}" in given and any(key in each.keys for each in varied):
+            if f"{key}.{error.found}" in given and any(key in variation.keys for variation in varied):
                 hint = f"--vary '{key}={{{named}: ..., {error.found}: ...}},...' sets it for one alone"
                 raise InputError(f"{error.place} of {row}", error.found, f"{error.allowed}; {hint}") from None
         raise
@@ -368,15 +321,21 @@ class _Draft:
     @property
     def varied_method(self) -> str:
         """As shown; empty if the method is not varied."""
-        return " ".join(_label(each.key, value) for each, value in self.pairs if each.key in _METHOD_KEYS)
+        return " ".join(
+            _label(variation.key, value) for variation, value in self.pairs if variation.key in _METHOD_KEYS
+        )
 
     @property
     def point(self) -> tuple[tuple[str, str], ...]:
-        return tuple((each.key, shown(value)) for each, value in self.pairs if each.key not in _METHOD_KEYS)
+        return tuple(
+            (variation.key, shown(value)) for variation, value in self.pairs if variation.key not in _METHOD_KEYS
+        )
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return tuple(setting for each, value in self.pairs for setting in _settings(each.key, value, self.own))
+        return tuple(
+            setting for variation, value in self.pairs for setting in _settings(variation.key, value, self.own)
+        )
 
 
 def _label(key: str, value: Any) -> str:
@@ -399,10 +358,10 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
         own: the file's method with its options, which a value that names the same method keeps.
     """
     if key == TOGETHER:
-        return tuple(f"{name}={json.dumps(each, default=str)}" for name, each in value.items() if name != "name")
+        return tuple(f"{name}={json.dumps(option, default=str)}" for name, option in value.items() if name != "name")
     method = {"name": value} if isinstance(value, str) else value
     if key == "protocol" and isinstance(method, Mapping) and method.get("name") == own["name"]:
-        return tuple(f"protocol.{name}={json.dumps(each, default=str)}" for name, each in method.items())
+        return tuple(f"protocol.{name}={json.dumps(option, default=str)}" for name, option in method.items())
     return Variation(key, (value,)).settings
 
 
@@ -410,7 +369,7 @@ def without_options(entries: Sequence[Entry]) -> Iterator[str]:
     """A line for each file whose method has options that the rows of other methods do not have."""
     for file in dict.fromkeys(entry.file for entry in entries):
         own = _own_method(file, ())
-        options = ", ".join(f"{name}: {shown(each)}" for name, each in own.items() if name != "name")
+        options = ", ".join(f"{name}: {shown(option)}" for name, option in own.items() if name != "name")
         rows = dict.fromkeys(entry.method for entry in entries if entry.file == file and _method(entry) != own["name"])
         if options and rows:
             yield f"{file}: the rows {', '.join(rows)} are without the options of {own['name']} ({options})"
@@ -433,23 +392,29 @@ def _methods(drafts: Sequence[_Draft]) -> list[str]:
 
 
 def _refuse_idle(option: str, variations: Sequence[Variation], names: Collection[str]) -> None:
-    for each in variations:
-        if each.who is not None and each.who not in names:
-            raise InputError(f"{option} {each.who}:{each.key}", each.who, f"one of {', '.join(sorted(names))}")
+    for variation in variations:
+        if variation.who is not None and variation.who not in names:
+            raise InputError(
+                f"{option} {variation.who}:{variation.key}", variation.who, f"one of {', '.join(sorted(names))}"
+            )
 
 
 def _fitting(select: Sequence[Variation], names: Collection[str]) -> list[Variation]:
     """The variations that apply to a row; one for its method replaces the one of the same key for all."""
-    special = [each for each in select if each.who in names]
-    keys = {each.key for each in special}
-    return [each for each in select if each in special or (each.who is None and each.key not in keys)]
+    special = [variation for variation in select if variation.who in names]
+    keys = {variation.key for variation in special}
+    return [
+        variation
+        for variation in select
+        if variation in special or (variation.who is None and variation.key not in keys)
+    ]
 
 
 def shown(value: Any) -> str:
     """A varied value in readable form, a protocol with options as ``rcsr filler=zero``."""
     if isinstance(value, dict):
         named = [str(value["name"])] if "name" in value else []
-        return " ".join([*named, *(f"{key}={shown(each)}" for key, each in value.items() if key != "name")])
+        return " ".join([*named, *(f"{key}={shown(option)}" for key, option in value.items() if key != "name")])
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -458,7 +423,8 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
 
     It does not depend on seeds and columns, so that more of them can be added later.
     """
-    facts = [[named_by(resolve(entry.file, list(entry.settings), 0)), entry.candidates] for entry in plan.entries]
+    rows = [(resolve(entry.file, list(entry.settings), 0).scenario, entry.candidates) for entry in plan.entries]
+    facts = [[named_by(scenario), candidates] for scenario, candidates in rows]
     names = "-".join(dict.fromkeys(entry.method for entry in plan.entries))
     slug = re.sub(r"[^a-z0-9_.]+", "-", names.lower())[:40].strip("-")
     return Path("runs") / f"{kind}-{slug}-{digest(facts)}"
@@ -467,8 +433,7 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
 def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None = None) -> dict[str, Any]:
     """A scenario as plain data, whose digest is part of names.
 
-    Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios, so
-    that names of existing runs stay valid.
+    Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios.
 
     Args:
         scenario: the resolved scenario.
@@ -480,7 +445,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
     below = f"{Path.cwd()}{os.sep}"
     weights = {key: value for key in ("name", "pretrained", "text_encoder") if (value := facts["backbone"].get(key))}
     facts["backbone"] |= {key: value.removeprefix(below) for key, value in weights.items()}
-    return without_younger(facts)
+    return facts
 
 
 def digest(facts: object) -> str:

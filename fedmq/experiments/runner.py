@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
@@ -30,8 +31,8 @@ from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text, 
 
 Settings = tuple[str, ...]
 """In the form of ``--set``."""
-Prepare = Callable[[Scenario], Path]
-"""Prepares a scenario's data in the cache and partitions it; returns its folder, named by the digest of the content."""
+Prepare = Callable[[ResolvedRun], Path]
+"""Prepares a run's data in the cache and partitions it; returns its folder, named by the digest of the content."""
 
 CheckPartition = Callable[[Scenario, Path], object]
 """Raises InputError if the data in such a folder cannot be partitioned as a scenario requires."""
@@ -80,13 +81,18 @@ class Run:
         name: scenario, method, seed and a digest of the rest.
         title: title for display: row and seed.
         folder: the run folder.
-        scenario: the resolved scenario.
+        resolved: the run as its processes see it.
     """
 
     name: str
     title: str
     folder: RunFolder
-    scenario: Scenario
+    resolved: ResolvedRun
+
+    @property
+    def scenario(self) -> Scenario:
+        """The resolved scenario."""
+        return self.resolved.scenario
 
     @property
     def done(self) -> bool:
@@ -114,9 +120,11 @@ class Run:
         summary = results.read_summary(self.folder)
         if summary.versions in summary.unevaluated:
             return "the evaluator did not answer within the limit, so the last version is not evaluated"
-        for silo, each in summary.unusable_replies.items():
-            if each.refused or each.errors:
-                return f"tasks of {silo}: {each.refused} refused, {each.errors} errors; the last one: {each.last}"
+        for silo, replies in summary.unusable_replies.items():
+            if replies.refused or replies.errors:
+                return (
+                    f"tasks of {silo}: {replies.refused} refused, {replies.errors} errors; the last one: {replies.last}"
+                )
         return None
 
 
@@ -127,7 +135,7 @@ class Workplace:
     Args:
         runs: folder of the runs; several comparisons may use it, one after the other.
         resolve: reads and checks a scenario.
-        data_digest: prepares a scenario's data in the cache and returns the digest of its content.
+        data_digest: prepares a run's data in the cache and returns the digest of its content.
         processes: keep the scenarios' launcher; otherwise all silos of a run share one process, which gives the same
             model at half the cost.
         jobs: number of parallel runs.
@@ -135,26 +143,27 @@ class Workplace:
 
     runs: Path
     resolve: Resolve
-    data_digest: Callable[[Scenario], str]
+    data_digest: Callable[[ResolvedRun], str]
     processes: bool
     jobs: int
 
 
-def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[Scenario], str]:
-    """A function that returns the digest of a scenario's data, and prepares and checks each data set only once.
+def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:
+    """A function that returns the digest of a run's data, and prepares and checks each data set only once.
 
     Looking up prepared data takes half a second; each partition of them is checked once, too.
     """
     known: dict[str, Path] = {}
     shared: set[str] = set()
 
-    def data_digest(scenario: Scenario) -> str:
+    def data_digest(run: ResolvedRun) -> str:
+        scenario = run.scenario
         parts = scenario.model_dump(mode="json", include={"data", "backbone", "objective", "seed"})
         key = json.dumps(parts, sort_keys=True)
         how = scenario.model_dump(mode="json", include=_SHARED)
         way = json.dumps([key, how], sort_keys=True)
         if key not in known:
-            known[key] = prepare(scenario)
+            known[key] = prepare(run)
         elif way not in shared:
             share(scenario, known[key])
         shared.add(way)
@@ -191,13 +200,14 @@ def run_of(
     split = ["evaluation.split=val", every, "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
-    scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
+    run = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
+    scenario = run.scenario
     facts = named_by(scenario, _HERE)
     if (trace := scenario.participation.trace) is not None:
         facts["participation"]["trace"] = file_digest(trace)  # its content, not its path
-    name = f"{scenario.name}-{scenario.protocol.label}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
+    name = f"{scenario.name}-{scenario.protocol.label}-seed{seed}-{digest([facts, place.data_digest(run)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
-    return Run(name, title, RunFolder(place.runs / name), scenario)
+    return Run(name, title, RunFolder(place.runs / name), run)
 
 
 def job_of(run: Run) -> jobs.Job:

@@ -2,22 +2,30 @@
 
 The keys are the options of the same names. A YAML file with the key ``compare`` or ``sweep`` is a comparison file; no
 scenario has either. Options of execution (``--out``, ``--jobs``, ...) stay on the command line.
+
+:func:`schema_of` makes JSON schemas of all kinds of files that a user writes, with which editors check them. The models
+check more than a schema can say, e.g. that two keys fit together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fedmq.config.loader import apply_settings, input_error, place_of
+from fedmq.config.resolve import apply_settings
+from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.site import Site
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import grid
+from fedmq.experiments.summary import parse_metrics, parse_target
+from fedmq.experiments.tune_file import TuneFile
 from fedmq.storage.regular_files import is_file
 
 KINDS = ("compare", "sweep")
@@ -58,7 +66,7 @@ def _selection(text: str) -> None:
 _Vary = Annotated[str, _checked(partial(grid.parse_variation, option="--vary"))]
 _Select = Annotated[str, _checked(_selection)]
 _Setting = Annotated[str, _checked(lambda text: apply_settings({}, [text]))]
-_Target = Annotated[str, _checked(grid.parse_target)]
+_Target = Annotated[str, _checked(parse_target)]
 _Repeated = BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])
 _Listed = BeforeValidator(_together, json_schema_input_type=str | int | tuple[str | int, ...])
 
@@ -77,7 +85,7 @@ class ComparisonFile(BaseModel):
     select_seed: int | None = Field(None, ge=0, strict=True)
     select_rounds: Annotated[Count, Field(strict=True)] | None = None
     seeds: Annotated[str, _checked(grid.parse_seeds), _Listed] | None = None
-    metric: Annotated[str, _checked(grid.parse_metrics), _Listed] | None = None
+    metric: Annotated[str, _checked(parse_metrics), _Listed] | None = None
     baseline: str | None = None
     across: str | None = None
     target: Annotated[tuple[_Target, ...], _Repeated] = ()
@@ -93,9 +101,6 @@ class ComparisonFile(BaseModel):
     def scenarios(self) -> tuple[str, ...]:
         """Scenario files as written."""
         return self.compare if self.sweep is None else (self.sweep,)
-
-
-KEYS = tuple(field.alias or name for name, field in ComparisonFile.model_fields.items())
 
 
 def is_comparison(raw: Mapping[str, object]) -> bool:
@@ -114,14 +119,10 @@ def read(path: Path) -> ComparisonFile | None:
         return None
     if all(kind in raw for kind in KINDS):
         raise InputError(str(path), "both compare and sweep", "one of them")
-    if unknown := [key for key in raw if key not in KEYS]:
-        allowed = f"one of {', '.join(KEYS)}; options of execution (--out, --jobs, ...) stay on the command line"
-        raise InputError(place_of(path, unknown), raw[unknown[0]], allowed)
     try:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
-        named = input_error(error, path)
-        raise InputError(named.place, error.errors()[0]["input"], named.allowed) from None
+        raise input_error(error, path, raw, ComparisonFile) from None
     if file.kind == "compare" and ON_VALIDATION in file.select:
         raise InputError(f"{path}: select", ON_VALIDATION, "with sweep; here key=value,value,...")
     for name in file.scenarios:
@@ -131,3 +132,31 @@ def read(path: Path) -> ComparisonFile | None:
         if is_comparison(read_yaml(scenario)):
             raise InputError(f"{path}: {file.kind}", name, "a scenario, not a comparison file")
     return file
+
+
+# ------------------------------------------------------------------------------------------------- schemas for editors
+class FileKind(StrEnum):
+    """Kinds of files."""
+
+    SCENARIO = "scenario"
+    SITE = "site"
+    COMPARISON = "comparison"
+    TUNING = "tuning"
+
+
+_MODELS: dict[FileKind, type[BaseModel]] = {
+    FileKind.SCENARIO: Scenario,
+    FileKind.SITE: Site,
+    FileKind.COMPARISON: ComparisonFile,
+    FileKind.TUNING: TuneFile,
+}
+
+
+def schema_of(kind: FileKind) -> dict[str, object]:
+    """The JSON schema (draft 2020-12) of a kind of files."""
+    schema = _MODELS[kind].model_json_schema(by_alias=True)
+    if kind is FileKind.SITE:
+        del schema["properties"]["file"]  # fedmq sets it
+    if kind is FileKind.COMPARISON:
+        schema["oneOf"] = [{"required": [command]} for command in KINDS]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": f"fedmq {kind} file"}

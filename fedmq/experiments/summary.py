@@ -1,16 +1,22 @@
-"""Compute the rows of a comparison: statistics over seeds, differences to the baseline, and the best at each point."""
+"""The columns and rows of a comparison: which columns runs can have, and the statistics of each row over seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import Metric
-from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry
+from fedmq.evaluation.custom_metrics import measures_of
+from fedmq.evaluation.metrics import Metric, is_known, known_names, metric_of
+from fedmq.evaluation.recall import fairness_of
+from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry, Resolve, resolved_runs
 from fedmq.runs import results as outcomes
-from fedmq.runs.results import FinishedRun, Statistic
-from fedmq.text import nearest
+from fedmq.runs.results import FinishedRun, Statistic, Target
+from fedmq.runs.run_records import RunSummary
+from fedmq.storage.json_files import Stored
+from fedmq.text import did_you_mean, nearest
 
 ZERO_SHOT = "zero-shot"
 
@@ -49,9 +55,9 @@ def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
 def _peers(entry: Entry, plan: ComparisonPlan) -> list[Entry]:
     """The rows with which a row is compared: all methods at its point, or all rows if there is only one method."""
     all_entries = entries_of(plan)
-    if len({each.method for each in plan.entries}) == 1:
+    if len({other.method for other in plan.entries}) == 1:
         return list(all_entries)
-    return [each for each in all_entries if each.point == entry.point]
+    return [other for other in all_entries if other.point == entry.point]
 
 
 def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
@@ -60,21 +66,21 @@ def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
     Raises:
         InputError: no method or row has the name in ``plan.baseline``.
     """
-    found: dict[str, str | None] = {}
+    against: dict[str, str | None] = {}
     all_entries = entries_of(plan)
     if plan.baseline == NO_BASELINE:
         return dict.fromkeys(entry.name for entry in all_entries)
     for entry in all_entries:
         peers = _peers(entry, plan)
-        fitting = [each for each in all_entries if each.name == plan.baseline]
-        fitting = fitting or [each for each in peers if plan.baseline in (None, each.method)]
-        fitting = [each for each in fitting if each.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
+        fitting = [other for other in all_entries if other.name == plan.baseline]
+        fitting = fitting or [other for other in peers if plan.baseline in (None, other.method)]
+        fitting = [other for other in fitting if other.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
         if not fitting:
-            names = dict.fromkeys(name for each in all_entries for name in (each.method, each.name))
+            names = dict.fromkeys(name for other in all_entries for name in (other.method, other.name))
             allowed = ", ".join([*names, NO_BASELINE])
             raise InputError("--baseline", plan.baseline, allowed)
-        found[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
-    return found
+        against[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
+    return against
 
 
 def rows(
@@ -150,12 +156,14 @@ def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
     if not done:
         return ()
     names = list(dict.fromkeys(name for run in done for name in _names(run)))
-    measured = list(dict.fromkeys(name for run in done for each in run.evaluations for name in each.metrics))
-    columns = [(metric, metric) for metric in plan.metrics] + [(each.title, each.metric) for each in plan.targets]
+    measured = list(
+        dict.fromkeys(name for run in done for evaluation in run.evaluations for name in evaluation.metrics)
+    )
+    columns = [(metric, metric) for metric in plan.metrics] + [(target.title, target.metric) for target in plan.targets]
     hidden = [title for title, metric in columns if not any(run.shows(metric) for run in done)]
     lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
-    never = [each for each in plan.targets if not any(run.course(each.metric) for run in done)]
-    lacking += [(each.title, each.metric, measured) for each in never]
+    never = [target for target in plan.targets if not any(run.course(target.metric) for run in done)]
+    lacking += [(target.title, target.metric, measured) for target in never]
     items = min((run.gallery.smallest for run in done if run.gallery is not None), default=0)
     return (
         *(
@@ -197,10 +205,116 @@ def _best_columns(
 ) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
         return frozenset()
-    peers = [each.name for each in _peers(entry, plan)]
+    peers = [peer.name for peer in _peers(entry, plan)]
     place = peers.index(entry.name)
     return frozenset(
         column
         for column in statistics[entry.name]
         if place in outcomes.best([statistics[name][column] for name in peers], column, custom_metrics)
     )
+
+
+# ----------------------------------------------------------------------------------------------------------- columns
+_METRIC = re.compile(r"\w+(\.[\w-]+)*")
+#: Parts of the summary that evaluations during a run have, too; with names of metrics below, or of fairness.
+EVALUATED = ("fairness", "per_silo_mean", "personal", "personal_fairness", "personal_per_silo_mean")
+
+
+def allowed_instead(path: str, known: Collection[str]) -> str | None:
+    """What is allowed instead of a path that no summary has; None for a path that a summary may have.
+
+    Args:
+        path: with a dot.
+        known: names of metrics.
+    """
+    head, _, name = path.partition(".")
+    if head not in RunSummary.model_fields:
+        return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"
+    if head in ("fairness", "personal_fairness"):
+        names: Collection[str] = fairness_of({})
+    elif head in ("metrics", "personal", "per_silo_mean", "personal_per_silo_mean"):
+        names = known
+    else:
+        kind = RunSummary.model_fields[head].annotation
+        if kind in (bool, float, int, str):
+            return f"a number below a part of the summary; {head} has no parts"
+        if not (isinstance(kind, type) and issubclass(kind, Stored)):
+            return None
+        first, names = name.partition(".")[0], kind.model_fields
+        return None if first in names else f"{head} with one of {', '.join(names)}"
+    return None if name in names else f"{head} with one of {', '.join(nearest(name, names))}"
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """Read ``mean_r1,fairness.worst_r1``.
+
+    Raises:
+        InputError: one is not a valid name.
+    """
+    parts = tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        if not _METRIC.fullmatch(part):
+            raise InputError("--metric", part, "names such as mean_r1, fairness.worst_r1, bytes.up, seconds.virtual")
+    return tuple(dict.fromkeys(parts))
+
+
+def parse_target(text: str) -> Target:
+    """Read ``mean_r10=0.5``.
+
+    Raises:
+        InputError: the text has another form.
+    """
+    metric, _, value = text.partition("=")
+    try:
+        target = float(value)
+        if not math.isfinite(target):
+            raise ValueError
+        return Target(metric, target)
+    except ValueError:
+        raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
+
+
+def check_across(plan: ComparisonPlan) -> None:
+    """Refuse ``--across`` with a key that is not varied.
+
+    Raises:
+        InputError: no row has such a varied key, or it is the method.
+    """
+    varied = dict.fromkeys(key for entry in plan.entries for key, _ in entry.point)
+    if plan.across is not None and plan.across not in varied:
+        allowed = " or ".join(varied) or "a key that --vary has, other than protocol"
+        raise InputError("--across", plan.across, allowed)
+
+
+def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
+    """Refuse columns and targets that no run of the plan can have, before hours of computation.
+
+    Names with a dot are paths in the summary; of those, parts that depend on the data or the method are not checked.
+
+    Raises:
+        InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
+    """
+    requested = [
+        *(("--metric", name) for name in plan.metrics),
+        *(("--target", target.metric) for target in plan.targets),
+    ]
+    evaluations = dict.fromkeys(run.scenario.evaluation for run in resolved_runs(plan, resolve))
+    known = dict.fromkeys(
+        name for evaluation in evaluations for name in known_names(evaluation, measures_of(evaluation))
+    )
+    for option, name in requested:
+        if "." not in name and name not in known:
+            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
+            listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
+            hint = did_you_mean(name, known)
+            raise InputError(option, name, f"{listed}; {hint}" if hint else listed)
+        if "." in name and (allowed := allowed_instead(name, known)):
+            raise InputError(option, name, allowed)
+    for target in plan.targets:
+        name, text = target.metric, f"{target.metric}={target.value:g}"
+        if "." in name and name.partition(".")[0] not in EVALUATED:
+            raise InputError(
+                "--target", text, f"a metric of evaluations, e.g. mean_r1, or below {', '.join(EVALUATED)}"
+            )
+        if is_known(name) and not (metric := metric_of(name)).low <= target.value <= metric.high:
+            raise InputError("--target", text, f"a value from {metric.low:g} to {metric.high:g}")

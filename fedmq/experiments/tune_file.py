@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from fedmq.config.loader import apply_settings, input_error
-from fedmq.config.scenario import Scenario
+from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.sections import Count
-from fedmq.config.yaml_files import read_yaml
+from fedmq.config.yaml_files import input_error, read_yaml
 from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import known_names
 from fedmq.experiments.grid import Entry, Resolve
-from fedmq.experiments.summary_paths import allowed_instead
+from fedmq.experiments.summary import allowed_instead
 from fedmq.storage.regular_files import is_file
 from fedmq.text import nearest
 
@@ -205,48 +204,48 @@ def read(path: Path) -> TuneFile:
     try:
         spec = TuneFile.model_validate(raw)
     except ValidationError as error:
-        raise input_error(error, path) from None
+        raise input_error(error, path, raw, TuneFile) from None
     if not is_file(path.parent / spec.tune):
         raise InputError(f"{path}: tune", spec.tune, f"a scenario file, relative to {path.parent}")
     return spec
 
 
-def plan_of(path: Path, spec: TuneFile, resolve: Resolve, personal_only: Callable[[Scenario], bool]) -> TunePlan:
+def plan_of(path: Path, spec: TuneFile, resolve: Resolve) -> TunePlan:
     """The plan of a tuning file; every bound of its search spaces is tried on the scenario.
 
     Args:
         path: the file.
         spec: its content.
         resolve: reads and checks a scenario.
-        personal_only: whether a scenario trains no shared model as a whole; its trials are then not pruned.
 
     Raises:
         InputError: a key, a bound, a method or the metric is not allowed.
     """
     file = path.parent / spec.tune
-    own = _resolved(path, "set", resolve, file, spec.set)
+    own = _resolved(path, "set", resolve, file, spec.set).scenario
     named = spec.methods or {own.protocol.label: {}}
     methods = []
     for name, more in named.items():
         switch = () if name == own.protocol.label else (f"protocol={json.dumps(name)}",)
         settings = (*spec.set, *switch)
         space = {**spec.search, **more}
-        scenario = _resolved(path, f"methods.{name}", resolve, file, settings)
+        run = _resolved(path, f"methods.{name}", resolve, file, settings)
         first = {key: values[0] for key, values in _extremes(space)}
         for key, values in _extremes(space):
             by_scenario = dict[str, object]()
             for value in values:
                 tried, place = [*settings, *as_settings({**first, key: value})], f"search space of {name}: {key}"
-                found = _resolved(path, place, resolve, file, tried).model_dump_json()
-                if (other := by_scenario.setdefault(found, value)) is not value:
+                content = _resolved(path, place, resolve, file, tried).scenario.model_dump_json()
+                if (other := by_scenario.setdefault(content, value)) is not value:
                     raise InputError(
                         f"{path}: {place}", value, f"values that differ: its scenario is that of {other!r}"
                     )
-        rounds = spec.rounds or scenario.rounds
+        rounds = spec.rounds or run.scenario.rounds
         if spec.pruning != "none" and (spec.evaluate_every or 1) >= rounds:
             most = f"less than the {rounds} rounds of a trial, or nothing is pruned"
             raise InputError(f"{path}: evaluate_every", spec.evaluate_every or 1, most)
-        pruned = spec.pruning != "none" and not personal_only(scenario)
+        # Without a shared model that is trained as a whole, no evaluation of it says which trial is behind.
+        pruned = spec.pruning != "none" and not run.personal_only
         every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
         entry = Entry(name, name, (), file, settings, ((),))
         methods.append(TunedMethod(name, entry, space, first, rounds, every))
@@ -275,7 +274,7 @@ def as_settings(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
-def _resolved(path: Path, what: str, resolve: Resolve, file: Path, settings: Any) -> Scenario:
+def _resolved(path: Path, what: str, resolve: Resolve, file: Path, settings: Any) -> ResolvedRun:
     try:
         return resolve(file, list(settings), None)
     except InputError as error:

@@ -1,7 +1,8 @@
 """Search for settings with Optuna: each trial is a run on the validation split, and equal budgets for all methods.
 
 Trials are proposed in batches, each with its own random generator, so that a search that was stopped and resumed
-proposes the same trials as an uninterrupted one.
+proposes the same trials as an uninterrupted one. Optuna's journal holds the trials. What belongs together is one of its
+operations, or is written so that repeating it after a crash gives the same.
 """
 
 from __future__ import annotations
@@ -10,31 +11,59 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict, ValidationError
 
 from fedmq import seeds
 from fedmq.clock import Clock, WallClock
-from fedmq.config.scenario import Scenario
-from fedmq.errors import InputError
+from fedmq.config.resolve import ResolvedRun
+from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
-from fedmq.experiments.recorded_trials import Attributes, TrialState, checked_storage, distribution_of
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
-from fedmq.experiments.search_journal import SearchJournal
-from fedmq.experiments.tune_file import TunedMethod, TunePlan, as_settings
+from fedmq.experiments.tune_file import Range, TunedMethod, TunePlan, as_settings
 from fedmq.packages import package
 from fedmq.runs import results
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
-from fedmq.storage.regular_files import AppendedLines, read_regular
-from fedmq.storage.run_folder import write_json
+from fedmq.storage.regular_files import AppendedLines, check_regular, read_regular
+from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 
 _POLL_SECONDS = 0.2
+#: Maximum size of a journal [bytes].
+_MOST_BYTES = 1 << 30
+_ALLOWED = "the journal of this search; delete it to begin the search again with the runs that are done"
+
+
+class TrialState(StrEnum):
+    """The outcome of a trial; only a finished one can be the best."""
+
+    FINISHED = "finished"
+    PRUNED = "pruned"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class Attributes(BaseModel):
+    """What a search records of a trial beside Optuna's own facts.
+
+    Args:
+        state: its outcome; None while it is under way.
+        reason: why it did not finish.
+        seeds: values of the metric by seed, of the runs that have one.
+        pruned_at: round at which it was pruned.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    state: Annotated[TrialState, Strict(False)] | None = None
+    reason: str = ""
+    seeds: list[FiniteFloat] | None = None
+    pruned_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,11 +141,13 @@ def tune(
 
     Raises:
         InputError: the folder belongs to another search, its data are invalid, or a run has no such metric.
+        DiskError: the disk is full or broken.
     """
     optuna = package("optuna", "tune", "fedmq tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with exclusive_use(folder):
-        journal = SearchJournal(folder / "study.journal", _claimed(plan, folder, place))
+        _claim(plan, folder, place)
+        journal = folder / "study.journal"
         studies = _studies(optuna, plan, journal)
         search = _Search(optuna, plan, place, journal, studies, report, until_stopped(), clock or WallClock())
         stopped = False
@@ -126,46 +157,46 @@ def tune(
                 for attempt in batch:
                     search.tell(attempt)
     trials = tuple(
-        _trial_of(name, each) for name, study in studies.items() for each in study.trials if each.state.is_finished()
+        _trial_of(name, trial) for name, study in studies.items() for trial in study.trials if trial.state.is_finished()
     )
-    sign = 1 if search.maximise else -1
-    best: dict[str, Trial] = {}
-    for each in trials:
-        if each.state is TrialState.FINISHED and each.value is not None:
-            before = best.get(each.method)
-            if before is None or before.value is None or sign * each.value > sign * before.value:
-                best[each.method] = each
-    return Tuned(trials, best, stopped)
+    return Tuned(trials, _best(trials, maximise=search.maximise), stopped)
 
 
-def first_scenarios(plan: TunePlan, place: Workplace) -> list[Scenario]:
-    """The scenario of each method's first trial."""
-    return [_runs_of(plan, method, as_settings(method.first), place)[0].scenario for method in plan.methods]
+def _best(trials: Iterable[Trial], *, maximise: bool) -> dict[str, Trial]:
+    """The best finished trial of each method, of equal ones the first."""
+    best: dict[str, tuple[float, Trial]] = {}
+    for trial in trials:
+        if trial.state is TrialState.FINISHED and trial.value is not None:
+            value = trial.value if maximise else -trial.value
+            if trial.method not in best or value > best[trial.method][0]:
+                best[trial.method] = value, trial
+    return {method: trial for method, (_, trial) in best.items()}
 
 
-def _claimed(plan: TunePlan, folder: Path, place: Workplace) -> object:
-    """Write what identifies the search into its folder, and return it; or refuse the folder of another search.
+def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
+    """The run of each method's first trial."""
+    return [_runs_of(plan, method, as_settings(method.first), place)[0].resolved for method in plan.methods]
+
+
+def _claim(plan: TunePlan, folder: Path, place: Workplace) -> None:
+    """Write what identifies the search into its folder, or refuse the folder of another search.
 
     Raises:
         InputError: the folder belongs to another search.
     """
     names = [_runs_of(plan, method, as_settings(method.first), place)[0].name for method in plan.methods]
     path, facts = folder / "search.json", json.loads(json.dumps({**plan.facts, "first_runs": names}))
-    if os.path.lexists(path):
-        raw = read_regular(path, "what identifies a search, which `fedmq tune` wrote")
-        try:
-            found = json.loads(raw)
-        except (ValueError, RecursionError):
-            found = None
-        if found != facts:
-            raise InputError(
-                f"--out {folder}",
-                "another search, or one of another tuning file, scenario or data",
-                "a new folder, or the files as they were",
-            )
-    else:
+    if not os.path.lexists(path):
         write_json(path, facts)
-    return facts
+        return
+    raw = read_regular(path, "what identifies a search, which `fedmq tune` wrote")
+    try:
+        same = json.loads(raw) == facts
+    except (ValueError, RecursionError):
+        same = False
+    if not same:
+        problem = "another search, or one of another tuning file, scenario or data"
+        raise InputError(f"--out {folder}", problem, "a new folder, or the files as they were")
 
 
 def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], place: Workplace) -> tuple[Run, ...]:
@@ -177,20 +208,56 @@ def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], pla
     )
 
 
-def _studies(optuna: Any, plan: TunePlan, journal: SearchJournal) -> dict[str, Any]:
-    """Optuna's studies by method, those in the journal or new ones."""
-    storage = checked_storage(optuna, journal, plan)
-    known = {study.study_name for study in storage.get_all_studies()}
+def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
+    """Optuna's studies by method, those in the journal or new ones.
+
+    Raises:
+        InputError: Optuna cannot read the journal, or a trial in it is none of this search.
+    """
+    if os.path.lexists(journal):
+        check_regular(journal, _MOST_BYTES, _ALLOWED)
+    cut_unfinished(journal)
+    backends = optuna.storages.journal
+    lock = backends.JournalFileSymlinkLock(str(journal))
+    Path(f"{journal}.lock").unlink(missing_ok=True)  # of a killed search: no other one runs in this folder
     direction = "maximize" if _maximise(plan) else "minimize"
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=plan.spec.startup)
     studies = {}
-    for method in plan.methods:
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=plan.spec.startup)
-        if method.name in known:
-            study = optuna.load_study(study_name=method.name, storage=storage, pruner=pruner)
-        else:
-            study = optuna.create_study(study_name=method.name, storage=storage, pruner=pruner, direction=direction)
-        studies[method.name] = study
+    try:
+        with writing(journal):
+            storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal), lock_obj=lock))
+            known = {study.study_name for study in storage.get_all_studies()}
+            for method in plan.methods:
+                if method.name not in known:
+                    optuna.create_study(study_name=method.name, storage=storage, direction=direction)
+                study = optuna.load_study(study_name=method.name, storage=storage, pruner=pruner)
+                studies[method.name], space = study, _space(optuna, method)
+                for trial in study.trials:
+                    Attributes.model_validate(trial.user_attrs)
+                    if trial.distributions != space:
+                        raise InputError(
+                            f"{journal}: trial {trial.number} of {method.name}", "other settings", _ALLOWED
+                        )
+    except FedmqError:
+        raise
+    except Exception as error:  # Optuna raises many types for an operation that it cannot apply
+        problem = f"an operation that Optuna cannot apply ({type(error).__name__})"
+        raise InputError(str(journal), problem, _ALLOWED) from None
     return studies
+
+
+def _space(optuna: Any, method: TunedMethod) -> dict[str, Any]:
+    """Optuna's distributions of a method's search space."""
+    return {key: _distribution(optuna.distributions, values) for key, values in method.space.items()}
+
+
+def _distribution(kinds: Any, values: Range | tuple[Any, ...]) -> Any:
+    """The distribution of a range or of a list of values, which are stored as JSON."""
+    if not isinstance(values, Range):
+        return kinds.CategoricalDistribution([json.dumps(value, sort_keys=True) for value in values])
+    if values.whole:
+        return kinds.IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
+    return kinds.FloatDistribution(float(values.low), float(values.high), log=values.log, step=values.step)
 
 
 def _maximise(plan: TunePlan) -> bool:
@@ -216,7 +283,7 @@ class _Search:
         optuna: the package.
         plan: plan of the search.
         place: where and how runs are executed.
-        journal: records the trials.
+        journal: file in which the trials are recorded.
         studies: studies by method.
         report: called with the progress.
         stop_wanted: whether to stop.
@@ -228,7 +295,7 @@ class _Search:
         optuna: Any,
         plan: TunePlan,
         place: Workplace,
-        journal: SearchJournal,
+        journal: Path,
         studies: Mapping[str, Any],
         report: Callable[[str, pool.JobProgress], None],
         stop_wanted: Callable[[], bool],
@@ -243,7 +310,7 @@ class _Search:
 
     @property
     def _over(self) -> int:
-        return sum(each.state.is_finished() for study in self._studies.values() for each in study.trials)
+        return sum(trial.state.is_finished() for study in self._studies.values() for trial in study.trials)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
@@ -252,18 +319,26 @@ class _Search:
         for method in self._plan.methods:
             study = self._studies[method.name]
             trials = study.trials
-            left = [self._attempt(method, each.number) for each in trials if not each.state.is_finished()]
+            left = [self._attempt(method, trial.number) for trial in trials if not trial.state.is_finished()]
             begun = len(trials)
             full = begun + -begun % size
             if not left and full == begun:
                 full += size
             for number in range(begun, min(full, self._plan.spec.trials)):
-                study.sampler = self._sampler(method, number)
-                with self._journal.step():
-                    study.ask({key: distribution_of(self._optuna, values) for key, values in method.space.items()})
+                self._propose(method, number)
                 left.append(self._attempt(method, number))
             batch += left
         return batch
+
+    def _propose(self, method: TunedMethod, number: int) -> None:
+        """Add the next trial of a method to its study, with all its settings in one operation of the journal."""
+        study, space = self._studies[method.name], _space(self._optuna, method)
+        beside = self._optuna.create_study(sampler=self._sampler(method, number), direction=study.direction)
+        beside.add_trials(study.trials)
+        proposed = beside.ask(space).params
+        state = self._optuna.trial.TrialState.RUNNING
+        with writing(self._journal):
+            study.add_trial(self._optuna.trial.create_trial(state=state, params=proposed, distributions=space))
 
     def _sampler(self, method: TunedMethod, number: int) -> Any:
         spec, samplers = self._plan.spec, self._optuna.samplers
@@ -283,12 +358,12 @@ class _Search:
     # ---------------------------------------------------------------------------------------------------- execution
     def execute(self, batch: list[_Attempt]) -> bool:
         """Execute the missing runs of a batch, identical ones once; returns whether the search was stopped."""
-        followed = {run.name: AppendedLines(run.folder.metrics) for each in batch for run in each.runs}
-        waiting = deque({run.name: run for each in batch for run in each.runs if not run.done}.values())
+        followed = {run.name: AppendedLines(run.folder.metrics) for attempt in batch for run in attempt.runs}
+        waiting = deque({run.name: run for attempt in batch for run in attempt.runs if not run.done}.values())
         titles = {
-            run.name: f"{each.method.name} trial {each.trial.number}, seed {run.scenario.seed}"
-            for each in reversed(batch)
-            for run in each.runs
+            run.name: f"{attempt.method.name} trial {attempt.trial.number}, seed {run.scenario.seed}"
+            for attempt in reversed(batch)
+            for run in attempt.runs
         }
         running: dict[str, tuple[pool.Job, Popen[bytes]]] = {}
         self._errors, stopping, reported = {}, set[str](), -math.inf
@@ -297,7 +372,7 @@ class _Search:
                 if self._stop_wanted():
                     pool.end([process for _, process in running.values()])
                     return True
-                wanted = {run.name for each in batch if each.pruned_at is None for run in each.runs}
+                wanted = {run.name for attempt in batch if attempt.pruned_at is None for run in attempt.runs}
                 while waiting and len(running) < self._place.jobs:
                     run = waiting.popleft()
                     if run.name in wanted:
@@ -328,7 +403,7 @@ class _Search:
         """Progress in runs; those of trials that are over count as done."""
         each_trial = len(self._plan.spec.seeds)
         total = self._plan.spec.trials * len(self._studies) * each_trial
-        done = self._over * each_trial + sum(run.done for each in batch for run in each.runs)
+        done = self._over * each_trial + sum(run.done for attempt in batch for run in attempt.runs)
         here = done - self._done_before
         left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
         shares = tuple((job.name, pool.fraction(job)) for job, _ in running.values())
@@ -347,18 +422,28 @@ class _Search:
             self._judge(attempt)
 
     def _judge(self, attempt: _Attempt) -> None:
-        known = attempt.trial.study.trials[attempt.trial.number].intermediate_values
+        study, number = attempt.trial.study, attempt.trial.number
+        recorded = study.trials[number].intermediate_values
         names = {run.name for run in attempt.runs}
         for version in sorted(attempt.seen):
-            found = attempt.seen[version]
-            last = version >= attempt.method.rounds
-            if version == 0 or version in known or found.keys() != names or last or attempt.pruned_at is not None:
+            values = attempt.seen[version]
+            over = version >= attempt.method.rounds or (attempt.pruned_at is not None and version > attempt.pruned_at)
+            if version == 0 or version in recorded or values.keys() != names or over:
                 continue
-            with self._journal.step():
-                attempt.trial.report(sum(found.values()) / len(found), version)
-                if attempt.trial.should_prune():
-                    attempt.pruned_at = version
+            mean = sum(values.values()) / len(values)
+            # The decision is recorded before the value: after a crash in between, only the value is added.
+            if attempt.pruned_at is None and self._falls_behind(study, number, version, mean):
+                attempt.pruned_at = version
+                with writing(self._journal):
                     attempt.trial.set_user_attr("pruned_at", version)
+            with writing(self._journal):
+                attempt.trial.report(mean, version)
+
+    def _falls_behind(self, study: Any, number: int, version: int, value: float) -> bool:
+        """Whether the pruner stops a trial with this value in a round."""
+        trial = study.trials[number]
+        trial.intermediate_values[version] = value
+        return bool(study.pruner.prune(study, trial))
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
@@ -370,7 +455,7 @@ class _Search:
         state, values, reason = self._judged(attempt)
         states = self._optuna.trial.TrialState
         study, number = self._studies[attempt.method.name], attempt.trial.number
-        with self._journal.step():
+        with writing(self._journal):
             recorded = Attributes(state=state, reason=reason, seeds=values)
             for name, value in recorded.model_dump(mode="json", exclude_defaults=True).items():
                 attempt.trial.set_user_attr(name, value)
@@ -390,7 +475,7 @@ class _Search:
                 return TrialState.REFUSED, [], why
         done = [results.read(run.folder) for run in attempt.runs]
         metric = metric_among(done, self._plan.spec.metric)
-        values = [each.value(metric) for each in done]
+        values = [run.value(metric) for run in done]
         numbers = [value for value in values if value is not None and math.isfinite(value)]
         if all(value is None for value in values):
             raise results.unknown_metric(metric, done[0])

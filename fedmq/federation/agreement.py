@@ -25,7 +25,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Modality
 from fedmq.data.item_digests import ItemDigests, salted_digest
 from fedmq.data.item_modalities import Present, modalities_held
-from fedmq.data.label_levels import trained_columns
+from fedmq.data.labels import trained_columns
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.data.splits import SPLITS

@@ -72,9 +72,9 @@ class FailureReason(StrEnum):
     UNREACHABLE = "unreachable"  # the network was partitioned
     AWAY = "away"  # the silo had left
     # By the run itself.
-    WENT_OFF = "went off"  # the silo was offline by the availability trace
-    NOT_ELIGIBLE = "not eligible"  # after a fault the silo's data is of no use to the method
-    STAYED_AWAY = "stayed away"  # the silo was disconnected for too long
+    WENT_OFF = "went_off"  # the silo was offline by the availability trace
+    NOT_ELIGIBLE = "not_eligible"  # after a fault the silo's data is of no use to the method
+    STAYED_AWAY = "stayed_away"  # the silo was disconnected for too long
     ERROR = "error"  # the silo reported a failure
     POLICY = "policy"  # the silo's own policy forbids the reply
     EXPELLED = "expelled"  # the silo's key was removed

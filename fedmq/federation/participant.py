@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
@@ -20,7 +20,8 @@ from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.splits import SPLITS
 from fedmq.errors import DataItemError, DiskError, FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
-from fedmq.federation.population import Population, device_here, own_population
+from fedmq.federation.population import Population, device_here, device_of, own_population
+from fedmq.federation.preflight import Check
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.logs import Logger
 from fedmq.text import Progress, printable
@@ -30,6 +31,56 @@ from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, P
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Starting:
+    """A silo that starts.
+
+    Args:
+        name: its name.
+        device: from the option or the site file; None for the scenario's.
+        scenario: the resolved scenario.
+        site: its site file, if any.
+    """
+
+    name: str
+    device: str | None
+    scenario: Scenario
+    site: Site | None
+
+
+def check_name(starting: Starting) -> None:
+    """Refuse a silo that the scenario does not have; the error names the site file's line or the option.
+
+    Raises:
+        InputError: see above.
+    """
+    name, silos, site = starting.name, starting.scenario.silo_names, starting.site
+    if name not in silos:
+        place = site.place("name") if site is not None and site.name == name else "--name"
+        raise InputError(place, name, f"{silos[0]} to {silos[-1]}, as the coordinator's operator has assigned it")
+
+
+def check_device(starting: Starting) -> None:
+    """Refuse a device that this machine does not have; the error names the site file's line or the option.
+
+    Raises:
+        InputError: see above.
+    """
+    name, device, site, silos = starting.name, starting.device, starting.site, starting.scenario.silo_names
+    try:
+        device_of(device or starting.scenario.device, silos.index(name) if name in silos else 0)
+    except InputError as error:
+        place = site.place("device") if site is not None and site.device == device else "--device"
+        raise InputError(error.place if device is None else place, error.found, error.allowed) from None
+
+
+#: What is checked when a silo starts.
+START: tuple[Check[Starting], ...] = (
+    Check("name", "the name that the coordinator's operator has assigned", check_name),
+    Check("device", "another --device, or a machine that has it", check_device),
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +133,9 @@ class SiteData:
         return cls(scenario, prepared, (stated, format_of(prepared, image=image, text=text)))
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """One line for each kind of content that is probably unintended, such as cut captions."""
-        return self.prepared.remarks
+        return self.prepared.warnings
 
     @property
     def content(self) -> str:
@@ -157,11 +208,11 @@ def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: objec
 
     Args:
         link: channel to the coordinator.
-        logger: the log for operators, which gets the remarks on the data.
+        logger: the log for operators, which gets the warnings on the data.
         own: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
-    for line in [] if own is None else own.remarks:
+    for line in [] if own is None else own.warnings:
         logger.warning("remark on the data", found=line)
     link.start()
     logger.info("connecting", **facts)
@@ -239,5 +290,5 @@ def reportable(error: Exception, *, whole: bool = False) -> str:
         case FedmqError():
             return f"{name}: {_FOLDERS.sub('', str(error))}"
         case _:
-            place = user_files.place_of_error(error)
+            place = plug_ins.place_of_error(error)
             return f"{f'{place}: ' if place else ''}{name}{f': {error}' if whole else ''}"

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmq.config.plug_ins import label
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, MissingModality, Scenario
 from fedmq.config.sections import Modality
-from fedmq.config.user_files import label
 from fedmq.data import partition
+from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest
 from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_rows, without_dropped
 from fedmq.data.prepare import prepare, text_features
@@ -31,7 +32,6 @@ from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.agreement import Counts, RunData, as_agreed, counts_of, encoders_of, mask_of, usable
-from fedmq.federation.early_check import Fits, check_clusters, refuse_before_extraction
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.models.two_tower import TwoTower
 from fedmq.seeds import numpy_generator
@@ -44,7 +44,7 @@ from fedmq.wire.payloads import DataStatement
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 Parts = tuple[I64, ...]
-_FORMAT = 2
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def build_population(
     *,
     folder: Path | None = None,
     pooled: bool = False,
-    fits: Fits | None = None,
+    before: Callable[[ExtractionPlan], None] | None = None,
 ) -> Population:
     """Prepare and partition the data, or load both from the cache.
 
@@ -233,7 +233,7 @@ def build_population(
             process.
         pooled: assign the training data of all silos to the first one, in both modalities, as for central training.
             Held-out items stay with their silos.
-        fits: checks the scenario with placeholders of the data before their features are extracted.
+        before: called before features are extracted, which can take hours; an error of it ends the preparation.
 
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
@@ -241,7 +241,6 @@ def build_population(
     cache = cache or cache_folder()
     # Also if nothing is extracted: device_here makes all processes of a run on a GPU compute deterministically.
     device = device_here(scenario.device)
-    before = None if fits is None else lambda made: refuse_before_extraction(made, scenario, fits)
     prepared = (
         open_prepared(folder)
         if folder is not None
@@ -321,12 +320,10 @@ def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if it was computed before."""
-    later = {"column": None, "least": 1}  # partitions of earlier releases stay valid
-    dealt = scenario.partition.model_dump(mode="json")
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
-        "partition": {name: value for name, value in dealt.items() if name not in later or value != later[name]},
+        "partition": scenario.partition.model_dump(mode="json"),
         "silos": scenario.silos.count,
         "seed": scenario.seed,
         "split": scenario.evaluation.split,
@@ -420,6 +417,16 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
                 value = values[int(np.flatnonzero(silo == index)[0])]
                 raise InputError(f"partition.column {column}", f"no {name} item with {value}", "one for every value")
     return parts
+
+
+def check_clusters(clusters: int, texts: int) -> None:
+    """Refuse more text clusters than there are training items with texts.
+
+    Raises:
+        InputError: see above.
+    """
+    if clusters > texts:
+        raise InputError("partition.clusters", clusters, f"at most {texts}, the training samples with captions")
 
 
 def _groups(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -17,9 +18,10 @@ from fedmq.config.options import schema_problem
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RemoteWireError
+from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Model, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 
 P = TypeVar("P")
 
@@ -48,6 +50,11 @@ class SiloFacts:
     def paired(self) -> bool:
         """Whether it holds both modalities."""
         return self.image and self.text
+
+    @property
+    def held(self) -> str:
+        """The modalities that it holds, in words."""
+        return "images and captions" if self.paired else "images only" if self.image else "captions only"
 
     @property
     def unpaired(self) -> int:
@@ -203,16 +210,19 @@ class Encoders:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A silo's reply as input of a merge.
+class Update:
+    """A silo's validated reply as input of a merge.
+
+    The coordinator checks a reply once, when it arrives (:mod:`coordinator.updates`): its payloads are of the kinds
+    that :meth:`FederatedProtocol.uploads` declares, each once, and fit the run. Methods do not check them again.
 
     Args:
-        silo: the silo that replied.
+        silo: the silo that replied, with the modalities it had when its task was sent.
         sequence: number of its task.
         base_version: version that the silo started from.
         staleness: version at the merge minus ``base_version``.
         damping: h(staleness), 1 for a fresh reply.
-        payloads: payloads of kinds already checked against :meth:`FederatedProtocol.uploads`.
+        payloads: the change of the parameters, and the statistics that the method has silos report.
         participation_weight: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
         base: the state that its task was created from, to interpret a stale update; None if it is the state that the
             reply is merged into.
@@ -231,6 +241,25 @@ class Reply:
     def factor(self) -> float:
         """Factor of the reply's weight, applied before weights are normalised."""
         return self.damping * self.participation_weight
+
+    @property
+    def _change(self) -> Delta | PartialDelta:
+        return next(payload for payload in self.payloads if isinstance(payload, Delta | PartialDelta))
+
+    @cached_property
+    def delta(self) -> torch.Tensor:
+        """Change of the parameters that the method shares, float32 [P]; a view, for element-wise sums only."""
+        return read_only(self._change.buffer)
+
+    @property
+    def samples(self) -> int:
+        """Number of local samples that the change was trained on."""
+        return self._change.n_samples
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss that the silo reports; None if the method has it report none."""
+        return next((payload.value for payload in self.payloads if isinstance(payload, Loss)), None)
 
 
 @dataclass(frozen=True)
@@ -330,9 +359,9 @@ class FederatedProtocol(ABC):
     @abstractmethod
     def __init__(self, options: Any, context: Context) -> None: ...
 
-    @abstractmethod
     def eligible(self, silo: SiloFacts) -> bool:
-        """Whether the method can select this silo for training."""
+        """Whether the method can select this silo for training; by default any silo that holds data."""
+        return silo.image or silo.text
 
     @abstractmethod
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -351,7 +380,7 @@ class FederatedProtocol(ABC):
         """Train locally, at the silo."""
 
     @abstractmethod
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Merge replies, at the coordinator.
 
         Args:

@@ -7,10 +7,12 @@ rate scales the step instead.
 
 from __future__ import annotations
 
-from typing import assert_never
+import warnings
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
@@ -119,3 +121,13 @@ def mixed(old: Tensor, merged: Tensor, rate: float) -> Tensor:
         rate: a = mixing * h(s), in [0, 1]; 1 returns ``merged`` itself.
     """
     return merged if rate == 1.0 else (old.double() + rate * (merged.double() - old.double())).to(merged.dtype)
+
+
+def read_only(array: npt.NDArray[Any]) -> Tensor:
+    """View a received array as a tensor without copying; use it in element-wise sums only.
+
+    Its alignment is arbitrary, and a matrix product depends on that of its operands.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only arrays; this one is never written
+        return torch.from_numpy(array)

@@ -11,8 +11,8 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data import extract
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.federation.early_check import Fits, refuse_before_extraction
 from fedmq.federation.population import build_population
+from fedmq.federation.preflight.data import Fits, refuse_before_extraction
 from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.processes import report, set_up_child
 from fedmq.storage.cache import cache_folder
@@ -116,6 +116,10 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, fits=_fits(run))
+
+    def before(made: extract.ExtractionPlan) -> None:
+        refuse_before_extraction(made, run.scenario, _fits(run))
+
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, before=before)
     check(run.scenario, population)
     return population.prepared.folder

@@ -41,7 +41,8 @@ from fedmq.text import print_line
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.transports.shared_connections import MAX_BRANCHES, SHARED
 from silos.host import HostArguments, run_host
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 
 #: Memory that a silo's process takes, and the other processes of a run [bytes]. Measured: 35 to 55 MB on features.
 _SILO_MEMORY, _OTHER_MEMORY = 60 << 20, 1 << 30

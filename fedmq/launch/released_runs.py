@@ -1,20 +1,127 @@
-"""Open the model of a finished run; personal models are rebuilt by the code of coordinator and silo."""
+"""Open the model of a finished run for retrieval: the shared model, or with ``--silo`` a personal model.
+
+Personal models are rebuilt by the code of coordinator and silo.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 import protocols
 from coordinator.release import final_evaluation_request
-from fedmq.retrieval import select_model
-from fedmq.retrieval.released_model import Release
+from fedmq.config.site import read_site
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.federation.faults import FaultSchedule
+from fedmq.federation.participant import SiteData
+from fedmq.federation.population import Population, build_population, run_name
+from fedmq.retrieval.released_model import Release, open_release
+from fedmq.runs.data_records import AgreementRecord
+from fedmq.runs.results import read_summary
+from fedmq.storage.json_files import read_json
+from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress
+from fedmq.wire.fields import FieldError
+from fedmq.wire.payloads import SiloModalities
 from silos.personal_model import personal_model_of
+
+_DIGITS = 12  # of a digest in an error
 
 
 def open_run_model(
-    run: Path, device: str | None, silo: str | None, progress: Progress | None = None, site: Path | None = None
+    root: Path, device: str | None, silo: str | None, progress: Progress | None = None, site: Path | None = None
 ) -> Release:
-    """Open a finished run for retrieval; arguments and errors as in :func:`fedmq.retrieval.select_model.opened`."""
-    programs = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
-    return select_model.opened(run, device, silo, programs, progress, site)
+    """Open a finished run for retrieval.
+
+    Args:
+        root: the run folder.
+        device: None takes the scenario's.
+        silo: the silo whose personal model to use; None uses the shared model.
+        progress: called while data are prepared.
+        site: the silo's site file, for a personal model of a run on sites' own data.
+
+    Raises:
+        InputError: the run is not finished, has no trained shared model, or no such silo, or the silo has no trained
+            personal model.
+    """
+    release = open_release(root, device)
+    scenario = release.scenario
+    names, personal_only = scenario.silo_names, protocols.traits_of(scenario).personal_only
+    if site is not None:
+        return _at_site(release, silo, site, progress)
+    if scenario.data is None and (personal_only or silo is not None):
+        _refuse_personal(release, silo, personal_only=personal_only)
+    if silo is None:
+        if personal_only:
+            method = scenario.protocol.label
+            allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} have personal models"
+            raise InputError(str(root), f"a shared model that {method} trains in part or not at all", allowed)
+        return release
+    if silo not in names:
+        raise InputError("--silo", silo, ", ".join(names))
+    population = build_population(scenario, progress, release.cache)
+    message = final_evaluation_request(release, population, silo)
+    if personal_only:
+        _check_trained(release, population, silo)
+    return replace(release, own=personal_model_of(release, population, message, release.run))
+
+
+def _at_site(release: Release, silo: str | None, file: Path, progress: Progress | None) -> Release:
+    """Open a run on sites' own data with the personal model of a silo, whose data and state are here."""
+    scenario, site = release.scenario, read_site(file)
+    if scenario.data is not None:
+        raise InputError("--site", str(file), "no --site, as the run is on one data set: --silo NAME selects a silo")
+    name = silo or site.name
+    if name is None or name not in scenario.silo_names or site.name not in (None, name):
+        place = site.place("name") if silo is None else "--silo"
+        raise InputError(place, name, "the name of the site's silo: " + ", ".join(scenario.silo_names))
+    run_id = run_name(scenario)
+    data = SiteData.load(scenario.model_copy(update={"device": release.device}), site, run_id, progress)
+    record = read_json(release.run.agreement, AgreementRecord, "what the sites of a run agreed on")
+    stated = record.stated.get(name)
+    if stated is None or record.agreed is None or stated.data_digest != data.content:
+        found = f"data with digest {data.content[:_DIGITS]}"
+        stated_then = "nothing" if stated is None else stated.data_digest[:_DIGITS]
+        raise InputError(site.place("data"), found, f"the data as they were in the run: {name} stated {stated_then}")
+    masks = {each: record.stated[each].payload().mask for each in scenario.silo_names if each in record.stated}
+    modalities = SiloModalities(tuple(masks), np.array(list(masks.values()), np.int64))
+    try:
+        population = data.population(name, (record.agreed.payload(), modalities))
+    except (FieldError, RemoteWireError) as error:
+        raise InputError(str(release.run.agreement), str(error), "the agreement of this run's sites") from None
+    message = final_evaluation_request(release, population, name)
+    if protocols.traits_of(scenario).personal_only:
+        _check_trained(release, population, name)
+    folder = release.run if site.out is None else RunFolder(site.out)
+    return replace(release, own=personal_model_of(release, population, message, folder), site=population)
+
+
+def _refuse_personal(release: Release, silo: str | None, *, personal_only: bool) -> None:
+    """Refuse to rebuild a personal model of a run whose data only the sites have."""
+    allowed = "--site FILE: a personal model is rebuilt at the site, which has its data and state"
+    if personal_only:
+        found = f"{release.scenario.protocol.label}, whose models are personal, on sites' own data"
+        raise InputError(str(release.run.root), found, allowed)
+    raise InputError("--silo", str(silo), f"no --silo, which uses the shared model, or {allowed}")
+
+
+def _check_trained(release: Release, population: Population, silo: str) -> None:
+    """Refuse a silo whose personal model has untrained layers or an untrained tower."""
+    scenario = release.scenario
+    schedule = FaultSchedule(scenario.faults, scenario.seed, population.silos)
+    both = []
+    for each in population.silos:
+        phases = schedule.phases(each, scenario.rounds)
+        if any(phase.image for phase in phases) and any(phase.text for phase in phases):
+            both.append(each.name)
+    if silo not in both:
+        missing = "captions" if population.facts(silo).image else "images"
+        allowed = f"a silo that trained both towers: {', '.join(both) or 'none in this run'}"
+        raise InputError("--silo", f"{silo}, which has no {missing}", allowed)
+    per_silo = read_summary(release.run).per_silo
+    if not per_silo[silo].participations:
+        took_part = [name for name in both if per_silo[name].participations]
+        allowed = f"a silo that trained: {', '.join(took_part) or 'none in this run'}"
+        raise InputError("--silo", f"{silo}, which took part in no round", allowed)

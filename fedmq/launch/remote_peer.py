@@ -42,7 +42,8 @@ from fedmq.text import print_line, printable
 from fedmq.wire.keys import Identity, identity_of, private_names
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.host import HostArguments, run_host
-from silos.program import SiloArguments, run_silo
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 
 #: Arguments of a silo, a host or the evaluator.
 PeerArguments = SiloArguments | HostArguments | EvaluatorArguments

@@ -40,7 +40,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from silos.program import Silo, SiloArguments
+from silos.tasks import Silo, SiloArguments
 
 #: Interval between measurements of memory, which take about a second for thirty silos [s].
 _MEMORY_SECONDS = 30.0

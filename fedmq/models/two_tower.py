@@ -1,6 +1,7 @@
 """Two-tower model over a frozen backbone, with all trainable parameters in one flat buffer.
 
-Each tower consists of bottleneck adapters, a head and L2 normalisation. The frozen encoder precedes the adapters
+Each tower consists of bottleneck adapters, a head and L2 normalisation. Adapters are separate per tower (RCSR), or
+multi-modal with a middle layer shared by both towers (pFedMMA). The frozen encoder precedes the adapters
 (precomputed features, ``adapter_site: feature``) or contains them (``adapter_site: blocks``, see
 ``fedmq.encoders.clip``). Source: RCSR, "frozen CLIP + adapters".
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,8 @@ from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone
 from fedmq.config.sections import Modality
-from fedmq.encoders.base import MODALITIES, InputSpec
+from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
-from fedmq.models.adapters import Adapter, MultiModalAdapter, SharedAdapters, site
 from fedmq.models.query_bank import Bank
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout
@@ -31,6 +31,8 @@ from fedmq.wire.layout import Layout
 BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
 # Name prefix of layers shared by both modalities.
 SHARED = "shared."
+T = TypeVar("T")
+Layer = Callable[[Tensor], Tensor]
 # Joint dimension of an mlp head if the towers' dimensions differ and the scenario sets none.
 DEFAULT_DIM = 512
 
@@ -58,6 +60,78 @@ class Out:
     def plain(self) -> Tensor:
         """The code [B, d] before any enhancement by a memory."""
         return self.code if self.before is None else self.before
+
+
+class Adapter(nn.Module):
+    """Bottleneck adapter: x + up(gelu(down(x))) (RCSR).
+
+    Args:
+        width: size of the last dimension of x.
+        bottleneck: width of the bottleneck.
+    """
+
+    def __init__(self, width: int, bottleneck: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, bottleneck, device="meta")
+        self.up = nn.Linear(bottleneck, width, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [..., width] to the same shape."""
+        update: Tensor = self.up(F.gelu(self.down(x)))
+        return x + update
+
+
+def through_shared(x: Tensor, down: Layer, shared: Layer, up: Layer, scale: float) -> Tensor:
+    """Multi-modal adapter x + scale * up(relu(shared(relu(down(x))))) of x [..., width] (pFedMMA)."""
+    return x + scale * up(F.relu(shared(F.relu(down(x)))))
+
+
+class SharedAdapters(nn.Module):
+    """Middle layers of multi-modal adapters, one per site, shared by both towers (pFedMMA).
+
+    Args:
+        sites: number of adapters per tower.
+        bottleneck: width of the layers.
+        scale: scale of every adapter's update.
+    """
+
+    def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
+        super().__init__()
+        layers = {site(i): nn.Linear(bottleneck, bottleneck, device="meta") for i in range(sites)}
+        self.adapters = nn.ModuleDict(layers)
+        self.scale = scale
+
+    def forward(self, out: T, tower: nn.Module) -> T:
+        """Return a tower's output unchanged: the shared layers are applied inside the tower."""
+        del tower
+        return out
+
+
+class MultiModalAdapter(nn.Module):
+    """One tower's layers of a multi-modal adapter, around a middle layer shared by both towers (pFedMMA).
+
+    Args:
+        width: size of the last dimension of x.
+        bottleneck: width of the middle layer.
+        shared: the middle layer, a submodule of :class:`SharedAdapters` and not of this module.
+        scale: scale of the adapter's update.
+    """
+
+    def __init__(self, width: int, bottleneck: int, shared: Layer, scale: float) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, bottleneck, device="meta")
+        self.up = nn.Linear(bottleneck, width, device="meta")
+        self._shared = (shared,)  # in a tuple, so that torch does not register its parameters here too
+        self._scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [..., width] to the same shape."""
+        return through_shared(x, self.down, self._shared[0], self.up, self._scale)
+
+
+def site(index: int) -> str:
+    """Name of an adapter site: two digits, so that sorting by name sorts by index."""
+    return f"{index:02d}"
 
 
 class Branch(nn.Module):
@@ -191,8 +265,8 @@ class TwoTower(nn.Module):
 
     def branch(self, name: str) -> slice:
         """Range of a branch in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
-        prefix = SHARED if name == "shared" else next((BRANCHES[each] for each in MODALITIES if each == name), name)
-        return branch(self.layout, prefix)
+        prefixes = {"shared": SHARED, **{str(modality): prefix for modality, prefix in BRANCHES.items()}}
+        return branch(self.layout, prefixes.get(name, name))
 
     def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
         """Copy parameters into :attr:`flat`.

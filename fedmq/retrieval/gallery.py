@@ -27,13 +27,13 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta
-from fedmq.data.readers.array_formats import read_array
+from fedmq.data.readers.formats import read_array
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, pictures_below, site_gallery
-from fedmq.retrieval.nearest import FAISS_FROM, faiss, flat_index
+from fedmq.packages import package
+from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, images_below, site_gallery
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
@@ -44,9 +44,11 @@ Among = Literal["images", "captions"]
 Progress = Callable[[str, int, int], None]
 
 FORMAT: Final = 1
+#: Number of vectors from which faiss ranks instead of NumPy.
+FAISS_FROM: Final = 10_000
 _BATCH = 256
 _SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
-_AGAIN = "an exported gallery; delete the folder to create it again"
+AGAIN = "an exported gallery; delete the folder to create it again"
 
 
 class GalleryMeta(Stored):
@@ -167,7 +169,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     Raises:
         InputError: there are none, or the model has no encoder for them.
     """
-    files = pictures_below(folder, "--gallery")
+    files = images_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
@@ -255,16 +257,16 @@ class Gallery:
             InputError: the gallery was made by a model without its run.
         """
         if self.meta.prepared is None:
-            raise InputError(str(self.folder / "gallery.json"), "no description of the run's data", _AGAIN)
+            raise InputError(str(self.folder / "gallery.json"), "no description of the run's data", AGAIN)
         return Prepared(self.folder, self.meta.prepared)
 
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
         path = self.folder / "items.json"
-        stored, count = read_json(path, _Items, _AGAIN), self.meta.items
+        stored, count = read_json(path, _Items, AGAIN), self.meta.items
         if not len(stored.keys) == len(stored.captions) == count:
-            raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", _AGAIN)
+            raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", AGAIN)
         return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
 
     def array(self, name: str) -> Array:
@@ -275,12 +277,12 @@ class Gallery:
         """
         arguments = (self.vectors, name, False, False)
         found: Array = quarantine.read(
-            read_array, *arguments, place=str(self.vectors), allowed=_AGAIN, files=[self.vectors]
+            read_array, *arguments, place=str(self.vectors), allowed=AGAIN, files=[self.vectors]
         )
         about = (found.dtype.kind, *found.shape)
         if about != (expected := self._described(name)) or not self._sound(name, found):
             shown = f"{about[0]} {list(about[1:])}, or other values"
-            raise InputError(f"{self.vectors}: {name}", shown, f"{expected[0]} {list(expected[1:])} of {_AGAIN}")
+            raise InputError(f"{self.vectors}: {name}", shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
         return found
 
     def _described(self, name: str) -> tuple[str | int | None, ...]:
@@ -300,42 +302,32 @@ class Gallery:
         return name == "keys" or bool(np.isfinite(found).all())
 
 
+def faiss() -> Any:
+    """The faiss package.
+
+    Raises:
+        InputError: it is not installed; the error names the extra that installs it.
+    """
+    return package("faiss", "search", f"a search among {FAISS_FROM:,} vectors or more")
+
+
+def flat_index(vectors: Array) -> Any:
+    """An exact faiss index of packed codes uint8 [n, bytes] or of embeddings float32 [n, d].
+
+    Raises:
+        InputError: faiss is not installed.
+    """
+    library, binary = faiss(), vectors.dtype == np.uint8
+    index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
+    index.add(np.ascontiguousarray(vectors))
+    return index
+
+
 def _write_index(vectors: Array, path: Path) -> None:
     """Write an exact index of codes or embeddings."""
     # Not with faiss.write_index: on a full disk it writes half a file without an error.
     serialise = faiss().serialize_index_binary if vectors.dtype == np.uint8 else faiss().serialize_index
     path.write_bytes(serialise(flat_index(vectors)).tobytes())
-
-
-def open_index(gallery: Gallery, among: Among, vectors: Array) -> Any:
-    """Open the faiss index of a gallery's images or captions; None if it has too few to need one.
-
-    Args:
-        gallery: with the index.
-        among: images or captions.
-        vectors: those that it must hold.
-
-    Raises:
-        InputError: it is missing or damaged, or does not match the vectors, or faiss is not installed.
-    """
-    if len(vectors) < FAISS_FROM:
-        return None
-    library, path = faiss(), str(gallery.folder / f"{among}.faiss")
-    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
-    try:
-        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
-    except RuntimeError as error:
-        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
-        raise InputError(path, found, _AGAIN) from None
-    if not (isinstance(index, kind) and _holds(index, vectors)):
-        raise InputError(path, "an index of other vectors than the gallery's", _AGAIN)
-    return index
-
-
-def _holds(index: Any, vectors: Array) -> bool:
-    """Whether a flat index holds exactly these vectors."""
-    stored = faiss().vector_to_array(index.xb if vectors.dtype == np.uint8 else index.codes)
-    return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
 
 
 def export(release: Release | ModelFolder, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
@@ -476,7 +468,7 @@ def open_gallery(folder: Path, used: str) -> Gallery:
         InputError: it is not a gallery, or one of another model.
     """
     path = folder / "gallery.json"
-    meta = read_json(path, GalleryMeta, _AGAIN)
+    meta = read_json(path, GalleryMeta, AGAIN)
     if meta.model_digest != used:
-        raise InputError(str(path), f"a gallery of model {meta.model_digest[:12]}", f"of {used[:12]}: {_AGAIN}")
+        raise InputError(str(path), f"a gallery of model {meta.model_digest[:12]}", f"of {used[:12]}: {AGAIN}")
     return Gallery(folder, meta)

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.site import Site, read_site
 from fedmq.config.yaml_files import read_yaml
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.encoders.images import IMAGE_ENDINGS, files_below
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
 from fedmq.retrieval.released_model import Release
@@ -67,7 +68,7 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
     return tuple(known.get(key, ()) for key in keys)
 
 
-def pictures_below(folder: Path, place: str) -> list[Path]:
+def images_below(folder: Path, place: str) -> list[Path]:
     """The image files below a folder, in the order of their paths.
 
     Args:

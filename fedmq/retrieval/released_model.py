@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
@@ -29,8 +29,8 @@ from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.wire.codec import digest
 from fedmq.wire.layout import MAX_BYTES
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Model, Payload
 
 
@@ -168,10 +168,10 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on pictures and texts, which has encoders for them"
+            allowed = "a model trained on images and texts, which has encoders for them"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
-            raise InputError(str(self.folder), "a model whose texts are bags of words", "pictures only")
+            raise InputError(str(self.folder), "a model whose texts are bags of words", "images only")
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:

@@ -14,11 +14,11 @@ from fedmq import seeds
 from fedmq.config.sections import Modality
 from fedmq.data import catalogue
 from fedmq.data.silo_dataset import load_silo_dataset
-from fedmq.encoders.images import Pictures
+from fedmq.encoders.image_sets import Images
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.gallery_ranking import Embedded, comparable
+from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
@@ -56,7 +56,7 @@ def write(release: Release, progress: Progress | None = None) -> None:
 
 
 def collect(release: Release, progress: Progress | None = None) -> ReportData:
-    """Compute a report's pictures, projections and holdings; arguments and errors as in :func:`write`."""
+    """Compute a report's images, projections and holdings; arguments and errors as in :func:`write`."""
     scenario = release.scenario
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
@@ -211,22 +211,22 @@ def _described(release: Release, population: Population, rows: I64) -> Describe:
 def _as_item(
     keys: Sequence[str],
     captions: Sequence[Sequence[str]],
-    pictures: Pictures | None,
+    images: Images | None,
     places: Sequence[int],
     item: int,
     number: int,
     side: Modality,
 ) -> ReportItem:
     key, texts = keys[item], captions[item]
-    if side == "image" and pictures is not None:
-        return ReportItem(key=key, image=thumbnail(pictures, places[item]))
+    if side == "image" and images is not None:
+        return ReportItem(key=key, image=thumbnail(images, places[item]))
     return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
 
 
-def thumbnail(pictures: Pictures, row: int) -> str:
-    """A small JPEG of a whole picture, or of a video's middle frame, as a data URI; empty if it cannot be read."""
+def thumbnail(images: Images, row: int) -> str:
+    """A small JPEG of a whole image, or of a video's middle frame, as a data URI; empty if it cannot be read."""
     try:
-        frames = pictures.frames(row)
+        frames = images.frames(row)
         pixels = frames[len(frames) // 2]
     except InputError:
         return ""

@@ -14,13 +14,13 @@ from fedmq.runs.results import with_own_figures
 from fedmq.runs.run_records import RunSummary
 
 _TOWERS = """\
-Each tower maps the frozen encoder's vector `x` (float32) of a picture or a caption to an embedding:
+Each tower maps the frozen encoder's vector `x` (float32) of an image or a caption to an embedding:
 
     for each adapter of the tower:  x = x + {adapter}
     z = head.1(relu(head.0(x)))
     embedding = normalize({sum})
 
-The tensors are `visual.adapters.*` and `visual.head.*` for pictures, `text.adapters.*` and `text.head.*` for captions;
+The tensors are `visual.adapters.*` and `visual.head.*` for images, `text.adapters.*` and `text.head.*` for captions;
 each layer is `weight @ x + bias`. With `adapter_site: blocks` the adapters follow the blocks of the frozen encoder
 instead. Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
 _NETWORK = """\
@@ -42,7 +42,7 @@ model-index:
 
 # {scenario}: a cross-modal retrieval model trained with {label}
 
-It embeds pictures and captions in one space, so that one can be retrieved by the other.
+It embeds images and captions in one space, so that one can be retrieved by the other.
 
 | | |
 |---|---|
@@ -84,7 +84,7 @@ On {items} of the training data's own set, after the last round:
 ## Limits
 
 - It was evaluated only on data like its training data. Results elsewhere are not known.
-- It retrieves what resembles the query. It does not verify that a picture shows what a text says.
+- It retrieves what resembles the query. It does not verify that an image shows what a text says.
 - Training data can leave traces in parameters. `fedmq audit RUN --probe` measures membership inference on the run.
 
 ## Licence

@@ -22,8 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from fedmq.config.user_files import titled
-from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
+from fedmq.config.plug_ins import titled
+from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.data_records import ItemCounts
 from fedmq.storage.json_files import Amount, DateTime, Digest, Finite, Stored
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from fedmq.config.scenario_digests import KeyDigests
+from fedmq.config.run_id import KeyDigests
 from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.run_records import EvaluatedItems, Figures

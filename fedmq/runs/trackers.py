@@ -7,6 +7,7 @@ about their own use are switched off.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import logging
@@ -18,7 +19,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -147,22 +147,22 @@ def values_of(line: MetricsLine) -> list[Value]:
     match line:
         case MergeLine():
             late = line.staleness
-            found = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
-            found |= {} if line.loss is None else {"loss": line.loss}
-            found |= {"staleness": sum(late) / len(late)} if late else {}
-            whole = {f"merge/{name}": value for name, value in found.items()}
+            numbers = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
+            numbers |= {} if line.loss is None else {"loss": line.loss}
+            numbers |= {"staleness": sum(late) / len(late)} if late else {}
+            whole = {f"merge/{name}": value for name, value in numbers.items()}
             return _values(whole) + _by_silo({silo: {"loss": loss} for silo, loss in line.losses.items()})
         case EvaluationLine():
             return _values(_under("evaluation", line.metrics)) + _by_silo(line.per_silo)
         case OwnHeldOutLine():
             whole = _under("own_heldout", line.metrics)
             return _values(whole) + _by_silo(
-                {silo: _under("own_heldout", each.figures) for silo, each in line.per_silo.items()}
+                {silo: _under("own_heldout", measured.figures) for silo, measured in line.per_silo.items()}
             )
         case PersonalLine():
             whole = _under("personal", line.personal)
             return _values(whole) + _by_silo(
-                {silo: _under("personal", each) for silo, each in line.personal_per_silo.items()}
+                {silo: _under("personal", measured) for silo, measured in line.personal_per_silo.items()}
             )
 
 
@@ -212,7 +212,7 @@ class CsvFiles(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        self._rows.writerows((f"{at:.3f}", version, each.silo, each.name, each.value) for each in values)
+        self._rows.writerows((f"{at:.3f}", version, value.silo, value.name, value.value) for value in values)
 
     @override
     def flush(self) -> None:
@@ -253,8 +253,8 @@ class TensorBoard(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        for each in values:
-            self._writer.add_scalar(each.tag, each.value, version, walltime=at)
+        for value in values:
+            self._writer.add_scalar(value.tag, value.value, version, walltime=at)
 
     @override
     def flush(self) -> None:
@@ -314,10 +314,8 @@ class MLflow(Tracker):
             self.key = key
             self._client.update_run(key, status="RUNNING")
             return
-        if uri == beside.as_uri():
-            with locked(beside / ".lock"):  # several runs of a comparison start at once
-                experiment = self._experiment()
-        else:
+        # Several runs of a comparison start at once.
+        with locked(beside / ".lock") if uri == beside.as_uri() else contextlib.nullcontext():
             experiment = self._experiment()
         tags = {"fedmq.run": run.id, "fedmq.folder": str(run.folder.root)}
         self.key = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
@@ -332,9 +330,9 @@ class MLflow(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        for each in values:
-            name = _NOT_IN_MLFLOW.sub("_", each.tag)
-            self._pending.append(self._metric(name, each.value, int(at * 1000), version))
+        for value in values:
+            name = _NOT_IN_MLFLOW.sub("_", value.tag)
+            self._pending.append(self._metric(name, value.value, int(at * 1000), version))
 
     @override
     def flush(self) -> None:
@@ -353,6 +351,16 @@ class MLflow(Tracker):
 
 
 # ----------------------------------------------------------------------------------------------- Weights & Biases
+#: W&B records the run's values and files only: nothing about the machine, the code or the packages.
+_WANDB_SETTINGS: Mapping[str, object] = {
+    "silent": True,
+    "console": "off",
+    **dict.fromkeys(("disable_git", "disable_code", "disable_job_creation", "x_disable_stats"), True),
+    **dict.fromkeys(("x_disable_meta", "x_disable_machine_info"), True),
+    "x_save_requirements": False,
+}
+
+
 class WeightsAndBiases(Tracker):
     """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise.
 
@@ -379,24 +387,14 @@ class WeightsAndBiases(Tracker):
             id=self.key,
             resume="allow",
             config=dict(run.parameters),
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                disable_git=True,
-                disable_code=True,
-                disable_job_creation=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_save_requirements=False,
-            ),
+            settings=wandb.Settings(**_WANDB_SETTINGS),
         )
         self._wandb.define_metric("version")
         self._wandb.define_metric("*", step_metric="version")
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        self._wandb.log({**{each.tag: each.value for each in values}, "version": version, "_timestamp": at})
+        self._wandb.log({**{value.tag: value.value for value in values}, "version": version, "_timestamp": at})
 
     def flush(self) -> None:
         """Do nothing: W&B's own process writes."""
@@ -419,8 +417,3 @@ TRACKERS: Mapping[str, Open] = {
     "wandb": WeightsAndBiases,
     "csv": CsvFiles,
 }
-
-
-def seconds_of(wall: str | None, otherwise: float) -> float:
-    """Real time of a line [s since 1970]; lines of older runs have none."""
-    return otherwise if wall is None else datetime.fromisoformat(wall).timestamp()

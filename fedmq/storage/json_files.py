@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
 
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import bounded_lines, open_regular, read_regular
@@ -32,7 +34,11 @@ def _zoned(text: str) -> str:
 
 #: An ISO 8601 date and time with its time zone.
 DateTime = Annotated[str, AfterValidator(_zoned)]
-_NOT_AN_OBJECT = ("model_type", "model_attributes_type")  # pydantic's error types
+#: Words for the types that pydantic names by their Python classes, by its error type.
+_NOT_IN_PYTHON = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+}
 _MAX_SHOWN = 60  # characters of a value in an error message
 
 
@@ -93,6 +99,32 @@ def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Rec
         raise refusal(place, error, allowed) from None
 
 
+@dataclass(frozen=True)
+class Problem:
+    """The first thing that pydantic finds wrong, in its own words.
+
+    Args:
+        location: keys and indices that lead to the value.
+        value: the value as given; "nothing" if it is missing, "a mapping" for the whole of several keys.
+        allowed: what pydantic expects there.
+    """
+
+    location: tuple[str | int, ...]
+    value: object
+    allowed: str
+
+    @classmethod
+    def of(cls, error: ErrorDetails) -> Problem:
+        """The problem of one of pydantic's errors."""
+        kind, value = error["type"], error["input"]
+        if kind == "missing":
+            value = "nothing"
+        elif isinstance(value, dict | BaseModel):
+            value = "a mapping"
+        message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        return cls(error["loc"], value, _NOT_IN_PYTHON.get(kind, message[:1].lower() + message[1:]))
+
+
 def refusal(place: str, error: ValidationError, allowed: str) -> InputError:
     """The error of one line for a record that does not fit its schema; names its first wrong key.
 
@@ -101,11 +133,9 @@ def refusal(place: str, error: ValidationError, allowed: str) -> InputError:
         error: what pydantic found.
         allowed: what the record should be.
     """
-    first = error.errors(include_url=False)[0]
-    key = _short(".".join(map(str, first["loc"])))
-    found = "nothing" if first["type"] == "missing" else _short(first["input"])
-    why = "an object" if first["type"] in _NOT_AN_OBJECT else first["msg"].lower()
-    return InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})")
+    problem = Problem.of(error.errors(include_url=False)[0])
+    key = _short(".".join(map(str, problem.location)))
+    return InputError(f"{place}: {key}" if key else place, _short(problem.value), f"{allowed} ({problem.allowed})")
 
 
 def _short(value: object) -> str:

@@ -2,8 +2,8 @@
 
 A damaged or hostile data set, image or file of weights may crash a library, keep it busy for ever, or make it ask for
 any amount of memory. Each of these ends the child, and becomes one line that names the file. The child has limits of
-memory and processor time that grow with the size of the files, and can write no file. It receives and returns JSON,
-arrays and bytes, never pickles. The caller checks shapes, values and meaning.
+memory and processor time that grow with the size of the files, and can write no large file. It receives and returns
+JSON, arrays and bytes, never pickles. The caller checks shapes, values and meaning.
 
 A child starts with the first call and serves further ones; threads that call at the same time have a child each.
 """
@@ -43,6 +43,7 @@ CPU_S, BYTES_PER_S = 20, 100_000
 #: A call that waits, e.g. for a file system that does not answer, ends after this many times its processor time.
 WAITS: Final = 10
 _IDLE_S, _IDLE = 60.0, 3  # a child without calls exits after this time, with this code
+_WRITTEN: Final = 1 << 20  # size of a file that a library may write [bytes], e.g. to try a temporary folder
 _ARRAY, _BYTES = "\0array", "\0bytes"
 _LENGTH = struct.Struct("<Q")
 _MAX_LINE = 300  # characters of a library's message
@@ -116,6 +117,7 @@ def read(
     files: Sequence[Path] = (),
     libraries: Sequence[str] = (),
     error: type[InputError] = InputError,
+    limit_memory: bool = True,
 ) -> T:
     """The result of a function that runs in a child.
 
@@ -127,6 +129,7 @@ def read(
         files: the files that are read, which must be regular files; their sizes determine the limits.
         libraries: modules to import before the limits apply, as importing takes memory, too.
         error: what is raised for a file that the function cannot read.
+        limit_memory: false where a GPU is used, whose driver reserves addresses far beyond the memory.
 
     Raises:
         InputError: raised by the function, or the function raised another error, which is quoted, crashed, or exceeded
@@ -140,7 +143,7 @@ def read(
         "function": [function.__module__, function.__qualname__],
         "arguments": arguments,
         "libraries": libraries,
-        "memory": memory,
+        "memory": memory if limit_memory else None,
         "seconds": seconds,
     }
     reply = _reply(request, WAITS * seconds)
@@ -261,8 +264,8 @@ def serve(number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.dont_write_bytecode = True
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        _limit(kind, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _WRITTEN)
     with suppress(OSError):  # without memory, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     line = socket.socket(fileno=number)
@@ -277,6 +280,8 @@ def serve(number: int) -> None:
 
 def _result(request: dict[str, Any]) -> list[bytes | memoryview]:
     module, name = request["function"]
+    for limited in (resource.RLIMIT_AS, resource.RLIMIT_CPU):
+        _limit(limited, resource.RLIM_INFINITY)  # those of the last call do not hold for imports
     try:
         function = getattr(importlib.import_module(module), name)
         for library in request["libraries"]:
@@ -286,7 +291,10 @@ def _result(request: dict[str, Any]) -> list[bytes | memoryview]:
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + request["seconds"])
         with suppress(OSError):
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + request["memory"])
+            most = resource.RLIM_INFINITY
+            if request["memory"] is not None:
+                most = pages * resource.getpagesize() + request["memory"]
+            _limit(resource.RLIMIT_AS, most)
         return _packed({"value": function(*request["arguments"])})
     except InputError as error:
         kind = "package" if isinstance(error, MissingPackageError) else ""
@@ -299,8 +307,10 @@ def _result(request: dict[str, Any]) -> list[bytes | memoryview]:
 
 
 def _limit(kind: int, most: int) -> None:
+    """Set a soft limit, at most the hard one; RLIM_INFINITY is -1."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    unlimited = resource.RLIM_INFINITY
+    resource.setrlimit(kind, (min((limit for limit in (most, hard) if limit != unlimited), default=unlimited), hard))
 
 
 def line_of(error: Exception) -> str:

@@ -17,17 +17,18 @@ from typing import Any
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire import connection_troubles, rekeying
+from fedmq.wire import key_agreement, refusals
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
+from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import RateLimit
-from fedmq.wire.log_records import NoteKind, SignedAt
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
-from fedmq.wire.refusal_log import RefusalLog
-from fedmq.wire.scenario_query import ScenarioComparison
-from fedmq.wire.sealed_sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.refusals import RefusalLog
+from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
 from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
@@ -103,8 +104,8 @@ class Channel:
     ) -> None:
         self._options, self._keys_since = options, 0.0
         self._comparison = comparison
-        self._rekeying: rekeying.Rekeying | None = None
-        self._rekeys = RateLimit(rekeying.MOST_MADE, 0.0)
+        self._rekeying: key_agreement.Rekeying | None = None
+        self._rekeys = RateLimit(key_agreement.MOST_REKEYS_MADE, 0.0)
         self._forbidden = forbidden
         self._progress, self._reported, self._patience = progress, set[str](), patience
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
@@ -236,19 +237,19 @@ class Channel:
     def _keep_alive(self, connection: Connection, now: float) -> None:
         beat = BEAT_SECONDS * self._patience
         if self._session is not None and now - self._received_at > beat * _COORDINATOR_BEATS:
-            self._end_session(NoteKind.COORDINATOR_SILENT)
+            self._end_session(LogEvent.HEARTBEAT_MISSED)
         elif self._session is not None and now - self._beat_at > beat * LOST_BEATS:
-            self._end_session(NoteKind.STOOD_STILL)
+            self._end_session(LogEvent.PROCESS_SUSPENDED)
         elif self._session is not None and connection.established() > self._connections:
             # To the coordinator a new connection is a new peer: the session ended with the old connection.
-            self._end_session(NoteKind.RECONNECTED)
+            self._end_session(LogEvent.RECONNECTED)
         if self._session is None:
             self._on_connection_refusal(connection.refusal())
             renewed = connection.established() > self._connections
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(connection_troubles.silent(self._uri, self._run, _QUIET_SECONDS))
+                self._report_once(refusals.silent(self._uri, _QUIET_SECONDS))
                 if minutes := int((now - self._unanswered_since) // 60):
                     after = "60 s" if minutes == 1 else f"{minutes} min"
                     self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
@@ -259,15 +260,15 @@ class Channel:
             self._send_sealed(connection, self._session, Message(self._header(Kind.HEARTBEAT)))
 
     def _new_keys_due(self, session: Session, now: float) -> bool:
-        due = self._rekeying is None and rekeying.due(session, self._options, now - self._keys_since)
+        due = self._rekeying is None and key_agreement.rekey_due(session, self._options, now - self._keys_since)
         return due and self._rekeys.take(now)
 
     def _ask_for_keys(self, connection: Connection, session: Session) -> None:
         header = self._header(Kind.REKEY)
-        sealed, self._rekeying = rekeying.begin(self._identity, session, header)
+        sealed, self._rekeying = key_agreement.begin_rekey(self._identity, session, header)
         self._log.message("sent", Message(sealed.header), sealed.tag, sealed.size)
         if not connection.send(sealed.frames, timeout_s=STEP_SECONDS):
-            self._end_session(NoteKind.QUEUE_FULL)
+            self._end_session(LogEvent.QUEUE_FULL)
 
     def _header(self, kind: Kind) -> Header:
         return Header(
@@ -284,7 +285,7 @@ class Channel:
         key = self._accepted.get(COORDINATOR)
         if self._rekeying is None or key is None:
             raise UnreadableError(opened.header, RemoteWireError(Reason.UNEXPECTED, "new keys that were not requested"))
-        rekeying.finish(self._rekeying, key, session, opened)
+        key_agreement.finish_rekey(self._rekeying, key, session, opened)
         self._log.message("received", Message(opened.header), opened.tag, size)
         self._rekeying, self._received_at = None, self._clock.stopwatch()
         self._keys_since = self._received_at
@@ -334,7 +335,7 @@ class Channel:
             self._receive_all(connection)
             if self._stopped or self._session is not session:
                 return
-        self._end_session(NoteKind.QUEUE_FULL)
+        self._end_session(LogEvent.QUEUE_FULL)
 
     def _allowed(self, session: Session, message: Message) -> Message | None:
         """The message, or what is sent instead if this side's policy forbids it; None sends nothing."""
@@ -345,7 +346,7 @@ class Channel:
         if refusal is None:
             return message
         self._log.note(
-            NoteKind.WITHHELD,
+            LogEvent.WITHHELD,
             kind=header.kind,
             sequence=header.sequence,
             rule=refusal.rule,
@@ -356,12 +357,9 @@ class Channel:
         if header.kind in (Kind.STATEMENT, Kind.AGREEMENT):
             found, allowed = f"{refusal.withheld} ({refusal.rule})", "what this silo has to send before it can join"
             self._inbox.put(InputError("policy: forbids", found, allowed))
-        # Peers of wire version 1 do not know refusals.
-        old = session.wire_version == 1
-        answer = Error.saying("policy", f"{refusal.withheld} ({refusal.rule})") if old else refusal
-        return Message(replace(header, kind=Kind.ERROR), (answer,))
+        return Message(replace(header, kind=Kind.ERROR), (refusal,))
 
-    def _end_session(self, why: NoteKind) -> None:
+    def _end_session(self, why: LogEvent) -> None:
         """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
         self._session = self._initiated = self._rekeying = None
@@ -398,7 +396,7 @@ class Channel:
                 return True
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
-                self._end_session(NoteKind.MESSAGE_LOST)
+                self._end_session(LogEvent.MESSAGE_LOST)
             elif isinstance(error, UnreadableError):
                 self._report_unreadable(error)
             return True
@@ -407,10 +405,10 @@ class Channel:
         self._stopped = message.header.kind is Kind.STOP
         if any(isinstance(each, Error) and each.code == EXPELLED for each in message.payloads):
             self._report_once(f"the coordinator at {self._uri} has removed this key")
-            self._end_session(NoteKind.EXPELLED)
+            self._end_session(LogEvent.EXPELLED)
             return True
         if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
-            self._end_session(NoteKind.TOO_MANY)
+            self._end_session(LogEvent.RATE_LIMITED)
             return True
         if message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
@@ -448,7 +446,7 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
-        if self.statement and session.wire_version > 1:  # a coordinator of version 1 does not know statements
+        if self.statement:
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
     def _on_connection_refusal(self, refusal: ConnectionRefusal | None) -> None:
@@ -461,12 +459,12 @@ class Channel:
                 self._report_foreign()
 
     def _report_foreign(self) -> None:
-        self._report_once(connection_troubles.foreign(self._uri, self._accepted))
+        self._report_once(refusals.foreign(self._uri, self._accepted))
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
         keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
-        self._log.note(NoteKind.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
-        self._report_once(connection_troubles.refused(self._uri, self._identity, refusal, keys))
+        self._log.note(LogEvent.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
+        self._report_once(refusals.refused(self._uri, self._identity, refusal, keys))

@@ -129,9 +129,7 @@ class Tensor:
         """Check dtype, shape, contiguity, ``low`` and, unless bulk, finiteness."""
         if not isinstance(value, np.ndarray):
             raise FieldError(f"{place}: {type(value).__name__} is not a numpy array")
-        if value.dtype.name not in self.dtypes or not value.dtype.isnative:
-            raise FieldError(f"{place}: dtype {value.dtype} is not one of {', '.join(self.dtypes)}")
-        self.check_shape(place, value.shape, dims)
+        self.check_form(place, value.dtype.name if value.dtype.isnative else str(value.dtype), value.shape, dims)
         if not value.flags.c_contiguous:
             raise FieldError(f"{place}: the array is not contiguous in C order")
         if self.low is not None and value.size and int(value.min()) < self.low:
@@ -139,8 +137,10 @@ class Tensor:
         if not self.bulk and not all_finite(value):
             raise FieldError(f"{place}: NaN or infinity", "not_finite")
 
-    def check_shape(self, place: str, shape: tuple[int, ...], dims: dict[str, int]) -> None:
-        """Check a shape alone, as the decoder does before it makes the array."""
+    def check_form(self, place: str, dtype: object, shape: tuple[int, ...], dims: dict[str, int]) -> None:
+        """Check the name of a dtype and a shape alone, as the decoder does before it makes the array."""
+        if type(dtype) is not str or dtype not in self.dtypes:
+            raise FieldError(f"{place}: dtype {shown(dtype)} is not one of {', '.join(self.dtypes)}")
         if len(shape) != len(self.shape):
             raise FieldError(f"{place}: shape {shape} does not have the {len(self.shape)} dimensions of {self.shape}")
         for size, declared in zip(shape, self.shape, strict=True):

@@ -25,7 +25,7 @@ from fedmq.storage.regular_files import open_regular, read_regular
 from fedmq.storage.run_folder import write_atomically, writing
 from fedmq.text import printable
 from fedmq.wire.fields import NAME
-from fedmq.wire.sealed_sessions import KEY_BYTES
+from fedmq.wire.sessions import KEY_BYTES
 from fedmq.wire.transports.curve_keys import PRIME, SIGN, curve_public
 
 _ACCEPTED = "accepted"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from fedmq.errors import InputError
 from fedmq.storage.json_files import DateTime, Digest, Stored
 from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
 from fedmq.wire.fields import FieldError
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.messages import SESSION_BYTES, Header, Kind, Reason
 
 GENESIS = "0" * 64
@@ -28,72 +30,6 @@ GENESIS = "0" * 64
 Frame = tuple[str, str, bytes, int]
 #: Value of a further field of a note.
 Fact = str | int | float | None
-
-
-class NoteKind(StrEnum):
-    """Kinds of notes. The values are the texts in logs, including those of earlier releases."""
-
-    STARTED = "started"
-    RESUMED = "resumed"
-    EXTENDED = "extended"
-    #: Written by the coordinator of an inline run, so that an audit does not treat a log without messages as complete.
-    INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
-    AGREED = "the silos agreed on labels and inputs"
-    ENDED = "ended"
-    RELEASED = "released"
-    #: SHA-256 of the files of a finished run, by name.
-    RESULTS = "digests of the results"
-    # Events from outside the run's timeline, written by the coordinator.
-    JOINED = "joined"
-    #: A silo is ready again before the coordinator had noticed that it lost its connection; ``joined`` follows.
-    RETURNED = "returned after a lost connection"
-    PEER_LOST = "peer lost"
-    EXPELLED = "expelled"
-    OVERDUE = "task exceeded its limit"
-    STAYED_AWAY = "silo stayed away"
-    OFF_AT_START = "silos are off at the start"
-    STILL_CONNECTED = "silos stayed connected"
-    WAIT_ENDED = "waited long enough for the silos that took part before"
-    LATE_SILOS = "late silos are to be included"
-    STOP_REQUESTED = "stop requested"
-    EVALUATION_ABORTED = "stop requested before the last evaluation"
-    # About silos and their tasks, written by the coordinator.
-    NOT_DELIVERED = "a message could not be delivered"
-    EVALUATOR_GIVEN_UP = "evaluator did not answer within the limit"
-    NOT_MEASURED = "peer stayed away: its own model is not measured"
-    ERROR_REPORTED = "error reported"
-    TASK_FAILED = "task failed"
-    REPLY_DISCARDED = "reply discarded"
-    LEFT_OUT_BY_KRUM = "reply left out by krum"
-    ALL_MERGED = "all rounds merged"
-    CHECKPOINT_REFUSED = "checkpoint refused"
-    #: Dropped, not refused: peers sent them before they noticed that the coordinator had restarted.
-    FORMER_SESSIONS = "messages of sessions before the restart dropped"
-    REFUSALS_COUNTED = "refusals of unknown peers are counted, not logged"
-    KEYS_UNREADABLE = "the folder of accepted keys cannot be read completely"
-    #: Written by the coordinator when a process first asks for the run's status.
-    INQUIRED = "asked for the run's status"
-    HELLO_REFUSED = "the coordinator refused the handshake"
-    #: Written by the coordinator: keys that a silo or the evaluator reports after a refused handshake.
-    OTHER_SCENARIO = "another scenario"
-    # Scripted faults.
-    FAULT = "fault"
-    FAULT_NOT_CARRIED_OUT = "fault without its process"
-    WALL_CLOCK_FAULTS = "wall clock: the faults are real, but this run cannot be replayed"
-    # A silo's personal state.
-    STATE_KEPT = "personal state kept from here on"
-    STATE_GONE = "the personal state of its earlier tasks is gone: it goes on without"
-    STATE_OLDER = "the personal state of its last tasks is gone: it continues from an older one"
-    #: What a silo's own policy forbids to leave, written by the silo.
-    WITHHELD = "withheld by this silo's policy"
-    # Why a silo or the evaluator ended its session, to start a new handshake.
-    COORDINATOR_SILENT = "the coordinator went silent"
-    STOOD_STILL = "this process stood still: to the coordinator it was lost"
-    RECONNECTED = "the connection was made anew"
-    QUEUE_FULL = "the queue to the coordinator is full"
-    MESSAGE_LOST = "a message was lost on the way"
-    TOO_OFTEN = "the coordinator ended the session: too many requests for new keys"  # in logs of earlier versions
-    TOO_MANY = "the coordinator ended the session: too many messages"
 
 
 class SignedAt(StrEnum):
@@ -105,15 +41,6 @@ class SignedAt(StrEnum):
     #: A silo or the evaluator, before it sends a reply or an error.
     REPLY = "reply"
     END = "end"
-
-
-class EventKind(StrEnum):
-    """Events on the timeline of a run."""
-
-    ARRIVED = "arrived"
-    FAILED = "failed"
-    SWITCHED = "switched"
-    DEADLINE = "deadline"
 
 
 def canonical(record: Mapping[str, object]) -> bytes:
@@ -133,8 +60,8 @@ _Direction = Literal["sent", "received"]
 # Not strict: JSON has strings and lists in place of enums and tuples.
 _PayloadSize = Annotated[tuple[str, _Size], Field(strict=False)]
 _Reason = Annotated[Reason, Field(strict=False)]
-_NoteKind = Annotated[NoteKind, Field(strict=False)]
-_EventKind = Annotated[EventKind, Field(strict=False)]
+_LogEvent = Annotated[LogEvent, Field(strict=False)]
+_TimelineEvent = Annotated[TimelineEvent, Field(strict=False)]
 
 
 def _earlier(caused_by: int | None, info: ValidationInfo) -> int | None:
@@ -189,23 +116,7 @@ class _Record(Stored):
         return chain(previous, plain)
 
 
-class NoteRecord(_Record):
-    """A note about something other than a message, e.g. a start, a lost silo, a release.
-
-    Args:
-        action: ``note``.
-        text: the kind of note; plain text if another release of fedmq wrote it.
-        version: number of merges, if the note has one.
-        caused_by: number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a
-            note of what peers or the operator did.
-        cause: in logs of earlier versions instead: number of the timeline event; 0 if it was none.
-    """
-
-    action: Literal["note"]
-    text: Annotated[_NoteKind | str, Field(union_mode="left_to_right")]
-    version: int | None = None
-    caused_by: _CausedBy = None
-    cause: int | None = None
+class _Noted(_Record):
     __pydantic_extra__: dict[str, Fact]
 
     @property
@@ -214,37 +125,46 @@ class NoteRecord(_Record):
         return self._extra
 
 
-class EventRecord(_Record):
-    """An event on the run's timeline, as processed by the coordinator; a replay must have the same events.
+class NoteRecord(_Noted):
+    """A note of an event other than a message, e.g. a start, a lost silo, a release.
 
     Args:
         action: ``note``.
-        text: ``event``.
-        event: what happened; plain text if another release of fedmq wrote it.
+        event: what happened.
+        version: number of merges, if the note has one.
+        caused_by: number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a
+            note of what peers or the operator did.
+    """
+
+    action: Literal["note"]
+    event: _LogEvent
+    version: int | None = None
+    caused_by: _CausedBy = None
+
+
+class TimelineRecord(_Noted):
+    """An event on the run's timeline, as processed by the coordinator; a replay must have the same events.
+
+    Args:
+        action: ``timeline``.
+        event: what happened.
         silo: the silo whose task it concerns; empty for a deadline.
         sequence: number of that task; 0 if there is none.
         now: the run's time [s].
         version: number of merges.
-        number: number of the event in the run, from 1. None in logs of earlier releases.
+        number: number of the event in the run, from 1.
         caused_by: number ``n`` of an earlier record of this log, which led to this one: the received reply, or why the
             task failed.
     """
 
-    action: Literal["note"]
-    text: Literal["event"]
-    event: Annotated[_EventKind | str, Field(union_mode="left_to_right")]
+    action: Literal["timeline"]
+    event: _TimelineEvent
     silo: str
     sequence: int
     now: int | float
     version: int
-    number: int | None = None
+    number: int
     caused_by: _CausedBy = None
-    __pydantic_extra__: dict[str, Fact]
-
-    @property
-    def facts(self) -> Mapping[str, Fact]:
-        """Its further fields by name."""
-        return self._extra
 
 
 class RefusedRecord(_Record):
@@ -336,7 +256,7 @@ class HandshakeRecord(_Record):
 
 
 #: Fields of a message's header that its record holds: all but the wire version.
-HEADER = tuple(field.name for field in fields(Header) if field.name != "wire_version")
+HEADER = tuple(each.name for each in fields(Header) if each.name != "wire_version")
 
 
 class MessageRecord(_Record):
@@ -349,7 +269,7 @@ class MessageRecord(_Record):
         digests: digests of each payload.
         bytes: total size of all its frames [bytes].
         tag: hexadecimal authentication tag of the sealed frame.
-        head: head of the sender's log when it sealed the message; missing in wire version 1.
+        head: head of the sender's log when it sealed the message; missing if the sender keeps no signed log.
     """
 
     action: _Direction
@@ -373,7 +293,9 @@ class MessageRecord(_Record):
         return {**plain, **header, "session": self.header.session.hex()}
 
 
-LogRecord = MessageRecord | HandshakeRecord | RefusedRecord | StartRecord | SignatureRecord | NoteRecord | EventRecord
+LogRecord = (
+    MessageRecord | HandshakeRecord | RefusedRecord | StartRecord | SignatureRecord | NoteRecord | TimelineRecord
+)
 _Any = TypeVar("_Any", bound=_Record)
 
 
@@ -414,8 +336,8 @@ def _parsed(value: Any) -> LogRecord | None:
             return StartRecord.model_validate(value)
         case {"action": "signed"}:
             return SignatureRecord.model_validate(value)
-        case {"action": "note", "text": "event"}:
-            return EventRecord.model_validate(value)
+        case {"action": "timeline"}:
+            return TimelineRecord.model_validate(value)
         case {"action": "note"}:
             return NoteRecord.model_validate(value)
     return None
@@ -478,3 +400,40 @@ def last_head(path: Path) -> tuple[int, str] | None:
         last = file.read().splitlines(keepends=True)[-1:]
     record = record_of(last[0]) if last else None
     return None if record is None else (record.n + 1, record.hash)
+
+
+_Counts = defaultdict[str, Counter[str]]
+
+
+@dataclass
+class SentPayloads:
+    """Payloads by the process that sent them and by kind.
+
+    Args:
+        number: number of payloads.
+        bytes: total size of their tensors [bytes]; 0 for a kind that holds numbers or words only.
+    """
+
+    number: _Counts = field(default_factory=lambda: defaultdict(Counter))
+    bytes: _Counts = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, process: str, record: MessageRecord) -> None:
+        """Count the payloads of a message that a process sent."""
+        for kind, size in record.payloads:
+            self.number[process][kind] += 1
+            self.bytes[process][kind] += size
+
+
+def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:
+    """Count the payloads that each process sent, from its own log, or from the receiver's if its own is missing.
+
+    Args:
+        messages: messages as each end logged them.
+        logged: processes whose logs are available.
+    """
+    counted = SentPayloads()
+    for record in messages:
+        sender = record.header.sender
+        if record.action == "sent" or sender not in logged:
+            counted.add(sender, record)
+    return counted

@@ -1,10 +1,11 @@
-"""The message log of a process: JSON lines, linked by a hash chain."""
+"""The message log of a process: JSON lines, linked by a hash chain, and passed on to a log for operators."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,28 +25,26 @@ from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
 from fedmq.storage.run_folder import make_folder, writing
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
-from fedmq.wire.log_mirror import Mirror
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
     GENESIS,
-    EventKind,
-    EventRecord,
     Fact,
     HandshakeRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
     RefusedRecord,
     SignatureRecord,
     SignedAt,
     StartRecord,
+    TimelineRecord,
     record_of,
     sealed,
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import tensor_bytes
 
 
@@ -250,11 +249,11 @@ class MessageLog:
         detail = _encodable(detail[:300])
         return self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
 
-    def note(self, kind: NoteKind, /, *, caused_by: int | None = None, **facts: Fact) -> int:
+    def note(self, event: LogEvent, /, *, caused_by: int | None = None, **facts: Fact) -> int:
         """Record something other than a message, e.g. a start, a resume, a lost silo, a stop.
 
         Args:
-            kind: the kind of note.
+            event: what happened.
             caused_by: number of the record of this log that led to it; None if there is none.
             facts: further fields.
 
@@ -262,11 +261,11 @@ class MessageLog:
             The number of the record.
         """
         encodable = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        return self._append(NoteRecord, action="note", text=kind, **_cause(caused_by), **encodable)
+        return self._append(NoteRecord, action="note", event=event, **_cause(caused_by), **encodable)
 
     def event(
         self,
-        event: EventKind,
+        event: TimelineEvent,
         *,
         silo: str,
         sequence: int,
@@ -275,11 +274,10 @@ class MessageLog:
         number: int,
         caused_by: int | None = None,
     ) -> int:
-        """Record an event of the run, see :class:`EventRecord`; returns the number of the record."""
+        """Record an event of the run, see :class:`TimelineRecord`; returns the number of the record."""
         return self._append(
-            EventRecord,
-            action="note",
-            text="event",
+            TimelineRecord,
+            action="timeline",
             event=event,
             silo=silo,
             sequence=sequence,
@@ -327,3 +325,75 @@ def write_all(file: RawIOBase, line: bytes) -> None:
 def _encodable(text: str) -> str:
     """Replace lone surrogates, which occur in undecodable paths and cannot be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+#: Notes that a silo can cause in every round, with the facts that tell whether two of them say the same.
+_REPEATED: Mapping[str, tuple[str, str]] = {
+    LogEvent.ERROR_REPORTED: ("peer", "error"),
+    LogEvent.TASK_FAILED: ("silo", "reason"),
+}
+#: Maximum number of different notes whose repetitions are counted; then counting begins again.
+_MOST = 4096
+
+
+class Mirror:
+    """Logs the records of a message log for operators.
+
+    If a silo's tasks fail for the same reason again and again, the first failure is logged as it is, the 10th, 100th,
+    1000th, ... with the number of times, and the others as ``debug``.
+
+    Args:
+        logger: the log for operators.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._seen: Counter[tuple[object, ...]] = Counter()
+
+    def __call__(self, record: LogRecord) -> None:
+        """Log a record."""
+        if not isinstance(record, NoteRecord) or record.event not in _REPEATED:
+            mirror(self._logger, record)
+            return
+        facts = record.facts
+        key = (record.event, *(facts.get(name) for name in _REPEATED[record.event]))
+        if key not in self._seen and len(self._seen) >= _MOST:
+            self._seen.clear()
+        self._seen[key] += 1
+        times = self._seen[key]
+        if times == 1:
+            mirror(self._logger, record)
+        elif str(times).strip("0") == "1":
+            self._logger.warning(str(record.event), times=times, **facts)
+        else:
+            self._logger.debug(str(record.event), **facts)
+
+
+def mirror(logger: Logger, record: LogRecord) -> None:
+    """Log a record of a message log, a note with the level of its event."""
+    match record:
+        case MessageRecord(header=header):
+            peer = header.receiver if record.action == "sent" else header.sender
+            values = _given(sequence=header.sequence, reply_to=header.reply_to, version=header.base_version)
+            logger.debug(f"{header.kind.value} {record.action}", peer=peer, bytes=record.bytes, **values)
+        case HandshakeRecord(kind=Kind.READY, action="received"):
+            # It has not joined: the coordinator may still refuse the data that it states next.
+            logger.info("connected", peer=record.peer)
+        case HandshakeRecord():
+            logger.debug(f"{record.kind.value} {record.action}", peer=record.peer, bytes=record.bytes)
+        case RefusedRecord():
+            logger.warning("message refused", peer=record.peer, reason=record.reason.value, detail=record.detail)
+        case TimelineRecord():
+            values = _given(silo=record.silo or None, sequence=record.sequence or None, number=record.number)
+            logger.debug(f"timeline {record.event}", now=record.now, version=record.version, **values)
+        case StartRecord():
+            logger.debug("start record signed", protocol=record.protocol)
+        case SignatureRecord():
+            logger.debug("log signed", at=record.at.value, records=record.n)
+        case NoteRecord():
+            write = getattr(logger, record.event.level)
+            write(str(record.event), **_given(version=record.version, **record.facts))
+
+
+def _given(**values: object) -> Mapping[str, object]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -24,11 +24,8 @@ from fedmq.wire.payloads import (
     SiloModalities,
 )
 
-WIRE_VERSION = 3
-#: Wire versions supported by this release; the handshake picks the highest common one.
-WIRE_VERSIONS: tuple[int, ...] = (1, 2, 3)
-#: First wire version with short headers, padding and new keys within a session.
-SHORT_HEADER_VERSION = 3
+#: Version of the wire format; each header states it, and another version is refused by name.
+WIRE_VERSION = 1
 SESSION_BYTES = 16
 #: Size of the head of a message log, a SHA-256.
 HEAD_BYTES = 32
@@ -142,7 +139,7 @@ class ShortHeader:
     """The clear header of a message whose header is sealed with its body: what is needed to open it.
 
     Args:
-        wire_version: version of the wire format, at least 3.
+        wire_version: version of the wire format.
         session: 16 bytes.
         counter: counter of the AEAD, per direction.
 
@@ -155,7 +152,7 @@ class ShortHeader:
     counter: int
 
     def __post_init__(self) -> None:
-        check_whole("wire_version", self.wire_version, SHORT_HEADER_VERSION, 0xFFFF)
+        check_whole("wire_version", self.wire_version, 1, 0xFFFF)
         if type(self.session) is not bytes or len(self.session) != SESSION_BYTES:
             raise FieldError(f"session: not {SESSION_BYTES} bytes")
         check_whole("counter", self.counter, 0, U64)
@@ -224,7 +221,7 @@ class Message:
         task: required in a task, optional in an evaluate message, None in all others.
         layout: required in a layout message, None in all others.
         head: head of the sender's message log before it logged this message, 32 bytes; None if the sender keeps no
-            signed log, and always in wire version 1.
+            signed log.
 
     Raises:
         FieldError: an argument is missing or not allowed.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
 from protocols.parts.options import check
-from protocols.parts.reconstruction import Reconstruction
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, affinity, cosines, mean_square
+from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Options:
     lambda2: float = 0.1
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check(each.name, getattr(self, each.name), 0.0, 1.0 if each.name in ("beta", "eta") else torch.inf)
+        for option in fields(self):
+            check(option.name, getattr(self, option.name), 0.0, 1.0 if option.name in ("beta", "eta") else torch.inf)
 
 
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:

@@ -6,9 +6,7 @@ a merge never depends on the order of arrival.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,10 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, ReportedValue, SiloFacts, take
+from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
-from fedmq.wire.fields import all_finite
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, Model, PartialDelta
+from fedmq.wire.payloads import Model
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 16
@@ -30,23 +26,6 @@ _BLOCK = 1 << 16
 LARGEST_WEIGHT = ReportedValue(
     "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."
 )
-
-
-@dataclass(frozen=True)
-class Update:
-    """A validated update from one reply.
-
-    Args:
-        silo: the sender.
-        delta: float32 [P].
-        samples: number of local samples it was trained on.
-        factor: weight factor of the reply, from its staleness and how rarely its silo replies.
-    """
-
-    silo: SiloFacts
-    delta: Tensor
-    samples: int
-    factor: float
 
 
 def branch_slices(layout: Layout) -> dict[str, slice]:
@@ -77,57 +56,9 @@ def owns(silo: SiloFacts, name: str) -> bool:
     return has and (silo.paired or module != "enhance")
 
 
-def ordered(replies: Sequence[Reply]) -> list[Reply]:
-    """Sort replies into the fixed silo order.
-
-    Raises:
-        RemoteWireError: two replies are of the same task.
-    """
-    result = sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
-    keys = [(reply.silo.index, reply.sequence) for reply in result]
-    if len(set(keys)) != len(keys):
-        raise RemoteWireError("replay", "two replies to the same task in one merge")
-    return result
-
-
-def update_of(reply: Reply, layout: Layout) -> Update:
-    """Extract and validate the update of a reply.
-
-    Raises:
-        RemoteWireError: no Delta, a different layout, a wrong size or dtype, NaN or infinity, or ``n_samples`` below 1.
-    """
-    payload = take(reply.payloads, Delta)
-    if payload.layout_digest != layout.digest:
-        raise RemoteWireError("layout", f"{reply.silo.name}: delta of another layout")
-    if payload.buffer.dtype != np.float32 or payload.buffer.shape != (layout.size,):
-        actual = f"{payload.buffer.dtype} {payload.buffer.shape}"
-        raise RemoteWireError("layout", f"{reply.silo.name}: delta is {actual}, expected float32 ({layout.size},)")
-    if payload.n_samples < 1:
-        raise RemoteWireError("malformed", f"{reply.silo.name}: delta of no samples")
-    if not all_finite(payload.buffer):
-        raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
-    delta = read_only(payload.buffer)
-    return Update(reply.silo, delta, payload.n_samples, reply.factor)
-
-
-def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Update:
-    """Extract and validate a reply's update of some layers; its delta is float32 [size of ``layout.part(names)``].
-
-    Args:
-        reply: with a PartialDelta.
-        layout: layout of the whole model.
-        names: the shared layers, in the layout's order.
-
-    Raises:
-        RemoteWireError: no PartialDelta, different layers, a wrong size or dtype, NaN or infinity, or ``n_samples``
-            below 1.
-    """
-    payload = take(reply.payloads, PartialDelta)
-    part = layout.part(names)
-    if payload.layout_digest != layout.digest or payload.names != tuple(entry.name for entry in part.entries):
-        raise RemoteWireError("layout", f"{reply.silo.name}: partial delta of other layers")
-    delta = Delta(part.digest, payload.buffer, payload.n_samples)
-    return update_of(replace(reply, payloads=(delta,)), part)
+def ordered(replies: Sequence[Update]) -> list[Update]:
+    """Sort replies into the fixed silo order."""
+    return sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
 
 
 def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
@@ -166,13 +97,6 @@ def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor
     return result
 
 
-def read_only(array: npt.NDArray[Any]) -> Tensor:
-    """View a received array as a tensor without copying; use it in element-wise sums only, see :func:`as_tensor`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only arrays; this one is never written
-        return torch.from_numpy(array)
-
-
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
     """Copy an array into memory from torch's allocator.
 
@@ -207,21 +131,18 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def fresh_rows(
-    versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
-) -> tuple[Tensor, Tensor]:
+def fresh_rows(versions: Tensor, replies: Sequence[Update], version: int, max_age: int | None) -> tuple[Tensor, Tensor]:
     """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].
 
     Rows of silos that reply in this merge are always used, whatever their age.
 
     Args:
-        versions: before the merge; None in old checkpoints, whose rows count as reported at the current version.
-        table: [N] before the merge, below 0 for silos that have not reported.
+        versions: int64 [N] before the merge; -1 for silos that have not reported.
         replies: replies of the merge.
         version: current model version.
         max_age: see :func:`still_known`.
     """
-    versions = torch.where(table >= 0, version, -1) if versions is None else versions.clone()
+    versions = versions.clone()
     rows = [reply.silo.index for reply in replies]
     versions[rows] = torch.tensor([reply.base_version for reply in replies])
     known = still_known(versions, version, max_age)

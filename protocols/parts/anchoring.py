@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, Reply, Task, take
+from fedmq.federation.protocol import Context, Local, Task, Update, take
 from fedmq.wire.payloads import ModalityPrototypes, Payload
 from protocols.parts import aggregation, prototypes, training
 from protocols.parts.losses import anchor
@@ -103,7 +103,7 @@ class Anchoring:
         return (prototypes.download(tensors),) if self._active else ()
 
     def averaged(
-        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
+        self, tensors: Mapping[str, Tensor], replies: Sequence[Update], weights: Tensor
     ) -> Mapping[str, Tensor]:
         """The coordinator's tensors after a merge, with the silos' prototypes averaged in.
 

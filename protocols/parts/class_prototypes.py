@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Reply, take
+from fedmq.federation.protocol import Context, Update, take
 from fedmq.models.hash_networks import plans_of
 from fedmq.wire.payloads import ClassPrototypes
 from protocols.parts.aggregation import as_tensor, still_known
@@ -163,7 +163,8 @@ def check_rows(sent: ClassPrototypes, rows: int, dim: int, longest: float = 1.0)
         RemoteWireError: ``layout`` for a wrong number of rows or columns; ``malformed`` for a row longer than
             ``longest``, absent rows included, or a count above :data:`MOST_SAMPLES`.
     """
-    _check_shape(sent, rows, dim)
+    if sent.prototypes.shape != (rows, dim):
+        raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
     length, bound = float(lengths(sent.prototypes).max()), longest * (1 + TOLERANCE)
     if length > bound:
         raise RemoteWireError("malformed", f"a class prototype of length {length:.4g}, allowed: at most {bound:.4g}")
@@ -171,12 +172,7 @@ def check_rows(sent: ClassPrototypes, rows: int, dim: int, longest: float = 1.0)
         raise RemoteWireError("malformed", f"a class prototype of {count} samples, allowed: at most {MOST_SAMPLES}")
 
 
-def _check_shape(sent: ClassPrototypes, rows: int, dim: int) -> None:
-    if sent.prototypes.shape != (rows, dim):
-        raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
-
-
-def rows_of_owned_modalities(reply: Reply) -> ClassPrototypes:
+def rows_of_owned_modalities(reply: Update) -> ClassPrototypes:
     """A reply's prototypes, with counts set to 0 for a modality that the silo lacks."""
     sent = take(reply.payloads, ClassPrototypes)
     half = len(sent.counts) // 2
@@ -188,7 +184,7 @@ def rows_of_owned_modalities(reply: Reply) -> ClassPrototypes:
 
 def updated(
     tensors: Mapping[str, Tensor],
-    replies: Sequence[tuple[Reply, ClassPrototypes]],
+    replies: Sequence[tuple[Update, ClassPrototypes]],
     version: int,
     *,
     max_age: int | None,
@@ -202,13 +198,9 @@ def updated(
         version: version of the model before this merge.
         max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.
-
-    Raises:
-        RemoteWireError: prototypes of a wrong shape.
     """
     table, counts, versions = (tensors[name].clone() for name in (TABLE, COUNTS, VERSIONS))
     for reply, sent in replies:
-        _check_shape(sent, table.shape[1], table.shape[2])
         row = reply.silo.index
         if reply.base_version < int(versions[row]):
             continue

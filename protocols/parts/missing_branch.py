@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import BRANCHES
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
@@ -47,7 +48,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     kept = trainable(layers, silo)
     if kept == layers:
         return payload
-    change = aggregation.extract(aggregation.read_only(payload.buffer), layout.part(layers), kept)
+    change = aggregation.extract(read_only(payload.buffer), layout.part(layers), kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 
@@ -65,7 +66,7 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
         return payload
     part = layout.part(names)
     change = torch.zeros(part.size)
-    aggregation.insert(change, part, payload.names, aggregation.read_only(payload.buffer))
+    aggregation.insert(change, part, payload.names, read_only(payload.buffer))
     buffer = change.numpy()
     if layers is None:
         return Delta(payload.layout_digest, buffer, payload.n_samples)

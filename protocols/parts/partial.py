@@ -16,12 +16,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.wire.layout import Layout
@@ -89,7 +89,7 @@ class PartialFedAvg:
             state[personal_model.OWN] = aggregation.extract(model.flat.detach().cpu(), layout, self.personal)
         return Trained(up, state, outcome.loss)
 
-    def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], weights: Tensor | None = None) -> MergeResult:
         """Add the weighted average of the shared layers' updates, with stale updates damped.
 
         Args:
@@ -97,16 +97,15 @@ class PartialFedAvg:
             replies: replies in any order.
             weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
         """
-        layout, replies = self.context.layout, aggregation.ordered(replies)
-        updates = [aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
+        layout = self.context.layout
         if weights is None:
-            weights = self.fedavg.weights(updates)
+            weights = self.fedavg.weights(replies)
         else:
             weights = aggregation.damped(
-                weights, torch.tensor([update.factor for update in updates], dtype=torch.float64)
+                weights, torch.tensor([update.factor for update in replies], dtype=torch.float64)
             )
         before = aggregation.extract(state.theta, layout, self.shared)
-        after = aggregation.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
+        after = aggregation.merge_updates(before, replies, weights, self.branches, self.fedavg.options.branch_renorm)
         theta = aggregation.inserted(state.theta, layout, self.shared, after)
         tensors = self.fedavg.anchoring.averaged(state.tensors, replies, weights)
         return MergeResult(State(theta, tensors, state.values))
@@ -129,10 +128,6 @@ class LayersMethod(FederatedProtocol):
         """As the options say, with the names of the shared layers."""
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
-    @override
-    def eligible(self, silo: SiloFacts) -> bool:
-        return self.partial.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update; otherwise as FedAvg."""
         return self.partial.uploads()
@@ -149,7 +144,7 @@ class LayersMethod(FederatedProtocol):
         """Local epochs over all layers."""
         return self.partial.train(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """FedAvg of the shared layers."""
         return self.partial.merge(state, replies)
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Reply, SiloFacts, take
+from fedmq.federation.protocol import SiloFacts, Update, take
 from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
@@ -62,7 +61,7 @@ def upload(
     local: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]
 ) -> ModalityPrototypes:
     """Upload payload of the silo's prototypes [d] (RCSR eq 6); a missing modality has the filler [d], or zeros."""
-    dim = next(each for each in local if each is not None).shape[0]
+    dim = next(prototype for prototype in local if prototype is not None).shape[0]
     rows: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
     for prototype, substitute in zip(local, filler, strict=True):
         chosen = prototype if prototype is not None else substitute
@@ -75,22 +74,15 @@ def has(silo: SiloFacts) -> tuple[bool, bool]:
     return silo.image, silo.text
 
 
-def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
+def read_uploads(replies: Sequence[Update], dim: int) -> tuple[Tensor, Tensor]:
     """All replies' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
 
     A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit
     length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector.
-
-    Raises:
-        RemoteWireError: a payload is missing or has a wrong dimension.
     """
     rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
     for index, reply in enumerate(replies):
         payload = take(reply.payloads, ModalityPrototypes)
-        if payload.image.shape != (dim,):
-            raise RemoteWireError(
-                "layout", f"{reply.silo.name}: prototypes of shape {payload.image.shape}, expected ({dim},)"
-            )
         sent = (payload.mask & IMAGE, payload.mask & TEXT)
         values = (payload.image, payload.text)
         for modality, owned in enumerate(has(reply.silo)):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.sections import Robust
-from fedmq.federation.protocol import Reply
+from fedmq.federation.protocol import Update
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
 from protocols.parts.aggregation import module_slices, ordered, owns
@@ -120,8 +120,8 @@ def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]
 
 
 def robust_replies(
-    replies: Sequence[Reply], rule: Robust, layout: Layout, left: Callable[[str], None] = lambda module: None
-) -> list[Reply]:
+    replies: Sequence[Update], rule: Robust, layout: Layout, left: Callable[[str], None] = lambda module: None
+) -> list[Update]:
     """Apply a robust aggregation rule to the replies of a merge.
 
     Args:
@@ -204,12 +204,12 @@ def _blocks(part: slice) -> list[slice]:
     return [slice(start, min(start + _BLOCK, part.stop)) for start in range(part.start, part.stop, _BLOCK)]
 
 
-def _update(reply: Reply) -> Delta | PartialDelta | None:
+def _update(reply: Update) -> Delta | PartialDelta | None:
     """A reply's update, if it has one."""
     return next((payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)), None)
 
 
-def _with_update(reply: Reply, update: F32) -> Reply:
+def _with_update(reply: Update, update: F32) -> Update:
     def replaced(payload: Payload) -> Payload:
         return replace(payload, buffer=update) if isinstance(payload, Delta | PartialDelta) else payload
 

@@ -1,4 +1,4 @@
-"""RCSR's router: a small attention network over the silos' statistics, and its training losses (eqs 7 to 9).
+"""RCSR's router: a small attention network over the silos' statistics (eq 6), and its training losses (eqs 7 to 9).
 
 Its parameters are one flat float32 buffer, so that the coordinator's state and checkpoints hold them and Adam's moments
 as three tensors. Dropout draws from a generator argument; without one the network is in evaluation mode. Each silo is a
@@ -8,7 +8,7 @@ token, [M, 2d + 8]; there is no padding, so no attention mask is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -248,3 +248,44 @@ def adam_step(state: Adam, gradient: Tensor, rate: float) -> Adam:
     scale = (second.sqrt() / math.sqrt(1 - 0.999**steps)).add_(1e-8)
     values = state.values - rate / (1 - 0.9**steps) * first / scale
     return Adam(values, first, second, steps)
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of M silos, in silo order.
+
+    Args:
+        prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
+        mask: bool [M, 2], which prototypes are real.
+        geometry: float32 [M, 4], see :func:`geometry`.
+        losses: float64 [M].
+    """
+
+    prototypes: Tensor
+    mask: Tensor
+    geometry: Tensor
+    losses: Tensor
+
+
+def updated_table(
+    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
+) -> dict[str, Tensor]:
+    """The table of last-known statistics after a merge; replies older than a silo's entry are ignored.
+
+    Args:
+        tensors: with the table's ``table_*`` tensors.
+        rows: int64 [M] silo of each report.
+        statistics: the reports.
+        versions: [M] base version of each report.
+    """
+    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
+    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
+        if version < int(table["table_versions"][row]):
+            continue
+        table["table_versions"][row] = version
+        table["table_prototypes"][row] = statistics.prototypes[at]
+        table["table_mask"][row] = statistics.mask[at]
+        table["table_geometry"][row] = statistics.geometry[at]
+        table["table_losses"][row] = statistics.losses[at]
+    return table

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import Modality
-from fedmq.data.label_levels import fine_columns
+from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import DivergedError, InputError
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.federation.updates import read_only
 from fedmq.models.hash_networks import Tower
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.wire.payloads import Delta
-from protocols.parts import aggregation
 from protocols.parts.epochs import Snapshots
 from protocols.parts.losses import local_prototype, proximal, proximal_gradient
 
@@ -289,7 +289,7 @@ def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
         subtraction only, see :func:`protocols.parts.aggregation.as_tensor`.
     """
     local.model.load(buffer)
-    return aggregation.read_only(buffer).to(local.model.flat.device, torch.float32)
+    return read_only(buffer).to(local.model.flat.device, torch.float32)
 
 
 def train_epochs(

@@ -15,12 +15,12 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     Local,
     MergeResult,
-    Reply,
     SiloFacts,
     State,
     Task,
     Trained,
     Traits,
+    Update,
     take,
 )
 from fedmq.wire.payloads import Delta, Payload
@@ -59,10 +59,6 @@ class Variant(FederatedProtocol):
         return self.traits_of(self.options)
 
     @override
-    def eligible(self, silo: SiloFacts) -> bool:
-        return self.fedavg.eligible(silo)
-
-    @override
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         return self.fedavg.uploads(silo)
 
@@ -87,7 +83,7 @@ class Variant(FederatedProtocol):
         return replace(trained, state={**trained.state, **kept})
 
     @override
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         return self.fedavg.merge(state, replies, round_)
 
 

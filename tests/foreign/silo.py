@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-COORDINATOR, VERSION, BEAT_SECONDS = "coordinator", 3, 2.0
+COORDINATOR, VERSION, BEAT_SECONDS = "coordinator", 1, 2.0
 #: Fields of each payload kind in the order of its table; those in the second tuple are tensors.
 FIELDS = {
     "model": (("layout_digest", "buffer"), ("buffer",)),
@@ -192,7 +192,7 @@ class Silo:
         pem = (options.keys / "accepted" / f"{COORDINATOR}.pub").read_bytes()
         self.coordinator = serialization.load_pem_public_key(pem)
         self.log = Log(options.log, self.name, self.run, self.key)
-        self.log.write(action="note", text="started", run=self.run)
+        self.log.write(action="note", event="started", run=self.run)
         facts = {name: facts[name] for name in ("run", "scenario", "protocol", "privacy", "data")}
         own, peer = (key.public_bytes_raw().hex() for key in (self.key.public_key(), self.coordinator))
         self.log.write(action="start", **facts, key=own, peers={COORDINATOR: peer})
@@ -215,7 +215,7 @@ class Silo:
         """Hello, welcome, ready."""
         x25519, mlkem = X25519PrivateKey.generate(), MLKEM768PrivateKey.generate()
         clear = msgpack.packb(self.header("hello"), use_bin_type=True)
-        fields = {"versions": [VERSION], "nonce": os.urandom(32)}
+        fields = {"nonce": os.urandom(32)}
         fields |= {"x25519": x25519.public_key().public_bytes_raw(), "mlkem768": mlkem.public_key().public_bytes_raw()}
         packed = msgpack.packb(fields, use_bin_type=True)
         signature = self.key.sign(b"fedmq 1 hello" + digest_of(b"", clear, packed))
@@ -356,7 +356,7 @@ def main():
     silo.handshake()
     silo.state_data()
     silo.serve()
-    silo.log.write(action="note", text="ended")
+    silo.log.write(action="note", event="ended")
     silo.log.sign("end")
 
 

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.readers import array_formats
+from fedmq.data.readers import formats
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import Pixels, is_leftover
+from fedmq.encoders.image_sets import is_leftover
+from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digests
@@ -79,7 +80,7 @@ class Stored:
             InputError: the array is unreadable or holds Python objects.
         """
         about = (self.key, self.matlab, self.strings)
-        array: Array = _from(self.path, self.place, array_formats.read_array, self.path, *about)
+        array: Array = _from(self.path, self.place, formats.read_array, self.path, *about)
         return array
 
     def numbers(self) -> Array:
@@ -95,7 +96,7 @@ class Stored:
 
 
 def _from(path: Path, place: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function of ``array_formats`` reads from a file."""
+    """What a function of ``formats`` reads from a file."""
     allowed = f"a readable {path.suffix} file of plain arrays"
     libraries = () if path.suffix.lower() in (".npz", ".safetensors") else _LIBRARIES
     return quarantine.read(function, *arguments, place=place, allowed=allowed, files=[path], libraries=libraries)
@@ -111,7 +112,7 @@ def list_arrays(path: Path, also: str = "split") -> list[Stored]:
     Raises:
         InputError: the file is missing, truncated or unreadable.
     """
-    listed: list[array_formats.Listed] = _from(path, str(path), array_formats.list_arrays, path, also)
+    listed: list[formats.Listed] = _from(path, str(path), formats.list_arrays, path, also)
     return [Stored(path, about["key"], tuple(about["shape"]), *(about[name] for name in _FLAGS)) for about in listed]
 
 
@@ -299,7 +300,7 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 @dataclass(frozen=True)
 class PixelArray:
-    """Pictures in one stored array, for ``stored_pictures.Rows``; pictures in an HDF5 file are read one by one.
+    """Pictures in one stored array, for ``image_sets.StoredImages``; pictures in an HDF5 file are read one by one.
 
     Args:
         stored: array of four dimensions: pictures first or last, and three channels before or after height and width.
@@ -335,7 +336,7 @@ class PixelArray:
         if self.stored.hdf5:
             path, shape = self.stored.path, self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
             arguments = (path, self.stored.key, row, shape[0] != self.n)
-            array: Array = _from(path, self.name(row), array_formats.read_hdf5_row, *arguments)
+            array: Array = _from(path, self.name(row), formats.read_hdf5_row, *arguments)
             return array
         # Other files can only be read as a whole; the lock keeps threads from doing so several times.
         with _OPENING:
@@ -358,10 +359,10 @@ class PixelArray:
         if not self.stored.integers:
             # MATLAB's default type is double. Checking every picture would take as long as the extraction.
             for row in sorted({0, self.n // 2, self.n - 1}):
-                self.picture(row)
+                self.image(row)
         return self
 
-    def picture(self, row: int) -> Pixels:
+    def image(self, row: int) -> Pixels:
         """Read one picture: uint8 [height, width, 3].
 
         Raises:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Data
+from fedmq.data.labels import label_array
 from fedmq.data.raw_set import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.data.readers.array_files import (
     ENDINGS,
@@ -34,10 +35,8 @@ from fedmq.data.readers.folders import (
     wikipedia_photos,
     wikipedia_split,
 )
-from fedmq.data.readers.label_arrays import label_array
 from fedmq.data.splits import SPLITS, split_codes
-from fedmq.encoders.images import is_leftover
-from fedmq.encoders.stored_pictures import Rows
+from fedmq.encoders.image_sets import StoredImages, is_leftover
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
@@ -313,7 +312,7 @@ def read_pixels(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(f"{row:06d}" for row in range(n)),
-            pictures=Rows(PixelArray(image, n).checked(), tuple(range(n))),
+            pictures=StoredImages(PixelArray(image, n).checked(), tuple(range(n))),
             captions=((),) * n,
             bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
             labels=labels.astype(np.uint8),

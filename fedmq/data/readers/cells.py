@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from ast import literal_eval
-from collections.abc import Collection, Sequence
 
 from fedmq.errors import InputError
 
@@ -18,7 +16,6 @@ _LIST_START = re.compile(r"[\[({]\s*b?['\"]|b['\"]|(?:array|frozenset|set|tuple|
 _SEPARATOR = re.compile(r"[,;\t\n\uff0c\u3001\uff1b\u060c\u061b]|(?<=[^\s<>]>)\s*(?=<[^\s<>])")
 #: How pandas writes a missing value as text.
 MISSING = ("nan", "NaN", "<NA>")
-_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
 
 
 def _listed(item: str) -> re.Pattern[str]:
@@ -106,20 +103,3 @@ def _value(item: str) -> str:
         return str(json.loads(item))
     except ValueError:
         return str(literal_eval(item))
-
-
-def one_spelling(labels: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
-    """Labels of each item in which equal labels have one spelling, the shortest that occurs.
-
-    Equal are whole numbers, ``1`` and ``1.0``, as a column of numbers with gaps becomes floating-point in pandas; and
-    texts that differ only in white space or in Unicode's form of a character, such as an accent.
-    """
-    names = sorted({name for item in labels for name in item}, key=lambda name: (len(name), name))
-    shortest: dict[str, str] = {}
-    spelling = {name: shortest.setdefault(_canonical(name), name) for name in names}
-    return [tuple(dict.fromkeys(spelling[name] for name in item)) for item in labels]
-
-
-def _canonical(label: str) -> str:
-    number = _WHOLE.fullmatch(label)
-    return number[1] if number else " ".join(unicodedata.normalize("NFC", label).split())

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.duplicates import first_of_equals, same_rows
 from fedmq.data.item_modalities import Present, presence
+from fedmq.data.labels import labels_of, unique_strings
 from fedmq.data.prepared_arrays import first_rows
 from fedmq.data.readers.array_files import Stored, list_arrays, meaning
-from fedmq.data.readers.label_arrays import labels_of, unique_strings
-from fedmq.data.remarks import NOTHING, Remarks, of_vectors
-from fedmq.data.splits import draw_split, split_codes
+from fedmq.data.splits import draw_split, first_of_equals, same_rows, split_codes
+from fedmq.data.warnings import NOTHING, DataWarnings, of_vectors
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
@@ -44,7 +43,7 @@ class FeatureSet:
         keys: n unique item keys.
         present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
         column: n values of the key ``data.column``; None without it.
-        remarks: counts of what is probably unintended.
+        warnings: counts of what is probably unintended.
     """
 
     image: npt.NDArray[np.float32]
@@ -57,7 +56,7 @@ class FeatureSet:
     keys: tuple[str, ...]
     present: npt.NDArray[np.bool_] | None = None
     column: tuple[str, ...] | None = None
-    remarks: Remarks = NOTHING
+    warnings: DataWarnings = NOTHING
 
 
 #: Range of the largest absolute value of a vector: the sum of its squares must neither overflow nor vanish.
@@ -303,7 +302,7 @@ def checked(
         merged = replace(merged, split=split)
     counted = of_vectors(merged.image, merged.text, merged.captions, merged.present, merged.split)
     counted = counted.model_copy(update={"padding": padding, "merged": n - len(merged.image)})
-    return replace(merged, remarks=counted)
+    return replace(merged, warnings=counted)
 
 
 def _one_item_per_image(path: Path, found: FeatureSet) -> FeatureSet:

@@ -12,7 +12,8 @@ import numpy as np
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_text
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.images import IMAGE_ENDINGS, Files, exists, files_below
+from fedmq.encoders.image_sets import ImageFiles, exists, files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 
 WIKIPEDIA_CLASSES = (
@@ -105,7 +106,9 @@ def read_iapr(data: Data) -> RawSet:
         captions.append((caption,) if caption else ())
     regions = _regions(folder)
     labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
-    return checked(RawSet(str(notes), tuple(keys), Files(tuple(paths)), tuple(captions), None, labels, label_names))
+    return checked(
+        RawSet(str(notes), tuple(keys), ImageFiles(tuple(paths)), tuple(captions), None, labels, label_names)
+    )
 
 
 # --- Wikipedia ------------------------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def wikipedia_photos(data: Data) -> RawSet:
             place=str(folder),
             # Texts and images both occur in several pairs.
             keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
-            pictures=Files(tuple(paths)),
+            pictures=ImageFiles(tuple(paths)),
             captions=tuple(captions),
             labels=labels,
             label_names=names,
@@ -205,4 +208,4 @@ def read_pascal(data: Data) -> RawSet:
     labels, names = multi_hot([{stem.parts[0]} if len(stem.parts) > 1 else set() for stem in inner])
     paths = tuple(endings.get(stem, root / f"{stem}.jpg") for stem in inner)
     keys = tuple(stem.as_posix() for stem in inner)
-    return checked(RawSet(str(folder), keys, Files(paths), tuple(captions), None, labels, names))
+    return checked(RawSet(str(folder), keys, ImageFiles(paths), tuple(captions), None, labels, names))

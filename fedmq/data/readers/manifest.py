@@ -26,8 +26,8 @@ from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
 from fedmq.data.readers.cells import MISSING, captions_of, labels_of, one_label, one_text
 from fedmq.data.splits import split_numbers
-from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
-from fedmq.encoders.pictures_with_gaps import WithGaps
+from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, is_folder
+from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS
 from fedmq.errors import InputError
 
 #: Fields with the path of the image, the first of which is this project's own.
@@ -43,7 +43,7 @@ Record = Mapping[str, object]
 
 def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
     text = read_text(path)
-    # Files of open_clip have tabs, whatever their extension.
+    # ImageFiles of open_clip have tabs, whatever their extension.
     tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:
@@ -308,10 +308,10 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
     )
 
 
-def _pictures(files: Sequence[Path | None], frames: int, folders: bool) -> Files | WithGaps:
+def _pictures(files: Sequence[Path | None], frames: int, folders: bool) -> ImageFiles | ImagesWithGaps:
     """The items' pictures, of which some may have none."""
     held = [file for file in files if file is not None]
-    pictures, places = Files(tuple(held), frames, folders), iter(range(len(held)))
+    pictures, places = ImageFiles(tuple(held), frames, folders), iter(range(len(held)))
     if len(held) == len(files):
         return pictures
-    return WithGaps(pictures, tuple(None if file is None else next(places) for file in files))
+    return ImagesWithGaps(pictures, tuple(None if file is None else next(places) for file in files))

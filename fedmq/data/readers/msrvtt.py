@@ -14,7 +14,8 @@ from pathlib import Path
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, read_json
 from fedmq.data.splits import split_numbers
-from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, files_below
+from fedmq.encoders.image_sets import ImageFiles, files_below
+from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS
 from fedmq.errors import InputError
 
 NAMES = ("MSRVTT_data.json", "videodatainfo.json", "train_val_videodatainfo.json", "test_videodatainfo.json")
@@ -98,7 +99,7 @@ def read_msrvtt(data: Data) -> RawSet:
         RawSet(
             place=str(paths[0]),
             keys=keys,
-            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
+            pictures=ImageFiles(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
             captions=tuple(tuple(captions[key]) for key in keys),
             labels=labels,
             label_names=names,

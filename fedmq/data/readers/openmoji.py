@@ -212,7 +212,7 @@ def _versions() -> str:
 
 @dataclass(frozen=True)
 class Drawings:
-    """Drawings as :class:`fedmq.encoders.images.Pictures`, rendered on demand.
+    """Drawings as :class:`fedmq.encoders.image_sets.Images`, rendered on demand.
 
     Args:
         keys: keys of the drawings.

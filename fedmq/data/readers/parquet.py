@@ -19,46 +19,29 @@ from typing import Any, TypeVar
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, refuse_keys
-from fedmq.data.readers.photo_folder import MAX_CAPTIONS, check_inside, named_splits
-from fedmq.data.readers.webdataset import MAX_PICTURE, texts_of
+from fedmq.data.readers import formats
+from fedmq.data.readers.photo_folder import check_inside, named_splits
+from fedmq.data.readers.webdataset import texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
-from fedmq.encoders.images import Files, Pictures, Pixels, decode_bytes, files_below
-from fedmq.encoders.stored_pictures import Rows
+from fedmq.encoders.image_sets import ImageFiles, Images, StoredImages, files_below
+from fedmq.encoders.images import Pixels, decode_bytes
 from fedmq.errors import InputError
-from fedmq.packages import package
+from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digests, key_of
-from fedmq.storage.regular_files import check_regular
 
 ENDINGS = (".parquet", ".arrow")
-#: Maximum size of a file [bytes], and maximum number of rows of all files.
-MAX_FILE, MAX_ROWS = 1 << 40, 50_000_000
-#: Maximum size of a row group, as stated in its file and after decoding [bytes].
-MAX_GROUP = 1 << 31
-#: Maximum size of a decoded column of texts [bytes]: an average per row, and a fixed allowance.
-MAX_MEAN_TEXT, MAX_MORE_TEXT = 4096, 1 << 26
 _IMAGES = ("image", "img", "picture", "jpg", "png")
 _CAPTIONS = ("captions", "caption", "text", "title", "sentences")
 _LABELS = ("labels", "label")
-_KEPT = 2  # row groups with pictures that are kept in memory
-_BATCH = 16  # rows that are decoded at once: a small file can repeat one large value in every row
-_ALLOWED = "a Parquet or Arrow file of pictures and captions"
-_T = TypeVar("_T")
-
-
-def _guarded(path: Path, action: Callable[[], _T]) -> _T:
-    """Run an action of pyarrow, whose errors become one line."""
-    try:
-        return action()
-    except InputError:
-        raise
-    except Exception as error:  # pyarrow raises many types on a damaged file
-        found = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(str(path), found[:200], _ALLOWED) from None
+_KEPT = 2  # row groups of images that are kept in memory
+_ALLOWED = "a Parquet or Arrow file of images and captions"
+_LIBRARIES = ("pyarrow.parquet",)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """A Parquet or Arrow file, opened lazily.
+    """A Parquet or Arrow file.
 
     Args:
         path: path of the file.
@@ -67,125 +50,57 @@ class TableFile:
     path: Path
 
     @cached_property
-    def _parquet(self) -> Any:
-        """The opened Parquet file; None for an Arrow file."""
-        check_regular(self.path, MAX_FILE, _ALLOWED)
-        if self.path.suffix.lower() != ".parquet":
-            return None
-        return _guarded(self.path, lambda: package("pyarrow.parquet", "parquet", str(self.path)).ParquetFile(self.path))
+    def _about(self) -> formats.Described:
+        return self._read(formats.describe_table)
 
-    @cached_property
-    def _batches(self) -> Any:
-        """The record batches of an Arrow file, in a memory map."""
-        arrow = package("pyarrow", "parquet", str(self.path))
+    @property
+    def columns(self) -> dict[str, str]:
+        """Type of each column by name."""
+        return self._about["columns"]
 
-        def opened() -> Any:
-            mapped = arrow.memory_map(str(self.path))
-            as_file = mapped.read(6) == b"ARROW1"
-            mapped.seek(0)
-            table = (arrow.ipc.open_file if as_file else arrow.ipc.open_stream)(mapped).read_all()
-            # A damaged offset would otherwise be followed out of the file, which kills the process.
-            table.validate(full=True)
-            return table
+    @property
+    def groups(self) -> list[int]:
+        """Number of rows of each row group."""
+        return self._about["groups"]
 
-        batches = _guarded(self.path, lambda: opened().to_batches())
-        if not batches:
-            raise InputError(str(self.path), "no row", _ALLOWED)
-        return batches
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(self.groups)
 
-    @cached_property
-    def schema(self) -> Any:
-        """The schema, as pyarrow gives it."""
-        if self._parquet is not None:
-            return _guarded(self.path, lambda: self._parquet.schema_arrow)
-        return self._batches[0].schema
+    @property
+    def huggingface(self) -> str:
+        """Hugging Face's metadata, in JSON; empty without."""
+        return self._about["huggingface"]
 
-    @cached_property
-    def groups(self) -> tuple[int, ...]:
-        """Number of rows of each row group.
+    def values(self, column: str) -> Iterator[tuple[str, Any]]:
+        """The values of a column of texts or numbers, each with its place for error messages."""
+        row = 0
+        for group in range(len(self.groups)):
+            for value in self._aligned(formats.read_column, column, group):
+                yield f"{self.path}: {column}[{row}]", value
+                row += 1
 
-        Raises:
-            InputError: a row group is too large to be read at once.
-        """
-        if self._parquet is None:
-            return tuple(len(batch) for batch in self._batches)
-        about = _guarded(self.path, lambda: self._parquet.metadata)
-        described = _guarded(self.path, lambda: [about.row_group(each) for each in range(about.num_row_groups)])
-        if (largest := max((each.total_byte_size for each in described), default=0)) > MAX_GROUP:
-            allowed = f"row groups of at most {MAX_GROUP:,} bytes; write it with a smaller row_group_size"
-            raise InputError(str(self.path), f"a row group of {largest:,} bytes", allowed)
-        return tuple(each.num_rows for each in described)
+    def images(self, column: str, group: int) -> list[Any]:
+        """The bytes of the image files of a row group."""
+        return self._aligned(formats.read_images, column, group)
 
-    def read(self, group: int, column: str) -> Any:
-        """The values of a column of a row group, as a pyarrow array of as many rows as :attr:`groups` says.
-
-        Raises:
-            InputError: the file is damaged, or has more bytes than :data:`MAX_GROUP` when it is decoded.
-        """
-        if self._parquet is None:
-            return self._batches[group].column(column)  # in the memory map
-        found = list(self.batches(group, column, MAX_GROUP))
-        return found[0] if len(found) == 1 else package("pyarrow", "parquet", str(self.path)).chunked_array(found)
-
-    def batches(self, group: int, column: str, most: int, part: str | None = None) -> Iterator[Any]:
-        """The values of a column of a row group, as pyarrow arrays of a few rows.
-
-        Args:
-            group: number of the row group.
-            column: name of the column.
-            most: bytes that they may have once decoded.
-            part: the field of structures to read, instead of all.
-
-        Raises:
-            InputError: the file is damaged, or has more bytes.
-        """
-        read, size, rows = _guarded(self.path, lambda: self._decoded(group, column, part)), 0, 0
-        while (batch := _guarded(self.path, lambda: next(read, None))) is not None:
-            size, rows = size + batch.nbytes, rows + len(batch)
-            if size > most:
-                allowed = f"at most {most:,} bytes in its {self.groups[group]:,} rows"
-                raise InputError(f"{self.path}: {column}", f"more than {most:,} decoded bytes in a row group", allowed)
-            yield batch
-        if rows != self.groups[group]:
+    def _aligned(self, function: Callable[[str, str, int], list[Any]], column: str, group: int) -> list[Any]:
+        values = self._read(function, column, group)
+        if len(values) != self.groups[group]:
             raise InputError(str(self.path), "a row group of another length than stated", _ALLOWED)
+        return values
 
-    def _decoded(self, group: int, column: str, part: str | None) -> Iterator[Any]:
-        if self._parquet is None:
-            whole = self._batches[group].column(column)
-            arrays = (whole.slice(start, _BATCH) for start in range(0, len(whole), _BATCH))
-        else:
-            name = column if part is None else f"{column}.{part}"
-            batches = self._parquet.iter_batches(_BATCH, row_groups=[group], columns=[name], use_threads=False)
-            arrays = (batch.column(column) for batch in batches)
-        fields = arrays if part is None else (each.field(part) for each in arrays)
-        return (each.dictionary_decode() if hasattr(each, "dictionary_decode") else each for each in fields)
-
-    def without(self, group: int, column: str, part: str) -> set[int]:
-        """The rows of a row group without a field of their structures.
-
-        A file that states falsely that every row has it is noticed when the row's picture is read.
-        """
-        if self._parquet is not None and self._no_null(group, f"{column}.{part}"):
-            return set()
-        values = itertools.chain.from_iterable(
-            _guarded(self.path, batch.is_null().to_pylist) for batch in self.batches(group, column, MAX_GROUP, part)
+    def _read(self, function: Callable[..., T], *arguments: object) -> T:
+        files, place = [self.path], str(self.path)
+        return quarantine.read(
+            function, self.path, *arguments, place=place, allowed=_ALLOWED, files=files, libraries=_LIBRARIES
         )
-        return {row for row, missing in enumerate(values) if missing}
-
-    def _no_null(self, group: int, name: str) -> bool:
-        """Whether a Parquet file states that a column has no null in a row group."""
-
-        def stated() -> bool:
-            about = self._parquet.metadata.row_group(group)
-            chunk = next(c for c in map(about.column, range(about.num_columns)) if c.path_in_schema == name)
-            return bool(chunk.is_stats_set and chunk.statistics.has_null_count and chunk.statistics.null_count == 0)
-
-        return _guarded(self.path, stated)
 
 
 @dataclass(frozen=True, eq=False)
-class TablePictures:
-    """Pictures in a column of tables, for :class:`fedmq.encoders.stored_pictures.Rows`.
+class TableImages:
+    """Images in a column of tables, for :class:`fedmq.encoders.image_sets.StoredImages`.
 
     Args:
         files: the tables.
@@ -194,7 +109,7 @@ class TablePictures:
 
     files: tuple[TableFile, ...]
     column: str
-    _kept: OrderedDict[tuple[int, int], Any] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[tuple[int, int], list[Any]] = field(default_factory=OrderedDict)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -223,24 +138,22 @@ class TablePictures:
         """The digests of the files, and the column."""
         return key_of("table", self.column, *file_digests([file.path for file in self.files]))
 
-    def picture(self, row: int) -> Pixels:
-        """Decode one picture: uint8 [height, width, 3].
+    def image(self, row: int) -> Pixels:
+        """Decode one image: uint8 [height, width, 3].
 
         Raises:
-            InputError: the row has no picture, or it cannot be read.
+            InputError: the row has no image, or it cannot be read.
         """
         index, group, inside = self._place(row)
         with self._reading:
-            values = self._kept.get((index, group))
-            if values is None:
-                values = self._kept[index, group] = self.files[index].read(group, self.column)
+            contents = self._kept.get((index, group))
+            if contents is None:
+                contents = self._kept[index, group] = self.files[index].images(self.column, group)
                 while len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
-            value = _guarded(self.files[index].path, lambda: values.slice(inside, 1).to_pylist())[0]
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(content, bytes) or not 0 < len(content) <= MAX_PICTURE:
-            found = "no picture" if not content else f"{len(content):,} bytes"
-            raise InputError(self.name(row), found, f"the bytes of an image file, at most {MAX_PICTURE:,}")
+        content = contents[inside]
+        if not isinstance(content, bytes) or not content:
+            raise InputError(self.name(row), "no image", "the bytes of an image file")
         return decode_bytes(content, self.name(row))
 
 
@@ -248,7 +161,7 @@ def read_parquet(data: Data) -> RawSet:
     """Read a file, or all ``.parquet`` or ``.arrow`` files below a folder in the order of their paths.
 
     Columns: ``image`` (bytes of image files, as Hugging Face stores them, or paths), ``caption``, ``captions`` or
-    ``text`` (a text or a list of texts), and any of ``label``, ``labels``, ``split``. Files whose names or folders
+    ``text`` (a text or a list of texts), and any of ``label``, ``labels``, ``split``. ImageFiles whose names or folders
     begin with the name of a split are that split. Other columns are ignored.
 
     Raises:
@@ -256,19 +169,18 @@ def read_parquet(data: Data) -> RawSet:
     """
     refuse_keys(data, ("annotations",), "Parquet and Arrow files")
     files = _files(data)
-    schema = files[0].schema
+    columns = files[0].columns
     for file in files[1:]:
-        if file.schema.names != schema.names:
-            found = f"columns {', '.join(file.schema.names)}"
+        if list(file.columns) != list(columns):
+            found = f"columns {', '.join(file.columns)}"
             raise InputError(str(file.path), found[:200], f"the columns of {files[0].path}")
-    if (rows := sum(sum(file.groups) for file in files)) > MAX_ROWS:
-        raise InputError(str(data.path), f"{rows:,} rows", f"at most {MAX_ROWS:,}")
-    if data.column is not None and data.column not in schema.names:
+    if data.column is not None and data.column not in columns:
         raise InputError("partition.column", data.column, f"a column of {files[0].path}")
-    captions = [_captions(place, value) for place, value in _values(files, _column(files[0], _CAPTIONS, "captions"))]
-    label = next((name for name in _LABELS if name in schema.names), None)
+    texts = _column(files[0], _CAPTIONS, "captions")
+    captions = [tuple(dict.fromkeys(texts_of(place, value))) for place, value in _values(files, texts)]
+    label = next((name for name in _LABELS if name in columns), None)
     labels, names = multi_hot([] if label is None else _labels(files, label))
-    keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(sum(file.groups))]
+    keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(file.rows)]
     return checked(
         RawSet(
             place=str(data.path),
@@ -298,30 +210,15 @@ def _files(data: Data) -> tuple[TableFile, ...]:
 def _column(file: TableFile, names: Sequence[str], what: str) -> str:
     """The first of some columns that a table has."""
     for name in names:
-        if name in file.schema.names:
+        if name in file.columns:
             return name
-    found = f"columns {', '.join(file.schema.names)}"
+    found = f"columns {', '.join(file.columns)}"
     raise InputError(str(file.path), found[:200], f"a column of {what}: {', '.join(names)}")
 
 
 def _values(files: Sequence[TableFile], column: str) -> Iterator[tuple[str, Any]]:
-    """The values of a column of texts or numbers, each with its place for error messages."""
-    for file in files:
-        row, left = 0, MAX_MORE_TEXT + MAX_MEAN_TEXT * sum(file.groups)
-        for group in range(len(file.groups)):
-            for batch in file.batches(group, column, left):
-                left -= batch.nbytes
-                for value in _guarded(file.path, batch.to_pylist):
-                    yield f"{file.path}: {column}[{row}]", value
-                    row += 1
-
-
-def _captions(place: str, value: object) -> tuple[str, ...]:
-    """The captions of a row, without repetitions."""
-    texts = tuple(dict.fromkeys(texts_of(place, value)))
-    if (size := sum(len(text.encode(errors="replace")) for text in texts)) > MAX_CAPTIONS:
-        raise InputError(place, f"{size:,} bytes", f"captions of at most {MAX_CAPTIONS:,} bytes for a picture")
-    return texts
+    """The values of a column of all files, each with its place for error messages."""
+    return itertools.chain.from_iterable(file.values(column) for file in files)
 
 
 def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
@@ -337,7 +234,7 @@ def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
 def _class_names(file: TableFile, column: str) -> list[str]:
     """The names of a column's class numbers in Hugging Face's metadata; empty if there are none."""
     try:
-        about = json.loads((file.schema.metadata or {})[b"huggingface"])["info"]["features"][column]
+        about = json.loads(file.huggingface)["info"]["features"][column]
         names = (about.get("feature") or about)["names"]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return []
@@ -346,48 +243,28 @@ def _class_names(file: TableFile, column: str) -> list[str]:
 
 def _split(files: Sequence[TableFile]) -> U8 | None:
     """The split of each row: of the column ``split``, else that of the file's name or folder; None if there is none."""
-    if "split" in files[0].schema.names:
+    if "split" in files[0].columns:
         names = [str(value or "") for _, value in _values(files, "split")]
     else:
         own = [re.split(r"[-_.]", file.path.name)[0] for file in files]
         own = own if set(own) <= set(SPLIT_NAMES) else [file.path.parent.name for file in files]
         if not named_splits(own):
             return None
-        names = [name for name, file in zip(own, files, strict=True) for _ in range(sum(file.groups))]
+        names = [name for name, file in zip(own, files, strict=True) for _ in range(file.rows)]
     return split_numbers(str(files[0].path.parent), names, SPLIT_NAMES)
 
 
-def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Pictures:
+def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Images:
     """The pictures of a column: bytes of image files, or paths."""
-    kind = str(files[0].schema.field(column).type)
+    kind = files[0].columns[column]
     if "string" in kind and not kind.startswith("struct"):
         root = data.images or files[0].path.parent
-        paths = [root / str(value or "") for _, value in _values(files, column)]
-        for (place, _), path in zip(_values(files, column), paths, strict=True):
+        places = [(place, root / str(value or "")) for place, value in _values(files, column)]
+        for place, path in places:
             check_inside(place, path, root)
-        return Files(tuple(paths))
-    refuse_keys(data, ("images",), "Parquet and Arrow files with the bytes of pictures")
+        return ImageFiles(tuple(path for _, path in places))
+    refuse_keys(data, ("images",), "Parquet and Arrow files with the bytes of images")
     if not ("binary" in kind and (not kind.startswith("struct") or "bytes" in kind)):
         raise InputError(f"{files[0].path}: {column}", kind[:80], "bytes of image files, or paths of images")
-    if kind.startswith("struct") and re.search(r"\bpath: \w*string", kind):
-        _refuse_paths_out(files, column)
-    stack = TablePictures(files, column)
-    return Rows(stack, tuple(range(len(stack))))
-
-
-def _refuse_paths_out(files: Sequence[TableFile], column: str) -> None:
-    """Refuse a row without the bytes of a picture whose path leads out of the data set's folder.
-
-    In addition to the bytes, Hugging Face stores the original path of a picture, which is not used.
-    """
-    for file in files:
-        first = 0
-        for group, rows in enumerate(file.groups):
-            if without := file.without(group, column, "bytes"):
-                paths = itertools.chain.from_iterable(
-                    _guarded(file.path, batch.to_pylist) for batch in file.batches(group, column, MAX_GROUP, "path")
-                )
-                for row, path in enumerate(paths, first):
-                    if path and row - first in without:
-                        check_inside(f"{file.path}: {column}[{row}].path", file.path.parent / path, file.path.parent)
-            first += rows
+    stack = TableImages(files, column)
+    return StoredImages(stack, tuple(range(len(stack))))

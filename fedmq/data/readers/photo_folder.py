@@ -11,7 +11,8 @@ from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, folder_of, read_text, refuse_keys
 from fedmq.data.readers.manifest import Item, checked_column, items_of, of_items
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
-from fedmq.encoders.images import IMAGE_ENDINGS, Files, files_below
+from fedmq.encoders.image_sets import ImageFiles, files_below
+from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import check_regular
 
@@ -98,7 +99,7 @@ def _beside(folder: Path, texts: Path, *, pictures_alone: bool) -> RawSet:
     split = split_numbers(str(folder), first, SPLIT_NAMES) if named_splits(first) else None
     pictured = {path.with_suffix("") for path in inner}
     alone = tuple(f"{stem.as_posix()}.txt" for stem in sorted(written) if stem not in pictured)
-    return checked(RawSet(str(folder), keys, Files(tuple(pictures)), tuple(captions), split=split, alone=alone))
+    return checked(RawSet(str(folder), keys, ImageFiles(tuple(pictures)), tuple(captions), split=split, alone=alone))
 
 
 def named_splits(names: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, read_text
 from fedmq.data.readers.arrays import holds_pixels, read_pixels
-from fedmq.encoders.images import Files, is_leftover
+from fedmq.encoders.image_sets import ImageFiles, is_leftover
 from fedmq.errors import InputError
 from fedmq.storage.regular_files import open_regular
 
@@ -106,7 +106,7 @@ def mirflickr_photos(data: Data) -> RawSet:
         RawSet(
             place=str(inner),
             keys=tuple(f"im{number}" for number in numbers),
-            pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers)),
+            pictures=ImageFiles(tuple(root / f"im{number}.jpg" for number in numbers)),
             captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
             vocabulary=_named(vocabulary),
@@ -182,7 +182,7 @@ def nuswide_photos(data: Data) -> RawSet:
         RawSet(
             place=str(listed),
             keys=tuple(names[row] for row in kept),
-            pictures=Files(tuple(root / names[row] for row in kept)),
+            pictures=ImageFiles(tuple(root / names[row] for row in kept)),
             captions=tuple(
                 (" ".join(words[column] for column in np.flatnonzero(bag[row])),) if bag[row].any() else ()
                 for row in kept

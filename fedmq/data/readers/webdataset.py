@@ -5,9 +5,7 @@ Nothing is unpacked: pictures are read at their places in the archives, which th
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,19 +14,15 @@ from pathlib import Path, PurePosixPath
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, refuse_keys
 from fedmq.data.readers.cells import one_label, one_of_many, one_text
-from fedmq.data.readers.photo_folder import MAX_CAPTIONS, captions_in
-from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes, is_leftover
-from fedmq.encoders.stored_pictures import Rows
+from fedmq.data.readers.formats import list_members
+from fedmq.data.readers.photo_folder import captions_in
+from fedmq.encoders.image_sets import StoredImages, is_leftover
+from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError
+from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digests, key_of
-from fedmq.storage.regular_files import check_regular, open_regular
+from fedmq.storage.regular_files import open_regular
 
-#: Maximum size of an archive, and of a picture in it [bytes].
-MAX_TAR, MAX_PICTURE = 1 << 40, 1 << 28
-#: Maximum size of a file's header in an archive, with its name and attributes [bytes].
-MAX_HEADER = 1 << 20
-#: Maximum number of files in an archive.
-MAX_FILES = 10_000_000
 _ALLOWED = "an uncompressed tar file of webdataset"
 _CAPTIONS = ("captions", "caption", "text")
 
@@ -60,7 +54,7 @@ class Member:
         Raises:
             InputError: the archive cannot be read, or is shorter than it was.
         """
-        with open_regular(self.tar, _ALLOWED, MAX_TAR) as archive:
+        with open_regular(self.tar, _ALLOWED) as archive:
             archive.seek(self.start)
             found = archive.read(self.size)
         if len(found) != self.size:
@@ -70,7 +64,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Members:
-    """Pictures in archives, for :class:`fedmq.encoders.stored_pictures.Rows`.
+    """Pictures in archives, for :class:`fedmq.encoders.image_sets.StoredImages`.
 
     Args:
         members: the pictures.
@@ -92,7 +86,7 @@ class Members:
         digests = dict(zip(tars, file_digests(tars), strict=True))
         return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
 
-    def picture(self, row: int) -> Pixels:
+    def image(self, row: int) -> Pixels:
         """Decode one picture: uint8 [height, width, 3].
 
         Raises:
@@ -146,7 +140,7 @@ def read_webdataset(data: Data) -> RawSet:
         RawSet(
             place=str(data.path),
             keys=tuple(pictures),
-            pictures=Rows(Members(tuple(pictures.values())), tuple(range(len(pictures)))),
+            pictures=StoredImages(Members(tuple(pictures.values())), tuple(range(len(pictures)))),
             captions=tuple(tuple(held[key].captions) for key in pictures),
             labels=labels,
             label_names=names,
@@ -166,15 +160,6 @@ def _archives(data: Data) -> list[Path]:
     raise InputError("data.path", str(path), "a tar file, or a folder with tar files")
 
 
-class _Archive(io.BufferedReader):
-    """An open archive that limits headers, because tarfile reads a long name or extended attributes at once."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= MAX_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes")
-        return super().read(size)
-
-
 def _members(tar: Path) -> Iterator[Member]:
     """The regular files in an archive, without those that macOS adds.
 
@@ -182,29 +167,9 @@ def _members(tar: Path) -> Iterator[Member]:
         InputError: it is not an uncompressed tar file, is truncated, or has links, devices or paths that lead out of
             it.
     """
-    check_regular(tar, MAX_TAR, _ALLOWED)
-    size = tar.stat().st_size
-    try:
-        with _Archive(tar.open("rb", buffering=0)) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
-            for number, info in enumerate(archive, 1):
-                archive.members = []  # type: ignore[attr-defined]  # tarfile would collect them
-                path = PurePosixPath(info.name)
-                place = f"{tar}: {info.name}"
-                if path.is_absolute() or ".." in path.parts:
-                    raise InputError(place, "a path that leads out of the archive", "paths within it")
-                if info.isdir() or any(map(is_leftover, path.parts)):
-                    continue
-                if not info.isreg() or info.issparse():
-                    raise InputError(place, "a link, a device or a sparse file", "regular files only")
-                if number > MAX_FILES:
-                    raise InputError(str(tar), f"more than {MAX_FILES:,} files", "several archives")
-                if info.size > MAX_PICTURE:
-                    raise InputError(place, f"{info.size:,} bytes", f"at most {MAX_PICTURE:,}")
-                if info.offset_data + info.size > size:
-                    raise InputError(place, "a file that was cut off", "a complete archive")
-                yield Member(tar, info.name, info.offset_data, info.size)
-    except (tarfile.TarError, EOFError, OSError, ValueError, UnicodeError, RecursionError) as error:
-        raise InputError(str(tar), str(error) or type(error).__name__, _ALLOWED) from None
+    for name, start, size in quarantine.read(list_members, tar, place=str(tar), allowed=_ALLOWED, files=[tar]):
+        if not any(map(is_leftover, PurePosixPath(name).parts)):
+            yield Member(tar, name, start, size)
 
 
 def _add(sample: _Sample, ending: str, member: Member) -> None:
@@ -214,8 +179,6 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
             raise InputError(member.place, f"a second picture next to {sample.image.name}", "one picture for each item")
         sample.image = member
     elif ending in ("txt", "json", "cls"):
-        if member.size > MAX_CAPTIONS:
-            raise InputError(member.place, f"{member.size:,} bytes", f"at most {MAX_CAPTIONS:,}")
         try:
             text = member.content().decode("utf-8-sig")
         except UnicodeDecodeError:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedmq.storage.json_files import Digest, Stored
 
-#: A small picture as part of the page; nothing else may stand there, as the page shows it unescaped by the browser.
+#: A small image as part of the page; nothing else may stand there, as the page shows it unescaped by the browser.
 Thumbnail = Annotated[str, Field(pattern=r"^(data:image/jpeg;base64,[A-Za-z0-9+/]+=*)?$", max_length=40_000)]
 _Plane = list[Annotated[list[float], Field(min_length=2, max_length=2)]]
 
@@ -19,7 +19,7 @@ class ReportItem(Stored):
     Args:
         key: the item's name.
         caption: a caption of it; empty if captions are not known as text.
-        image: a thumbnail; empty if there are no pictures.
+        image: a thumbnail; empty if there are no images.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Space(Stored):
 
 
 class ReportData(Stored):
-    """Pictures, projections and holdings for a report.
+    """Images, projections and holdings for a report.
 
     Args:
         format: format version of this file.

@@ -10,18 +10,18 @@ from pathlib import Path
 from fedmq.runs.report.html import Figure
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, tell
+from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
-    EventKind,
-    EventRecord,
     LogRecord,
     MessageRecord,
-    NoteKind,
     NoteRecord,
+    SentPayloads,
+    TimelineRecord,
     read_records,
     record_of,
+    sent_payloads,
 )
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.sent_payloads import SentPayloads, sent_payloads
 
 #: Titles of time axes.
 RUN_TIME = "the run's time [s]"
@@ -42,12 +42,12 @@ _OUTCOMES: Mapping[str, str] = {
     "not answered": "#9aa7b4",
 }
 #: Incidents, with the plotly symbol that marks them.
-_INCIDENTS: Mapping[NoteKind, tuple[str, str]] = {
-    NoteKind.PEER_LOST: ("connection lost", "x"),
-    NoteKind.EXPELLED: ("excluded", "octagon"),
-    NoteKind.FAULT: ("scripted fault", "triangle-down"),
-    NoteKind.ERROR_REPORTED: ("error reported", "diamond"),
-    NoteKind.NOT_DELIVERED: ("message not delivered", "cross"),
+_INCIDENTS: Mapping[LogEvent, tuple[str, str]] = {
+    LogEvent.PEER_LOST: ("connection lost", "x"),
+    LogEvent.EXPELLED: ("excluded", "octagon"),
+    LogEvent.FAULT: ("scripted fault", "triangle-down"),
+    LogEvent.ERROR_REPORTED: ("error reported", "diamond"),
+    LogEvent.NOT_DELIVERED: ("message not delivered", "cross"),
 }
 
 
@@ -83,7 +83,7 @@ class Incident:
 
     silo: str
     now: float
-    kind: NoteKind
+    kind: LogEvent
     detail: str
 
 
@@ -133,11 +133,11 @@ def add_record(facts: LogFacts, record: LogRecord) -> None:
                 _count(facts, record)
             facts.bytes += sum(size for _, size in record.payloads)
             facts.bytes_at.setdefault(record.header.base_version, facts.bytes)
-        case EventRecord():
+        case TimelineRecord():
             facts.end = max(facts.end, float(record.now))
             _settle(facts, record)
-        case NoteRecord(text=NoteKind() as kind):
-            facts.resumed |= kind in (NoteKind.RESUMED, NoteKind.EXTENDED)
+        case NoteRecord(event=LogEvent() as kind):
+            facts.resumed |= kind in (LogEvent.RESUMED, LogEvent.EXTENDED)
             _note(facts, record, kind)
 
 
@@ -155,19 +155,19 @@ def _count(facts: LogFacts, record: MessageRecord) -> None:
         facts.tasks.setdefault((silo, header.sequence), TaskSpan(silo, header.sequence, header.sent_at))
 
 
-def _settle(facts: LogFacts, record: EventRecord) -> None:
+def _settle(facts: LogFacts, record: TimelineRecord) -> None:
     task = facts.tasks.get((record.silo, record.sequence))
     if task is None:
         return
-    if record.event == EventKind.ARRIVED:
+    if record.event == TimelineEvent.ARRIVED:
         task.end, task.outcome = float(record.now), "reply arrived"
-    elif record.event == EventKind.FAILED:
+    elif record.event == TimelineEvent.FAILED:
         task.end, task.outcome = float(record.now), "failed"
 
 
-def _note(facts: LogFacts, record: NoteRecord, kind: NoteKind) -> None:
+def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:
     silo = str(record.facts.get("silo") or record.facts.get("peer") or "")
-    if kind is NoteKind.REPLY_DISCARDED:
+    if kind is LogEvent.REPLY_DISCARDED:
         task = facts.tasks.get((silo, _sequence(record)))
         # A silo that is sent a task again may reply again; the first reply counts.
         if task is not None and record.facts.get("reason") != "duplicate":
@@ -178,8 +178,8 @@ def _note(facts: LogFacts, record: NoteRecord, kind: NoteKind) -> None:
 
 
 def _sequence(record: NoteRecord) -> int:
-    found = record.facts.get("sequence")
-    return found if isinstance(found, int) else -1
+    sequence = record.facts.get("sequence")
+    return sequence if isinstance(sequence, int) else -1
 
 
 def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure | None:

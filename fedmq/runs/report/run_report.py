@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fedmq.config.loader import load
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of
+from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.report import figures
 from fedmq.runs.report.data import ReportData
 from fedmq.runs.report.html import Figure, render
@@ -21,8 +22,8 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
 from fedmq.text import counted, size_text
+from fedmq.wire.log_records import SentPayloads
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sent_payloads import SentPayloads
 
 if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue
@@ -87,7 +88,7 @@ def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
     path = folder.root / "report_data.json"
     if not path.is_file():
         return None
-    data = read_json(path, ReportData, "the pictures and projections of a report; delete it to do without")
+    data = read_json(path, ReportData, "the images and projections of a report; delete it to do without")
     return data if data.model_digest == summary.model_digest else None
 
 

@@ -1,0 +1,345 @@
+"""The images of a data set, decoded on demand: image files, videos, folders of frames, or rows of a stored array."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import blake3
+
+from fedmq.encoders import images
+from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Pixels, decode, spread_evenly, video_frames
+from fedmq.errors import DataItemError, InputError
+from fedmq.storage.cache import file_digests
+
+_REPORTED = 256  # images between two reports of progress
+
+
+class Images(Protocol):
+    """n images in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def clips(self) -> bool:
+        """Whether the images are videos, whose frames are pooled."""
+        ...
+
+    def frames(self, row: int) -> list[Pixels]:
+        """Decode one image or a video's frames: uint8 [height, width, 3] each.
+
+        Raises:
+            InputError: the image is unreadable; the message names its file.
+        """
+        ...
+
+    def name(self, row: int) -> str:
+        """Name of this image in error messages."""
+        ...
+
+    def stamps(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+        """Fingerprint of each image's content and of its decoding, which changes if the image is replaced.
+
+        Args:
+            on_progress: receives the number of images whose files have been read.
+
+        Raises:
+            InputError: a file cannot be read.
+        """
+        ...
+
+    def contents(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+        """A text for each image, the same for two images if one is a copy of the other; errors as of `stamps`."""
+        ...
+
+    def missing(self, row: int) -> bool:
+        """Whether this image's file does not exist."""
+        ...
+
+    def subset(self, rows: Sequence[int]) -> Images:
+        """The images of the given rows, in the given order."""
+        ...
+
+
+def exists(path: Path) -> bool:
+    """Whether a file or folder exists; False for names that the file system does not accept."""
+    try:
+        path.stat()
+    except PermissionError:
+        return True  # opening it reports the reason
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder exists; False for names that the file system does not accept."""
+    return exists(path) and path.is_dir()
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder is hidden or added to archives by macOS, and so not part of a data set.
+
+    >>> is_leftover("._25.jpg"), is_leftover("25.jpg")
+    (True, False)
+    """
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
+    """All files below a folder, without leftovers (:func:`is_leftover`).
+
+    Symbolic links to folders are followed, but each folder is visited once, under its real path if that is below
+    ``folder``.
+
+    Args:
+        folder: folder in which they are.
+        leave: also follow links to folders that are not below ``folder``.
+
+    Raises:
+        InputError: there is such a link, and ``leave`` is false.
+    """
+    root = folder.resolve()
+    seen: set[tuple[int, int]] = set()
+    waiting, links = [folder], deque[Path]()
+    while waiting or links:
+        here = waiting.pop() if waiting else links.popleft()
+        try:
+            about = here.stat()
+            with os.scandir(here) as listed:
+                inside = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in listed)
+        except OSError:
+            continue  # unreadable folders such as lost+found are not part of a data set
+        if (about.st_dev, about.st_ino) in seen:
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        for name, is_dir, link in inside:
+            if is_leftover(name):
+                continue
+            if is_dir:
+                if link and not leave and not (here / name).resolve().is_relative_to(root):
+                    allowed = f"links to folders in {folder}; replace the link by the folder, or delete it"
+                    raise InputError(str(here / name), f"a link to {(here / name).readlink()}", allowed)
+                (links if link else waiting).append(here / name)
+            else:
+                yield here / name
+
+
+def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Sort key that orders names by the numbers in them: 2.jpg before 10.jpg."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts], path.name
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images in files.
+
+    Args:
+        paths: path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
+        wanted: number of frames to take from a video or folder.
+        folders: accept folders as videos; in a set of photos a folder is an error.
+    """
+
+    paths: tuple[Path, ...]
+    wanted: int = 1
+    folders: bool = False
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def clips(self) -> bool:
+        """Whether more than one frame per image is taken."""
+        return self.wanted > 1
+
+    def name(self, row: int) -> str:
+        """The image's path."""
+        return str(self.paths[row])
+
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """The digest of the bytes, and the parameters of decoding; of a folder, the digests of its frames in order."""
+        files = [self._frames(path) if is_folder(path) else [path] for path in self.paths]
+        flat = [file for inside in files for file in inside]
+        digests = iter(file_digests(flat, lambda done: on_progress(done * len(files) // len(flat))))
+        stamps = []
+        for path, inside in zip(self.paths, files, strict=True):
+            content = ",".join(itertools.islice(digests, len(inside)))
+            order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
+            stamps.append(f"{content}|{self.wanted}|{images.PIXELS_VERSION}{order}")
+        return tuple(stamps)
+
+    contents = stamps
+
+    def _frames(self, folder: Path) -> list[Path]:
+        """The frames in a folder, ordered by the numbers in their names.
+
+        Raises:
+            InputError: there are none, or the set is one of photos.
+        """
+        if not self.folders:
+            raise InputError(str(folder), "a folder", "an image or a video")
+        try:
+            frames = (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
+            inside = sorted((file for file in frames if not is_leftover(file.name)), key=_numbered)
+        except OSError as error:
+            raise InputError(str(folder), error.strerror or str(error), "a readable folder") from None
+        if not inside:
+            raise InputError(str(folder), "a folder without images", "a folder of a video's frames")
+        return inside
+
+    def missing(self, row: int) -> bool:
+        """Whether the path does not exist."""
+        return not exists(self.paths[row])
+
+    def frames(self, row: int) -> list[Pixels]:
+        """Decode one image, or ``wanted`` evenly spaced frames: uint8 [height, width, 3] each."""
+        path = self.paths[row]
+        if is_folder(path):
+            inside = self._frames(path)
+            return [decode(inside[index], DataItemError) for index in spread_evenly(len(inside), self.wanted)]
+        return (
+            video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, DataItemError)]
+        )
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """The images of the given rows, in the given order."""
+        return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
+
+
+class Stack(Protocol):
+    """n images stored together, in an array or an archive, opened and read lazily."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, row: int) -> str:
+        """Name of one image in error messages."""
+        ...
+
+    @property
+    def stamp(self) -> str:
+        """Fingerprint of the images and their order, which changes if one of their files is replaced."""
+        ...
+
+    def image(self, row: int) -> Pixels:
+        """Read one image: uint8 [height, width, 3]."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Images that are stored together, as the rows of an array or in an archive.
+
+    Args:
+        stack: the stored images.
+        rows: row of each image in the stack.
+    """
+
+    stack: Stack
+    rows: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def clips(self) -> bool:
+        """Always False: the rows are images."""
+        return False
+
+    def name(self, row: int) -> str:
+        """As the stack calls it: file, array and row."""
+        return self.stack.name(self.rows[row])
+
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """The stack's fingerprint, the row, and the version of the decoding."""
+        del on_progress  # few files
+        stamp = self.stack.stamp
+        return tuple(f"{stamp}|{row}|{images.PIXELS_VERSION}" for row in self.rows)
+
+    def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """The digest of each row's pixels."""
+        found = []
+        for done, row in enumerate(self.rows, 1):
+            pixels = self.stack.image(row)
+            found.append(blake3.blake3(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest())
+            if done % _REPORTED == 0 or done == len(self.rows):
+                on_progress(done)
+        return tuple(found)
+
+    def missing(self, row: int) -> bool:
+        """Always False: the array holds all rows."""
+        del row
+        return False
+
+    def frames(self, row: int) -> list[Pixels]:
+        """Read one image: uint8 [height, width, 3], as a list of one frame."""
+        return [self.stack.image(self.rows[row])]
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """The images of the given rows, in the given order."""
+        return type(self)(self.stack, tuple(self.rows[row] for row in rows))
+
+
+@dataclass(frozen=True)
+class ImagesWithGaps:
+    """The images of n items, some of which have no image.
+
+    Args:
+        held: the m existing images.
+        rows: for each item, the row of its image in ``held``; None for an item without one.
+    """
+
+    held: Images
+    rows: tuple[int | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def clips(self) -> bool:
+        """Whether the existing images are videos."""
+        return self.held.clips
+
+    def name(self, row: int) -> str:
+        """The image's name; ``no image`` for an item without one."""
+        at = self.rows[row]
+        return "no image" if at is None else self.held.name(at)
+
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """As for the existing images; each item without one has its own stamp, as such items share no image."""
+        return self._filled(self.held.stamps(on_progress))
+
+    def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
+        """As for the existing images; each item without one has distinct contents."""
+        return self._filled(self.held.contents(on_progress))
+
+    def _filled(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f"none|{row}" if at is None else texts[at] for row, at in enumerate(self.rows))
+
+    def missing(self, row: int) -> bool:
+        """Whether the item has an image whose file does not exist."""
+        at = self.rows[row]
+        return at is not None and self.held.missing(at)
+
+    def frames(self, row: int) -> list[Pixels]:
+        """Decode the item's image.
+
+        Raises:
+            InputError: it has none, or its image is unreadable.
+        """
+        at = self.rows[row]
+        if at is None:
+            raise InputError(f"item {row}", "no image", "an item with an image")
+        return self.held.frames(at)
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """The images of the given items, in the given order."""
+        chosen = [self.rows[row] for row in rows]
+        places = {at: place for place, at in enumerate(at for at in chosen if at is not None)}
+        return type(self)(self.held.subset(list(places)), tuple(None if at is None else places[at] for at in chosen))

@@ -1,0 +1,344 @@
+"""Plots of released models: precision-recall curves, and t-SNE (van der Maaten and Hinton 2008).
+
+The curves are the usual figures of papers on hashing: precision against recall by rank and by Hamming radius, and
+precision or recall among the first N. Models are evaluated as in their runs: same split, same gallery, same order of
+ties. In a t-SNE plot, distances between clusters and their sizes carry no meaning.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq import seeds
+from fedmq.config.sections import Modality
+from fedmq.data.labels import fine_columns
+from fedmq.errors import InputError
+from fedmq.evaluation import hamming
+from fedmq.evaluation.gallery_ranking import Way, rank
+from fedmq.evaluation.heldout import HeldOut, embed
+from fedmq.evaluation.label_metrics import Curve, RankingMetrics
+from fedmq.federation.population import Population, build_population
+from fedmq.retrieval.released_model import Release
+from fedmq.runs.report import html
+from fedmq.runs.report.html import Figure
+from fedmq.runs.tables import as_csv
+from fedmq.text import Progress
+
+Key = TypeVar("Key")
+
+#: Maximum number of points of a curve by rank, in figures and files.
+_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The curves of one run, or the means over several that differ in their seed.
+
+    Args:
+        name: name of the runs, followed by the silo if its personal models are used.
+        ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
+    """
+
+    name: str
+    ways: dict[Way, RankingMetrics]
+
+
+def parse_cutoffs(text: str) -> tuple[int, ...]:
+    """Read ``1,5,10``.
+
+    Raises:
+        InputError: they are not whole numbers from 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", part) and int(part) for part in parts):
+        raise InputError("--top", text, "whole numbers from 1, e.g. 1,10,100")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def labelled_population(release: Release, progress: Progress | None = None) -> Population:
+    """Load a run's data, or those of the site whose personal model is used, checked to have labels.
+
+    Args:
+        release: the run.
+        progress: called while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, or have no labels, or only the sites have them, or the site has
+            no pair to evaluate.
+    """
+    scenario = release.scenario
+    if release.site is not None:
+        if not release.site.prepared.label_names:
+            raise InputError("--site", "a site whose data have no labels", "data with labels")
+        if not len(release.site.evaluated):
+            split = scenario.evaluation.split
+            raise InputError("--site", f"a site without a pair in its {split} split", f"a site with {split} pairs")
+        return release.site
+    release.check_one_data_set(
+        "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
+        "metrics of the silos' held-out items under own_heldout"
+    )
+    population = build_population(scenario, progress, release.cache)
+    release.check_data(population.prepared)
+    if not population.prepared.label_names:
+        raise InputError(f"data.name of {release.run.root}", scenario.dealt.name, "a data set with labels")
+    return population
+
+
+def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
+    """Compute the curves of a released model.
+
+    Args:
+        release: the run.
+        top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
+        progress: called while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, or have no labels, or only the sites have them.
+    """
+    scenario = release.scenario
+    population = labelled_population(release, progress)
+    heldout, model = HeldOut.load(scenario, population), release.retriever(population.prepared)
+    queries = embed(model.encoders, heldout.dataset, binary=model.binary)
+    gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
+    cutoffs = tuple(n for n in top_n if n <= len(gallery.image))
+    ways: tuple[Way, ...] = ("i2t", "t2i")
+    if scenario.evaluation.within and heldout.gallery is not None:
+        ways = (*ways, "i2i", "t2t")
+    return rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=cutoffs, curves=True)
+
+
+def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
+    """Average the curves of several runs.
+
+    Args:
+        name: name of the runs.
+        runs: result of :func:`measured` for each run; at least one.
+
+    Raises:
+        InputError: their lists or codes have different lengths, so that they cannot be averaged.
+    """
+    sizes = {
+        tuple(
+            (way, *(None if curve is None else len(curve.recall) for curve in (each.pr_rank, each.pr_radius)))
+            for way, each in run.items()
+        )
+        for run in runs
+    }
+    if len(sizes) > 1:
+        raise InputError(f"runs of {name}", "lists or codes of different lengths", "runs that differ in their seed")
+    return Measured(name, {way: _mean([run[way] for run in runs]) for way in runs[0]})
+
+
+def _mean(found: Sequence[RankingMetrics]) -> RankingMetrics:
+    return RankingMetrics(
+        map=float(np.mean([each.map for each in found])),
+        map_expected=float(np.mean([each.map_expected for each in found])),
+        map_at=_means([each.map_at for each in found]),
+        ndcg=_means([each.ndcg for each in found]),
+        ndcg_retrieved=_means([each.ndcg_retrieved for each in found]),
+        top_n={n: tuple(np.mean([each.top_n[n] for each in found], axis=0).tolist()) for n in found[0].top_n},
+        pr_rank=_curve([each.pr_rank for each in found]),
+        pr_radius=_curve([each.pr_radius for each in found]),
+    )
+
+
+def _means(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+
+
+def _curve(found: Sequence[Curve | None]) -> Curve | None:
+    """The mean curve; runs that retrieve nothing within a radius are left out of its precision."""
+    curves = [each for each in found if each is not None]
+    if not curves:
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN if no run retrieves anything
+        precision = np.nanmean([each.precision for each in curves], axis=0)
+    return Curve(precision, np.mean([each.recall for each in curves], axis=0))
+
+
+def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
+    """Ranks [k] from 1, geometrically spaced if the curve is long, and the curve at these ranks."""
+    length = len(curve.precision)
+    kept = np.unique(np.geomspace(1, length, _POINTS).round().astype(np.int64)) if length > _POINTS else None
+    places = np.arange(1, length + 1) if kept is None else kept
+    return places, Curve(curve.precision[places - 1], curve.recall[places - 1])
+
+
+def curves_table(runs: Sequence[Measured]) -> str:
+    """All curves as CSV: run, way, curve (``rank``, ``radius`` or ``top``), place, precision, recall."""
+    records: list[dict[str, object]] = []
+    for run in runs:
+        for way, found in run.ways.items():
+            rows: list[tuple[str, int, float, float]] = []
+            if found.pr_rank is not None:
+                places, curve = _thinned(found.pr_rank)
+                rows += [("rank", int(at), *pair) for at, *pair in zip(places, *curve, strict=True)]
+            if found.pr_radius is not None:
+                rows += [("radius", at, *pair) for at, pair in enumerate(zip(*found.pr_radius, strict=True))]
+            rows += [("top", n, *pair) for n, pair in found.top_n.items()]
+            for kind, at, precision, recall in rows:
+                head = {"run": run.name, "way": way, "curve": kind, "place": at}
+                records.append({**head, "precision": round(float(precision), 6), "recall": round(float(recall), 6)})
+    return as_csv(records)
+
+
+def curves_page(runs: Sequence[Measured], title: str) -> str:
+    """The curves as one self-contained HTML page, with figures for each direction of retrieval."""
+    figures = []
+    for way in dict.fromkeys(way for run in runs for way in run.ways):
+        have = [(run.name, run.ways[way]) for run in runs if way in run.ways]
+        figure = Figure(f"{way}: precision against recall, by rank", "recall", "precision")
+        for name, found in have:
+            if found.pr_rank is not None:
+                _, curve = _thinned(found.pr_rank)
+                figure.draw("scatter", x=curve.recall, y=curve.precision, name=name, mode="lines")
+        figures.append(figure)
+        if any(found.pr_radius is not None for _, found in have):
+            figure = Figure(f"{way}: precision against recall, by Hamming radius", "recall", "precision")
+            for name, found in have:
+                if found.pr_radius is not None:
+                    precision, recall = found.pr_radius
+                    radii = [f"radius {radius}" for radius in range(len(recall))]
+                    figure.draw("scatter", x=recall, y=precision, text=radii, name=name, mode="lines+markers")
+            figures.append(figure)
+        for place, what in enumerate(("precision", "recall")):
+            figure = Figure(f"{way}: {what} among the first N", "N", what)
+            for name, found in have:
+                values = [pair[place] for pair in found.top_n.values()]
+                figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
+            figures.append(figure)
+    return html.document(title, (), figures)
+
+
+F32 = npt.NDArray[np.float32]
+_PERPLEXITY = 30.0
+_SYMBOLS: dict[Modality, str] = {"image": "circle", "text": "x-thin-open"}
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One model's items in the plane.
+
+    Args:
+        name: name of the model.
+        places: coordinates, float32 [n, 2].
+        sides: modality of each point: the item's image, or its first caption.
+        classes: class of each point.
+        items: key of each point's item.
+    """
+
+    name: str
+    places: F32
+    sides: tuple[Modality, ...]
+    classes: tuple[str, ...]
+    items: tuple[str, ...]
+
+
+def placed(
+    name: str,
+    release: Release,
+    *,
+    items: int,
+    classes: int,
+    sides: Sequence[Modality],
+    progress: Progress | None = None,
+) -> Plane:
+    """Compute the t-SNE of a model's evaluated items.
+
+    Args:
+        name: name of the model.
+        release: its run.
+        items: maximum number of items, sampled with the run's seed.
+        classes: number of classes, the most frequent ones. An item with several of them counts as the first, an item
+            with none is left out.
+        sides: image, text or both; an item has one point per modality, all in one plane.
+        progress: called while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, have no labels, or leave fewer than four points.
+    """
+    population = labelled_population(release, progress)
+    prepared, model = population.prepared, release.retriever(population.prepared)
+    fine = fine_columns(prepared.label_names)
+    labels = np.asarray(prepared.labels)[population.evaluated][:, fine]
+    common = np.sort(np.argsort(-labels.sum(axis=0, dtype=np.int64), kind="stable")[:classes])
+    shown = labels[:, common] > 0
+    rows = np.flatnonzero(shown.any(axis=1))
+    if len(rows) > items:
+        rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
+    dataset = population.load(population.evaluated[rows], image=True, text=True)
+    embedded = embed(model.encoders, dataset, binary=model.binary)
+    vectors = {"image": embedded.image, "text": embedded.first_captions}
+    points = np.concatenate([vectors[side] for side in sides])
+    if len(points) < 4:
+        raise InputError(f"{release.run.root}: t-SNE", f"{len(points)} points", "at least 4: more --items or --classes")
+    class_of = [prepared.label_names[fine[column]] for column in common[shown[rows].argmax(axis=1)]]
+    keys = [prepared.keys[row] for row in dataset.rows.tolist()]
+    return Plane(
+        name,
+        _plane(points, binary=model.binary, seed=seeds.derive(release.scenario.seed, "tsne") % 2**32),
+        tuple(side for side in sides for _ in rows),
+        tuple(class_of) * len(sides),
+        tuple(keys) * len(sides),
+    )
+
+
+def _plane(points: F32, *, binary: bool, seed: int) -> F32:
+    """t-SNE of vectors [n, d], as [n, 2]; of codes by Hamming distance, of embeddings by angle."""
+    from sklearn.manifold import TSNE  # noqa: PLC0415 - takes a second to import
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    length = np.maximum(np.linalg.norm(points, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    unit = hamming.sign(points).astype(np.float32) if binary else points / length
+    if not np.ptp(unit, axis=0).any():  # all equal, as codes of an untrained model may be
+        return np.zeros((len(unit), 2), np.float32)
+    if unit.shape[1] < 2:
+        unit = np.pad(unit, ((0, 0), (0, 1)))  # PCA initialisation needs two dimensions
+    perplexity = min(_PERPLEXITY, (len(unit) - 1) / 3)
+    with threadpool_limits(1):  # with more, the order of sums varies between calls
+        found: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
+    return found
+
+
+def tsne_table(planes: Sequence[Plane]) -> str:
+    """All points as CSV: run, item, side, class, x, y."""
+    return as_csv(
+        [
+            {"run": plane.name, "item": item, "side": side, "class": name, "x": f"{x:.4f}", "y": f"{y:.4f}"}
+            for plane in planes
+            for item, side, name, (x, y) in zip(plane.items, plane.sides, plane.classes, plane.places, strict=True)
+        ]
+    )
+
+
+def tsne_page(planes: Sequence[Plane]) -> str:
+    """The planes as one self-contained HTML page: a colour for each class, a symbol for each modality."""
+    figures = []
+    for plane in planes:
+        figure = Figure(f"{plane.name}: {' and '.join(dict.fromkeys(plane.sides))}", "", "", height=700)
+        classes, sides = np.array(plane.classes), np.array(plane.sides)
+        for place, name in enumerate(sorted(set(plane.classes))):
+            for side in dict.fromkeys(plane.sides):
+                points = np.flatnonzero((classes == name) & (sides == side))
+                figure.draw(
+                    "scatter",
+                    x=plane.places[points, 0],
+                    y=plane.places[points, 1],
+                    text=[plane.items[point] for point in points],
+                    name=f"{name}, {side}",
+                    legendgroup=name,
+                    mode="markers",
+                    marker={"color": html.colour(place), "symbol": _SYMBOLS[side], "size": 6},
+                )
+        figures.append(figure)
+    notes = ("t-SNE: distances between clusters, and their sizes, carry no meaning",)
+    return html.document(", ".join(plane.name for plane in planes), notes, figures)

@@ -1,0 +1,116 @@
+"""The events that message logs record, each with its meaning; ``docs/reference/message_logs.md`` lists them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, Self
+
+#: How a log for operators shows an event.
+Level = Literal["debug", "info", "warning", "error"]
+
+
+class _Event(StrEnum):
+    """An identifier with its meaning and the level that it has in a log for operators."""
+
+    meaning: str
+    level: Level
+
+    def __new__(cls, value: str, meaning: str, level: Level = "debug") -> Self:
+        event = str.__new__(cls, value)
+        event._value_, event.meaning, event.level = value, meaning, level
+        return event
+
+
+class LogEvent(_Event):
+    """What a note records; the further fields of a note depend on its event."""
+
+    # Of a process.
+    STARTED = "started", "the process started", "info"
+    RESUMED = "resumed", "the coordinator resumed the run from the checkpoint of `version` merges", "info"
+    EXTENDED = "extended", "a finished run is continued, up to `rounds` rounds", "info"
+    ENDED = "ended", "the coordinator ended, in the `phase` of its rounds", "info"
+    INLINE = (
+        "inline",
+        "the silos run inside the coordinator: no messages are exchanged or loggedinfo",
+    )
+    RELEASED = "released", "the coordinator released the model, with its digests", "info"
+    RESULT_DIGESTS = "result_digests", "SHA-256 of the files of the finished run, by name"
+    # What happened outside the run's timeline.
+    AGREED = "agreed", "the silos agreed on labels and model inputs"
+    JOINED = "joined", "the silo or evaluator `peer` takes part from here on", "info"
+    RETURNED = "returned", "`peer` made a new session before the coordinator noticed that it had lost its connection"
+    PEER_LOST = "peer_lost", "the coordinator lost `peer`: no heartbeat, or a broken connection", "warning"
+    EXPELLED = (
+        "expelled",
+        "the key of `peer` (or this process's own) was removed; its session ended",
+        "warning",
+    )
+    TASK_OVERDUE = "task_overdue", "`peer` did not answer task `sequence` within the limit of real time"
+    SILO_ABSENT = "silo_absent", "`peer` stayed away for too long: its tasks fail"
+    OFF_AT_START = "off_at_start", "the availability trace begins without the `silos`"
+    STILL_CONNECTED = "still_connected", "the `silos` stayed connected while late silos were included"
+    REJOIN_TIMEOUT = "rejoin_timeout", "the coordinator stopped waiting for silos that took part before it restarted"
+    LATE_SILOS = "late_silos", "the rounds pause to include late silos"
+    STOP_REQUESTED = "stop_requested", "the operator asked the run to stop"
+    EVALUATION_ABORTED = "evaluation_aborted", "the operator asked the run to stop before its last evaluation"
+    KEYS_UNREADABLE = "keys_unreadable", "the folder of accepted keys cannot be read completely"
+    STATUS_REQUESTED = "status_requested", "the holder of the key `peer` asked for the run's status for the first time"
+    OTHER_SCENARIO = (
+        "other_scenario",
+        "`peer` reports after a refused handshake which `keys` of its scenario differ",
+        "warning",
+    )
+    # About tasks, replies and evaluations.
+    NOT_DELIVERED = "not_delivered", "a message to `peer` could not be sent", "warning"
+    ERROR_REPORTED = "error_reported", "`peer` reported an error", "error"
+    TASK_FAILED = "task_failed", "task `sequence` of `silo` has no usable reply, for the `reason` given", "warning"
+    REPLY_DISCARDED = "reply_discarded", "the reply to task `sequence` of `silo` is not merged", "info"
+    REPLY_LEFT_OUT = "reply_left_out", "the aggregation left out the reply of `silo` as an outlier", "info"
+    ALL_MERGED = "all_merged", "the last round is merged", "info"
+    CHECKPOINT_REFUSED = "checkpoint_refused", "the disk refused the checkpoint of `version` merges", "error"
+    EVALUATOR_ABSENT = "evaluator_absent", "the evaluator did not answer within the limit", "warning"
+    NOT_MEASURED = "not_measured", "`peer` stayed away, so its own model is not measured", "warning"
+    # Scripted faults.
+    FAULT = "fault", "a scripted fault struck", "info"
+    FAULT_SKIPPED = "fault_skipped", "a scripted fault had no process that could carry it out", "warning"
+    WALL_CLOCK_FAULTS = (
+        "wall_clock_faults",
+        "with a wall clock the scripted faults are real, and the run cannot be replayed",
+        "warning",
+    )
+    # A silo's personal state.
+    STATE_KEPT = "state_kept", "the silo stores a personal state from task `task` on", "info"
+    STATE_MISSING = "state_missing", "the personal state of earlier tasks is gone; the silo goes on without", "warning"
+    STATE_OUTDATED = (
+        "state_outdated",
+        "the personal state of task `task` is gone; the silo continues from an older one",
+        "warning",
+    )
+    # About sessions and refused messages.
+    WITHHELD = "withheld", "the silo's own policy forbids a message; `rule` says why", "warning"
+    HELLO_REFUSED = "hello_refused", "the coordinator refused the handshake", "warning"
+    HEARTBEAT_MISSED = "heartbeat_missed", "the coordinator was silent for too long; a new handshake begins", "warning"
+    PROCESS_SUSPENDED = (
+        "process_suspended",
+        "this process did not run for too long; a new handshake begins",
+        "warning",
+    )
+    RECONNECTED = "reconnected", "the connection broke and was made again; a new handshake begins", "info"
+    QUEUE_FULL = "queue_full", "the queue to the coordinator stayed full; a new handshake begins", "warning"
+    MESSAGE_LOST = "message_lost", "a message of the coordinator did not arrive; a new handshake begins", "warning"
+    RATE_LIMITED = "rate_limited", "the coordinator ended the session: this process sent too many messages", "warning"
+    REFUSALS_COUNTED = "refusals_counted", "`count` further messages of unknown peers were refused", "warning"
+    STALE_SESSIONS = (
+        "stale_sessions",
+        "`count` messages of sessions before the coordinator's restart were dropped",
+        "info",
+    )
+
+
+class TimelineEvent(_Event):
+    """An event on the timeline of a run, which a replay must have, too."""
+
+    ARRIVED = "arrived", "a reply arrived"
+    FAILED = "failed", "a task failed"
+    SWITCHED = "switched", "the availability of a silo changed"
+    DEADLINE = "deadline", "the deadline of a round passed"

@@ -1,0 +1,415 @@
+"""A silo's tasks: how it answers them, what it reports of failed ones, and how many silos of a machine train at a time.
+
+A slot for training is a file lock, which the kernel releases when its silo ends or is killed. Waiting silos queue, in
+no fixed order, on another lock: only its holder polls the slots, at short intervals. Each process locks a file of its
+own, ``user-...``, as long as it uses the folder. A folder without such a lock is removed by the last process that used
+it, or after a SIGKILL by the next one that starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Literal
+
+import numpy as np
+import torch
+
+import protocols
+from fedmq.clock import WallClock
+from fedmq.config.faults import Drift, LabelNoise
+from fedmq.config.resolve import ResolvedRun
+from fedmq.config.scenario import Scenario
+from fedmq.config.site import Site
+from fedmq.data.silo_dataset import SiloDataset
+from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
+from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
+from fedmq.federation import updates
+from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
+from fedmq.federation.participant import (
+    reportable,
+)  # fmt: skip
+from fedmq.federation.population import Population, device_of
+from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
+from fedmq.models.two_tower import TwoTower
+from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
+from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions
+from fedmq.storage.run_folder import RunFolder, make_folder, writing
+from fedmq.text import print_line, printable
+from fedmq.wire.fields import FieldError
+from fedmq.wire.layout import require_layout
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import DiscriminatorDelta, Metrics, Model, Payload, SiloMetrics
+from protocols.parts.missing_branch import shortened
+from silos.personal_state import StateStore
+
+
+@dataclass(frozen=True)
+class SiloArguments:
+    """How a silo is started.
+
+    Args:
+        run: run as the coordinator has it.
+        name: the silo's name.
+        connect: the coordinator's URI.
+        keys: folder of the silo's key and of the coordinator's public key.
+        out: folder for its message log and its personal state.
+        device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
+        data: folder of the prepared data, if known; None locates it.
+        site: the silo's site, which has its data if the silos have their own data; None without a site file.
+        logs: options of the log for operators; None for no log.
+        policy: file of the policy for what may leave the silo; None allows everything.
+        simulated: `fedmq scenario` started it on this machine, so errors may be reported with their whole text.
+    """
+
+    run: ResolvedRun
+    name: str
+    connect: str
+    keys: Path
+    out: Path
+    device: str | None = None
+    data: Path | None = None
+    site: Site | None = None
+    logs: LogOptions | None = None
+    policy: Path | None = None
+    simulated: bool = False
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
+
+
+class Silo:
+    """A silo with its dataset loaded, ready for tasks.
+
+    Args:
+        arguments: how it was started.
+        population: the data and its partition among the silos.
+        model: the two towers, if silos of one process share them; None builds new ones.
+        noise: source of the noise on its updates: the scenario's seed, or a secret of the silo.
+    """
+
+    def __init__(
+        self, arguments: SiloArguments, population: Population, model: TwoTower | None = None, *, noise: int | bytes
+    ) -> None:
+        scenario = arguments.scenario
+        self.scenario, self.simulated = scenario, arguments.simulated
+        self.population = population
+        self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
+        self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
+        self._shared, self._noise, self._clock = model, noise, WallClock()
+        self._persistent: tuple[ScheduledFault, ...] | None = None
+        # Before the method is made, which needs the model's layout; it may also train on items outside the dataset.
+        self._equip(arguments.name, 0)
+        self.context = population.context(scenario, self.model)
+        # Silos of one process are created again and again; their coordinator has checked the method.
+        self.protocol = protocols.create(scenario.protocol, self.context, check=model is None)
+        self._anchors = self.protocol.traits().unpaired == "anchored"
+        # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
+        whole, names = self.context.layout, self.protocol.traits().shared_layers
+        self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
+        folder, logs = RunFolder(arguments.out), arguments.logs
+        self.store = StateStore(folder.silo_state(self.facts.name))
+        self.epochs = self.store.epochs(self._clock)  # of the last task
+        console = logs is not None and logs.console  # has the error
+        shown = console and logs is not None and logs.level is LogLevel.DEBUG
+        self.errors = ErrorFile(folder.errors(self.facts.name), line=not console, shown=shown)
+
+    def _equip(self, name: str, version: int) -> None:
+        """Load the silo's dataset and model as of a version; they change only by faults of the scenario."""
+        persistent = self.script.persistent(name, version)
+        if persistent == self._persistent:
+            return
+        self._persistent, population = persistent, self.population
+        self.facts = self.script.facts(population.facts(name), version)
+        held: tuple[Literal["image", "text"], ...] = (
+            ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
+        )
+        self.model = self._shared or population.build_model(self.scenario, self._device, held)
+        rows = population.train[self.facts.index]
+        for place, fault in persistent:
+            if isinstance(fault, Drift):
+                all_rows = np.sort(np.concatenate(population.train))
+                rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
+        found = population.rows_of(self.facts, rows)
+        self.dataset = self._loaded(found.dataset, image=self.facts.image, text=self.facts.text)
+        if len(rows) and not len(self.dataset):  # pooled training leaves other silos without rows
+            raise RunError(f"{name}: no item has all modalities of the silo any more, after a fault of kind drift")
+        self.unpaired = tuple(
+            self._loaded(rows, image=image, text=not image)
+            for rows, image in ((found.image_only, True), (found.text_only, False))
+            if len(rows)
+        )
+        for place, fault in persistent:
+            if isinstance(fault, LabelNoise):
+                self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
+
+    def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
+        """Rows of the data set with the labels that the objective trains on."""
+        dataset = self.population.load(rows, image=image, text=text)
+        columns = self.population.run_data.label_columns(self.scenario)
+        if dataset.labels is None or len(columns) == dataset.labels.shape[1]:
+            return dataset
+        return replace(dataset, labels=dataset.labels[:, columns].contiguous())
+
+    def local(self, state: Mapping[str, torch.Tensor]) -> Local:
+        """What the method trains with, given the silo's personal tensors."""
+        return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
+
+    def respond(self, message: Message) -> tuple[Payload, ...]:
+        """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.
+
+        Raises:
+            RemoteWireError: the message has a model whose layout is not this scenario's.
+        """
+        for payload in message.payloads:
+            if isinstance(payload, Model):
+                require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
+        match message.header.kind:
+            case Kind.TASK:
+                return self.answer(message)
+            case Kind.EVALUATE_SILO:
+                return (self.measure_shared(message),)
+            case _:
+                return (self.measure(message),)
+
+    def answer(self, message: Message) -> tuple[Payload, ...]:
+        """Train and return the payloads of the reply.
+
+        A task that is sent again starts from the same personal state and seeds, so the silo computes the same reply
+        again and does not have to store it.
+
+        Args:
+            message: a message of kind task.
+        """
+        header, info = message.header, message.task
+        assert info is not None  # noqa: S101 - a Message of kind task has it by construction
+        self._equip(self.facts.name, header.base_version)
+        task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
+        try:
+            self.epochs = self.store.epochs(self._clock)
+            local = replace(self.local(self.store.before(header.sequence)), epochs=self.epochs)
+            trained = self.protocol.train(local, task)
+        except FieldError as error:
+            raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
+        layout, facts = self.context.layout, self.facts
+        # Before clipping and noise, which apply only to what is sent.
+        sent = (shortened(payload, layout, facts) for payload in trained.payloads)
+        payloads = tuple(self.transform(payload, task) for payload in sent)
+        # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
+        name, number, version = self.facts.name, header.sequence, header.base_version
+        for fault, generator in self.script.attacks(name, number, version, header.sent_at):
+            payloads = tuple(attacked(fault, payload, generator) for payload in payloads)
+        self.store.keep(header.sequence, trained.state, info.settled)
+        return payloads
+
+    def measure(self, message: Message) -> Metrics:
+        """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
+
+        Args:
+            message: a message of kind evaluate, with the number of the silo's last merged task and the payloads of a
+                task at the current version.
+
+        Raises:
+            RemoteWireError: the method has no personal models.
+        """
+        # From the state after its last merged task, so that a pending task has no influence.
+        encoders, model = self.personal_encoders(message, self.store.before(message.header.sequence + 1))
+        heldout = HeldOut.load(self.scenario, self.population)
+        measured = heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        # With its own data, the silo's part is the whole split.
+        return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
+
+    def measure_shared(self, message: Message) -> SiloMetrics:
+        """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
+
+        Args:
+            message: a message of kind evaluate_silo, with the model and the other payloads that its inference needs.
+
+        Raises:
+            RemoteWireError: no model, more than one, or one of another layout.
+        """
+        model, before = self.model, self.model.flat.detach().clone()
+        if not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+            # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
+            model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+        try:
+            load_inference(model, message.payloads)
+            heldout = HeldOut.load(self.scenario, self.population)
+            return heldout.silo_metrics(encoders_of(model), binary=model.binary, name=self.facts.name)
+        finally:
+            forget_inference(model)
+            self.model.load(before.cpu().numpy())
+
+    def personal_encoders(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
+        """The encoders of the silo's personal model, and the towers that they use.
+
+        Args:
+            message: a message of kind evaluate, see :meth:`measure`.
+            state: the silo's personal tensors.
+
+        Raises:
+            RemoteWireError: the method has no personal models.
+        """
+        if not self.protocol.traits().personalised:
+            raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.label}")
+        self._equip(self.facts.name, message.header.base_version)
+        model = self.model
+        if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+            # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
+            model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+        return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
+
+    def transform(self, payload: Payload, task: Task) -> Payload:
+        """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
+        if not isinstance(payload, updates.TRANSFORMED):
+            return payload
+        # A second update in the same reply needs different noise.
+        second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
+        path = (self.facts.name, task.base_version, task.sequence, *second)
+        buffer = updates.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
+        return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
+
+
+@dataclass(frozen=True)
+class FailureReporter:
+    """Reports a silo's failed tasks and evaluations.
+
+    Args:
+        name: the silo's name.
+        errors: file of its tracebacks.
+        logger: its log for operators.
+        whole: the coordinator learns the whole text, see :func:`reportable`.
+    """
+
+    name: str
+    errors: ErrorFile
+    logger: Logger
+    whole: bool
+
+    def report(self, error: Exception, header: Header, what: Mapping[str, int]) -> str:
+        """Report an error to the silo's operator; returns the text for the coordinator.
+
+        Args:
+            error: the error.
+            header: header of the request that failed.
+            what: its numbers for the log.
+        """
+        reported, text = reportable(error, whole=self.whole), f"{type(error).__name__}: {error}"
+        if not isinstance(error, FedmqError):
+            place = self.errors.add(error, self.name, f"{header.kind} {header.sequence}")
+            self.logger.warning("failed", error=text, traceback=place or "above", **what)
+            return reported
+        self.logger.warning("failed", error=text, **what)
+        if self.logger is QUIET and reported != text:  # parts of the text were removed
+            print_line(f"{self.name}: task {header.sequence}: {printable(str(error))}", error=True)
+        return reported
+
+
+#: Intervals between polls for a free slot [s]. Each is 2% longer than the one before, so about 2% of the wait so far:
+#: slots stay idle only briefly, and a long wait needs few wake-ups.
+_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0005, 0.02, 1.02
+
+
+class Slots:
+    """The slots of one run on this machine.
+
+    Args:
+        folder: shared by all silos of the run on this machine; created if missing, removed by the last of them.
+        count: number of slots.
+
+    Raises:
+        InputError: the folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        make_folder(folder.parent)
+        with writing(folder), _changing(folder):
+            for other in folder.parent.iterdir():
+                if other.is_dir() and other != folder:
+                    _remove_unused(other)
+            folder.mkdir(exist_ok=True)
+            self._user = (folder / f"user-{secrets.token_hex(8)}").open("xb")
+            try_lock(self._user)
+            self._files = [(folder / f"slot-{index}").open("ab") for index in range(count)]
+            self._queue = (folder / "queue").open("ab")
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Hold a slot; waits until one is free."""
+        lock(self._queue)
+        try:
+            slot = self._wait()
+        finally:
+            unlock(self._queue)
+        try:
+            yield
+        finally:
+            unlock(slot)
+
+    def _wait(self) -> IO[bytes]:
+        pause = _FIRST_PAUSE
+        while True:
+            for file in self._files:
+                if try_lock(file):
+                    return file
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Close all files, which releases their locks; the last user removes the folder."""
+        for file in (*self._files, self._queue, self._user):
+            file.close()
+        with contextlib.suppress(OSError), _changing(self._folder):
+            Path(self._user.name).unlink(missing_ok=True)
+            _remove_unused(self._folder)
+
+
+@contextmanager
+def _changing(folder: Path) -> Iterator[None]:
+    """Hold the lock under which folders next to this one are created and removed."""
+    with locked(folder.parent / "lock"):
+        yield
+
+
+def _remove_unused(folder: Path) -> None:
+    if any(is_locked(path) for path in folder.glob("user-*")):
+        return
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob("user-*"), *folder.glob("slot-*"), folder / "queue"):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def slots_folder(run: str) -> Path:
+    """Folder of the slots of a run on this machine, inside a private folder of the user that is created if missing.
+
+    The private folder is in the first usable of ``$XDG_RUNTIME_DIR``, ``$TMPDIR`` and ``/tmp``. On cluster nodes and
+    under ``su``, ``$XDG_RUNTIME_DIR`` may not exist.
+
+    Raises:
+        InputError: the private folder cannot be created, or belongs to another user.
+        RunError: the disk is full or broken.
+    """
+    configured = [Path(os.environ[name]) for name in ("XDG_RUNTIME_DIR", "TMPDIR") if os.environ.get(name)]
+    writable = (place for place in configured if place.is_dir() and os.access(place, os.W_OK | os.X_OK))
+    folder = next(writable, Path("/tmp")) / f"fedmq-slots-{os.getuid()}"  # noqa: S108 - private by mode 0700
+    with writing(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # In a shared folder, another user may already have created a folder or link of this name.
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            allowed = "a folder owned by this user; set TMPDIR to use another place"
+            raise InputError(str(folder), "a link or a folder of another user", allowed)
+        folder.chmod(0o700)
+    return folder / run

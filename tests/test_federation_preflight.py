@@ -1,0 +1,64 @@
+"""What is wrong with a scenario's names and paths is reported before torch is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedmq.cli.scenarios import plug_in_names
+from fedmq.config.resolve import read
+from fedmq.errors import InputError
+from fedmq.federation.preflight import refuse_scenario
+from fedmq.models.objective_registry import OBJECTIVES
+from protocols import METHODS
+
+WRONG = {
+    "protocol: fedavgg\ndata: {name: openmoji}": "line 2: protocol.name: found 'fedavgg', allowed: did you mean",
+    "protocol: fedavg\nobjective: infonce\ndata: {name: openmoji}": "line 3: objective.base: found 'infonce'",
+    "protocol: fedavg\ndata: {name: foldr, path: .}": "line 3: data.name: found 'foldr', allowed: did you mean folder?",
+    "protocol: fedavg\ndata: {name: folder, path: PLACE/gone}": "line 3: data.path: found '",
+    "protocol: fedavg\ndata: {name: flickr8k, path: PLACE/empty}": "empty, which holds no file', allowed: an existing",
+    "protocol: fedavg\ndata: {name: openmoji}\nroundz: 3": "line 4: roundz: found 'roundz'",
+}
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from fedmq.cli.scenarios import read_here
+from fedmq.errors import InputError
+said = []
+for file in sys.argv[1:]:
+    try:
+        read_here(Path(file))
+    except InputError as error:
+        said.append(str(error))
+print(json.dumps([said, "torch" in sys.modules]))
+"""
+
+
+def test_names_and_paths_are_refused_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    files = [tmp_path / f"{number}.yaml" for number in range(len(WRONG))]
+    for file, text in zip(files, WRONG, strict=True):
+        file.write_text("name: e\n" + text.replace("PLACE", str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *files], capture_output=True, text=True, check=True)
+    said, torch = json.loads(done.stdout)
+    for line, expected in zip(said, WRONG.values(), strict=True):
+        assert expected in line
+    assert not torch
+
+
+@pytest.mark.parametrize("name", [*METHODS.built_in(), "./mine.py"])
+def test_each_method_passes(name: str, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(f"name: e\nprotocol: {name}\ndata: {{name: openmoji}}")
+    refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
+
+
+def test_the_same_objectives_are_known_as_to_the_registry(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("name: e\nprotocol: fedavg\nobjective: none_such\ndata: {name: openmoji}")
+    with pytest.raises(InputError) as raised:
+        refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
+    assert f"one of {', '.join(OBJECTIVES.built_in())}" in str(raised.value)

@@ -41,21 +41,22 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation.program import Evaluator, EvaluatorArguments
 from fedmq.federation.population import Population, build_population
+from fedmq.federation.protocol import Update
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.logs import QUIET, ErrorFile
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key, revoke
 from fedmq.wire.message_log import StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Message
-from fedmq.wire.payload_digest import digest
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
 from fedmq.wire.transports.registry import TRANSPORTS, register
 from silos import host as hosts
 from silos.program import SiloArguments
-from silos.training_slots import Slots
+from silos.tasks import Slots
 from tests import simulated_network
 from tests.simulated_network import Killed, SimulatedClock, SimulatedConnection, World
 from tests.simulated_script import SILOS, Act, Script
@@ -282,6 +283,7 @@ class Simulation:
         self.honest: dict[tuple[str, int | None], tuple[list[str], float]] = {}
         self._removed: dict[str, float] = {}
         self._merged: dict[tuple[str, int | None], int] = {}
+        self._validated: dict[tuple[str, int | None], list[str]] = {}
         init_keys(self.keys, (COORDINATOR, EVALUATOR, *SILOS))
         silo = SiloArguments(self.federation.run, SILOS[0], URI, self.keys, self.out)
         identities = {name: load_identity(self.keys, name) for name in SILOS}
@@ -456,11 +458,8 @@ class Simulation:
         patch.setattr(fedmq.wire.message_log, "write_all", self._write_all)
         patch.setattr(fedmq.wire.message_log, "try_lock", lambda _: True)  # a dead process holds no lock
         patch.setattr(os, "fsync", lambda _: None)
-        append, save, replies = (
-            fedmq.runs.results.append_line,
-            coordinator.checkpoints.save,
-            coordinator.loop.replies_of,
-        )
+        append, save = fedmq.runs.results.append_line, coordinator.checkpoints.save
+        validate, weigh = coordinator.loop.validated, coordinator.loop.weighted
 
         def append_line(path: Path, record: Any, *, durable: bool = False) -> None:
             with fedmq.storage.run_folder.writing(path):
@@ -476,31 +475,35 @@ class Simulation:
             assert loaded is not None and loaded.rounds.version == record.rounds.version, "no restorable checkpoint"
             return made
 
-        def replied(run_context: Any, messages: list[Message], states: Any, version: int, *more: Any) -> Any:
-            self._check_merge(messages, version)
-            return replies(run_context, messages, states, version, *more)
+        def validated(message: Message, *more: Any) -> Update:
+            update = validate(message, *more)
+            self._validated[message.header.sender, update.sequence] = [*map(digest, message.payloads)]
+            return update
+
+        def weighted(run_context: Any, update: Update, states: Any, version: int, merges: Any) -> Update:
+            self._check_merged(update, version)
+            return weigh(run_context, update, states, version, merges)
 
         patch.setattr(fedmq.runs.results, "append_line", append_line)
         patch.setattr(coordinator.faults, "to_disk", to_disk)
         patch.setattr(coordinator.checkpoints, "save", saved)
-        patch.setattr(coordinator.loop, "replies_of", replied)
+        patch.setattr(coordinator.loop, "validated", validated)
+        patch.setattr(coordinator.loop, "weighted", weighted)
 
     def _write_all(self, file: Any, line: bytes) -> None:
         self.world.write(len(line), lambda size: file.write(line[:size]))
         file.write(line)
 
     # --------------------------------------------------------------------------------------------------- invariants
-    def _check_merge(self, messages: list[Message], version: int) -> None:
-        """Each reply is one that its silo sent, while its key was accepted, and is in no other merge."""
-        for message in messages:
-            name, number = message.header.sender, message.header.reply_to
-            key = (name, number)
-            assert key in self.honest, f"{key} is merged, but its silo never sent it"
-            sent, at = self.honest[key]
-            assert [*map(digest, message.payloads)] == sent, f"{key} is not what its silo sent"
-            removed = self._removed.get(name)
-            assert removed is None or at < removed + _REMOVAL_SECONDS, f"{key} is merged, but its key was removed"
-            assert self._merged.setdefault(key, version) == version, f"{key} is merged twice"
+    def _check_merged(self, update: Update, version: int) -> None:
+        """A merged reply is one that its silo sent, while its key was accepted, and is in no other merge."""
+        key = (update.silo.name, update.sequence)
+        assert key in self.honest, f"{key} is merged, but its silo never sent it"
+        sent, at = self.honest[key]
+        assert self._validated[key] == sent, f"{key} is not what its silo sent"
+        removed = self._removed.get(update.silo.name)
+        assert removed is None or at < removed + _REMOVAL_SECONDS, f"{key} is merged, but its key was removed"
+        assert self._merged.setdefault(key, version) == version, f"{key} is merged twice"
 
     def _check_end(self, model: str) -> None:
         """The run is complete, its logs consistent and signed, and its model the undisturbed one if it must be."""

@@ -40,7 +40,7 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = RoundsRecord(version=version, gone=[], flights={}, sequences={}, losses={})
+    rounds = RoundsRecord(version=version, gone=[], pending={}, sequences={}, losses={})
     return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_record())
 
 
@@ -234,9 +234,9 @@ def test_a_checkpoint_without_one_of_its_counters_or_digests_is_refused(tmp_path
     path = checkpoints.save(tmp_path, made(1)) / "checkpoint.json"
     whole = json.loads(path.read_text())
     for name in sorted(Counters().to_record().plain()):
-        tally = {counter: count for counter, count in whole["tally"].items() if counter != name}
-        path.write_text(json.dumps({**whole, "tally": tally}))
-        with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
+        counters = {counter: count for counter, count in whole["counters"].items() if counter != name}
+        path.write_text(json.dumps({**whole, "counters": counters}))
+        with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
             checkpoints.load(tmp_path)
     for names in (("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)):
         path.write_text(json.dumps({name: value for name, value in whole.items() if name not in names}))

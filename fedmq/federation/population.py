@@ -44,7 +44,7 @@ from fedmq.wire.payloads import DataStatement
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 Parts = tuple[I64, ...]
-_FORMAT = 2
+_FORMAT = 1
 
 
 @dataclass(frozen=True)

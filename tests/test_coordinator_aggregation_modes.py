@@ -353,7 +353,7 @@ def test_a_run_stopped_with_stale_tasks_pending_and_resumed_gives_the_same_model
         assert run(scenario, parts, resume=count > 2, stop_wanted=stop_after(count, parts)).phase is Phase.STOPPED
         newest = max((parts / "checkpoints").glob("version-*/checkpoint.json"))
         machine = json.loads(newest.read_text())["rounds"]
-        assert any(base < machine["version"] for _, base, _ in machine["flights"].values())
+        assert any(base < machine["version"] for _, base, _ in machine["pending"].values())
     assert run(scenario, parts, resume=True).summary.model_digest == uninterrupted["model_digest"]
     assert [line["version"] for line in merges(parts)] == list(range(1, 10))
 

@@ -29,7 +29,7 @@ MERGE = {"kind": "merge", "version": 1, "now": 1.0, "replies": [], "staleness": 
 
 
 def saved(folder: Path) -> Path:
-    rounds = RoundsRecord(version=2, gone=[], flights={"a": [5, 2, 2]}, sequences={"a": 5}, losses={"a": 1.5})
+    rounds = RoundsRecord(version=2, gone=[], pending={"a": [5, 2, 2]}, sequences={"a": 5}, losses={"a": 1.5})
     state = State(torch.zeros(3), {}, {})
     counters = Counters(sent=4).to_record()
     made = checkpoints.save(folder, Checkpoint(rounds, {2: state}, 1.5, {"a": 2.5}, counters, {"a": (5, 1.5)}))
@@ -44,12 +44,12 @@ def forged(record: dict[str, object], _change: object) -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda record: record["tally"].update(sent=5), "other content than was written"),
-        (lambda record: record["tally"].update(sent=-1), "greater than or equal to 0"),
+        (lambda record: record["counters"].update(sent=5), "other content than was written"),
+        (lambda record: record["counters"].update(sent=-1), "greater than or equal to 0"),
         (lambda record: record.update(now=float("nan")), "now"),
         (lambda record: record.update(now=-1.0), "now"),
-        (lambda record: record["rounds"]["flights"].update(a=[5, -2, 2]), "flights.a.1"),
-        (lambda record: forged(record, record["rounds"]["flights"].update(a=[5, 1, 2])), "no state of version 1"),
+        (lambda record: record["rounds"]["pending"].update(a=[5, -2, 2]), "pending.a.1"),
+        (lambda record: forged(record, record["rounds"]["pending"].update(a=[5, 1, 2])), "no state of version 1"),
         (lambda record: forged(record, record["rounds"].update(version=3)), "version 3"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
@@ -55,7 +55,7 @@ def mine(tmp_path: Path) -> Callable[[str], str]:
 
     def write(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
-        return user_files.adopt(tmp_path / "mine.py")
+        return plug_ins.adopt(tmp_path / "mine.py")
 
     return write
 

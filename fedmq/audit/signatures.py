@@ -337,9 +337,10 @@ class KnownKeys:
     @property
     def all(self) -> dict[str, frozenset[str]]:
         """Accepted and former keys."""
-        found = {name: frozenset({key}) for name, key in self.accepted.items()}
+        accepted = {name: frozenset({key}) for name, key in self.accepted.items()}
         return {
-            name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}
+            name: accepted.get(name, frozenset()) | self.former.get(name, frozenset())
+            for name in {*accepted, *self.former}
         }
 
     def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmq.config.plug_ins import label
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, MissingModality, Scenario
 from fedmq.config.sections import Modality
-from fedmq.config.user_files import label
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedmq.config.options import parsed, schema_problem
-from fedmq.config.registry import Registry
+from fedmq.config.plug_ins import Registry
 from fedmq.config.scenario import Objective
 
 

@@ -88,7 +88,7 @@ def test_a_question_with_a_wrong_answer_is_repeated_and_other_answers_are_kept(
     assert load(file, ["rounds=2"]).training.warmup_rounds == 1
 
 
-def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: Path) -> None:
     from fedmq.data import starter
 
     folder = photos(tmp_path / "photos", 9)
@@ -101,7 +101,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path
         "text files without a picture next to them (1): 99.txt",
     )
     (folder / "07.png").write_text("no picture")
-    with pytest.raises(InputError, match=r"1 of 7 pictures that cannot be read: 07\.png \(no image that Pillow"):
+    with pytest.raises(InputError, match=r"1 of 7 images that cannot be read: 07\.png \(no image that Pillow"):
         starter.count(folder)
     (folder / "05.txt").write_bytes(b"a wall\xff")
     with pytest.raises(InputError, match=r"05\.txt: line 1: found 'bytes that are not UTF-8', allowed: UTF-8 text"):

@@ -98,7 +98,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: 
     assert starter.count(folder).notes == (
         'for example 00.png: captions "a red wall, number 0"',
         "items left out (2): 03.png (no caption), 04.png (no caption)",
-        "text files without a picture next to them (1): 99.txt",
+        "text files without an image next to them (1): 99.txt",
     )
     (folder / "07.png").write_text("no picture")
     with pytest.raises(InputError, match=r"1 of 7 images that cannot be read: 07\.png \(no image that Pillow"):

@@ -348,7 +348,7 @@ def test_a_missing_photo_is_refused_by_name_or_skipped(tmp_path: Path) -> None:
     assert found.keys == ("0.jpg", "2.jpg", "3.jpg", "5.jpg")
     assert found.captions.tolist() == [1, 3, 1, 3]
     data = Data(name="flickr8k", path=tmp_path / "set", missing="skip")
-    assert left_out(data) == "2 of 6 items left out: no picture"
+    assert left_out(data) == "2 of 6 items left out: no image"
     assert left_out(data.model_copy(update={"missing": "refuse"})) == ""
 
 

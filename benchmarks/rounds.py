@@ -60,10 +60,6 @@ class Constant(FederatedProtocol):
         self.merged_at: list[float] = []
         self.update = np.full(context.layout.size, 1e-3, np.float32)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return True
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update."""
         return frozenset({Delta})

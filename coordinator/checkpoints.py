@@ -44,8 +44,8 @@ class CheckpointRecord(Stored):
         rounds: state of the rounds machine.
         now: the run's time [s].
         due: arrival time [s] of each pending task's outcome, by silo.
-        tally: the counters.
-        handed: number and issue time [s] of each pending task, by silo.
+        counters: the counters.
+        issued: number and issue time [s] of each pending task, by silo.
         data: digest of the prepared data.
         trace: digest of the availability trace's file; empty if there is none.
         digests: SHA-256 (hex) of the state files, by name.
@@ -56,8 +56,8 @@ class CheckpointRecord(Stored):
     rounds: RoundsRecord
     now: Amount
     due: dict[str, Annotated[float, Field(ge=0)]]
-    tally: CountersRecord
-    handed: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
+    counters: CountersRecord
+    issued: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
     data: str
     trace: str
     digests: dict[str, Digest]
@@ -149,8 +149,8 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             rounds=checkpoint.rounds,
             now=checkpoint.now,
             due=dict(checkpoint.due),
-            tally=checkpoint.counters,
-            handed={silo: list(task) for silo, task in checkpoint.issued.items()},
+            counters=checkpoint.counters,
+            issued={silo: list(task) for silo, task in checkpoint.issued.items()},
             data=checkpoint.data,
             trace=checkpoint.trace,
             digests=digests,
@@ -224,7 +224,7 @@ def load(folder: Path) -> Checkpoint | None:
         return None
     newest = existing[-1]
     meta = _record(newest)
-    needed = {meta.rounds.version, *(base for _, base, _ in meta.rounds.flights.values())}
+    needed = {meta.rounds.version, *(base for _, base, _ in meta.rounds.pending.values())}
     if missing := sorted(needed - set(map(int, meta.values))):
         raise InputError(str(newest / "checkpoint.json"), f"no state of version {missing[0]}", _ALLOWED)
     try:
@@ -234,8 +234,8 @@ def load(folder: Path) -> Checkpoint | None:
         }
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _ALLOWED) from None
-    issued = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
-    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, issued, meta.data, meta.trace)
+    issued = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.issued.items()}
+    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.counters, issued, meta.data, meta.trace)
 
 
 def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[str]) -> None:
@@ -253,10 +253,10 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
     place, record = str(folder / _name(saved.rounds.version)), saved.rounds
     if record.version > rounds:
         raise InputError(place, f"version {record.version}", f"{_ALLOWED}; the run has {rounds} rounds")
-    named = {*record.gone, *record.flights, *record.sequences, *record.losses, *saved.due, *saved.issued}
+    named = {*record.gone, *record.pending, *record.sequences, *record.losses, *saved.due, *saved.issued}
     if strange := sorted(named - set(silos)):
         raise InputError(place, strange[0], f"{_ALLOWED}; the run has no such silo")
-    if record.flights.keys() != saved.issued.keys():
+    if record.pending.keys() != saved.issued.keys():
         raise InputError(place, "tasks without the time when they were sent", _ALLOWED)
 
 

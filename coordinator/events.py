@@ -199,13 +199,13 @@ class RoundsRecord(Stored):
     Args:
         version: number of merges.
         gone: silos that were given up.
-        flights: number, base version and round of each pending task, by silo.
+        pending: number, base version and round of each pending task, by silo.
         sequences: number of each silo's last task.
         losses: last training loss reported by each silo.
     """
 
     version: Count
     gone: list[str]
-    flights: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
+    pending: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
     sequences: dict[str, Count]
     losses: dict[str, float]

@@ -266,10 +266,10 @@ def _resumable(
     _require_selectable(arguments, run_context, accepted)
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
-    if saved and saved.data not in ("", run_context.data):
+    if saved and saved.data != run_context.data:
         found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
-    if saved and saved.trace not in ("", run_context.trace_file):
+    if saved and saved.trace != run_context.trace_file:
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {trace}", found, f"the run's trace ({saved.trace[:12]})")
     return setting

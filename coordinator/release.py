@@ -220,7 +220,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"
         raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
     checkpoints.check_fits(folder.checkpoints, saved, scenario.rounds, scenario.silo_names)
-    if saved.data not in ("", run_context.data):
+    if saved.data != run_context.data:
         found = f"data of other content than the run was made with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     rounds = Rounds.from_record(run_context.plan, saved.rounds)

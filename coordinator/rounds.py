@@ -443,7 +443,7 @@ class Rounds:
         return RoundsRecord(
             version=self.version,
             gone=sorted(self.gone),
-            flights={silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
+            pending={silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
             sequences=dict(sorted(self.sequences.items())),
             losses=dict(sorted(self.losses.items())),
         )
@@ -457,7 +457,7 @@ class Rounds:
             version=record.version,
             gone=gone,
             awaited=frozenset() if plan.minimum is None else frozenset(plan.silos) - gone,
-            pending={silo: PendingTask(*flight) for silo, flight in record.flights.items()},
+            pending={silo: PendingTask(*task) for silo, task in record.pending.items()},
             sequences=dict(record.sequences),
             losses=dict(record.losses),
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedmq.config.options import as_plain, beginnings, parsed, without_effect
-from fedmq.config.registry import Registry
+from fedmq.config.plug_ins import Registry
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue

@@ -141,7 +141,7 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
                 bank = scaled(shared[other].to(z.device))
                 losses.append(weights.inter * inter_modal(query, bank, rows.to(z.device), weights.tau))
             if weights.intra and name in last:
-                new, old = (scaled(each[name][rows].to(z.device)) for each in (shared, last))
+                new, old = (scaled(codes[name][rows].to(z.device)) for codes in (shared, last))
                 losses.append(weights.intra * intra_modal(query, new, old, weights.tau))
             if weights.kd:
                 losses.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
@@ -169,8 +169,8 @@ def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> 
     """Embeddings [n, d] of the silo's samples by its current model, with one random caption each, on the CPU."""
     generator = training.generator_of(method.context, local, task, f"creamfl {purpose}")
     caption = training.choose_captions(local, generator)
-    found = training.embed_all(local, caption, method.context.training.batch_size)
-    return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
+    embeddings = training.embed_all(local, caption, method.context.training.batch_size)
+    return {name: z for name, z in zip(MODALITIES, embeddings, strict=True) if z is not None}
 
 
 def _on_unsharpened(local: Local, terms: training.Extra | None) -> training.Extra | None:

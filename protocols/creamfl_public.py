@@ -142,10 +142,6 @@ class CreamFlPublic(FederatedProtocol):
             raise ValueError("a coordinator can build its model")
         return self.context.build()
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Representations of the public items in the modalities the silo has, and the loss."""
         return frozenset({Representations, Loss})
@@ -219,9 +215,9 @@ class CreamFlPublic(FederatedProtocol):
         targets: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
             read = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
-            uploads = [(factor, each) for factor, each in read if each is not None]
+            uploads = [(factor, rows) for factor, rows in read if rows is not None]
             if uploads:
-                stacked = torch.stack([each for _, each in uploads])
+                stacked = torch.stack([rows for _, rows in uploads])
                 factors = torch.tensor([factor for factor, _ in uploads])[:, None]
                 weights = item_weights(stacked, state.tensors[GLOBAL + other]) * factors
                 targets[name] = ensemble(stacked, weights / weights.sum(0))

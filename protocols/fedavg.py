@@ -87,10 +87,6 @@ class FedAvg(FederatedProtocol):
         self.branches = aggregation.branch_slices(context.layout)
         self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the loss."""
         return frozenset({Delta, Loss})

@@ -199,10 +199,6 @@ class FedBridge(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(plain, context)
         self.onset = round(options.warmup * context.rounds)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible; those that lack a modality stay idle during the warm-up."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and centroids."""
         return frozenset({Delta, Loss, ClassPrototypes})

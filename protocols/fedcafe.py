@@ -200,10 +200,10 @@ class References:
     def of(self, step: training.Step) -> list[Tensor]:
         """Features [B, r] of a step's rows for each modality, with the step's captions."""
         rows = torch.from_numpy(step.rows)
-        found = [] if self.image is None else [self.image[rows]]
+        features = [] if self.image is None else [self.image[rows]]
         if self.text is not None and step.caption is not None:
-            found.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
-        return found
+            features.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
+        return features
 
 
 def references(local: Local) -> References:
@@ -234,7 +234,7 @@ class FedCafe(FederatedProtocol):
         if not isinstance(plan, TowerPlan) or not plan.classifier:
             kinds = {name: OBJECTIVES.find(name) for name in OBJECTIVES.built_in()}
             plans = {name: kind.network(kind.options()) for name, kind in kinds.items()}
-            known = ", ".join(name for name, each in plans.items() if isinstance(each, TowerPlan) and each.classifier)
+            known = ", ".join(name for name, plan in plans.items() if isinstance(plan, TowerPlan) and plan.classifier)
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
         self.options = options
         self.context = context
@@ -252,10 +252,6 @@ class FedCafe(FederatedProtocol):
     def remembers(self) -> bool:
         """Whether the options use the memories."""
         return self.options.afe or self.options.weighted_agg
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and the memory if the options use it."""
@@ -306,8 +302,8 @@ class FedCafe(FederatedProtocol):
         """The silo's memory, with one caption per item."""
         generator = training.generator_of(self.context, local, task, "memory")
         caption = training.choose_captions(local, generator)
-        found = training.outputs_of_all(local, caption, lambda out: out.code)
-        features = [codes for codes in found if codes is not None]
+        outputs = training.outputs_of_all(local, caption, lambda out: out.code)
+        features = [codes for codes in outputs if codes is not None]
         return memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
     # ----------------------------------------------------------------------- coordinator side
@@ -340,11 +336,15 @@ class FedCafe(FederatedProtocol):
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
         reports = [self._report(reply) for reply in replies]
-        table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
+        table = {name.removeprefix(_TABLE): tensor for name, tensor in state.tensors.items() if name.startswith(_TABLE)}
         places = [(reply.silo.index, reply.base_version) for reply in replies]
         table = memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
         rows, support, filled = self._global_memory(state.tensors["memory"], table, round_)
-        tensors = {"memory": rows, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
+        tensors = {
+            "memory": rows,
+            "memory_support": support,
+            **{_TABLE + name: tensor for name, tensor in table.items()},
+        }
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
             return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)

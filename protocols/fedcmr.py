@@ -139,10 +139,6 @@ class FedCmr(FederatedProtocol):
         self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The common layer's update, the loss and the number of categories."""
         return frozenset({PartialDelta, Loss, LabelCount})

@@ -164,10 +164,6 @@ class FedHap(FederatedProtocol):
     def _shares_discriminator(self) -> bool:
         return self.options.discriminator and self.options.share_disc
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """As FedAvg, with class means and the discriminator's update if these are used."""
         more: set[type[Payload]] = {ClassPrototypes} if self.prototypes else set()

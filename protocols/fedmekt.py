@@ -57,7 +57,7 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         teacher: [B, d] embeddings of the downloaded model.
         temperature: T.
     """
-    target, predicted = ((each / temperature).log_softmax(1) for each in (teacher, student))
+    target, predicted = ((codes / temperature).log_softmax(1) for codes in (teacher, student))
     return temperature**2 * (target.exp() * (target - predicted)).sum(1).mean()
 
 

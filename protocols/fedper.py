@@ -37,7 +37,7 @@ def shared_layers(options: FedPerOptions, layout: Layout) -> tuple[str, ...]:
         InputError: no layer has one of the prefixes, or all layers are personal.
     """
     place, names = "protocol.personal_layers", [entry.name for entry in layout.entries]
-    prefixes = tuple(each.strip() for each in options.personal_layers.split(",") if each.strip())
+    prefixes = tuple(prefix.strip() for prefix in options.personal_layers.split(",") if prefix.strip())
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):
             raise InputError(place, prefix, f"prefixes of {', '.join(names)}")

@@ -108,10 +108,6 @@ class FedProto(FederatedProtocol):
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Class prototypes and the loss; no parameters."""
         return frozenset({ClassPrototypes, Loss})

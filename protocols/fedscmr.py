@@ -218,8 +218,8 @@ class FedScmr(FederatedProtocol):
         self.context = context
         layers = [entry.name for entry in context.layout.entries]
         if "shared.enhance.weight" not in layers:
-            found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
-            raise InputError("objective", found, "base dscmr with enhance true: FedSCMR needs the EnhanceNet")
+            network = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
+            raise InputError("objective", network, "base dscmr with enhance true: FedSCMR needs the EnhanceNet")
         if options.shared_layers == "all" and options.eval_space == "common":
             # The global model is evaluated, released and searched with its codes, which are the enhanced features.
             raise InputError(
@@ -230,10 +230,6 @@ class FedScmr(FederatedProtocol):
         apart = options.loss_cs or options.loss_ccs
         self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names, modules=apart)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update and the scalars of eqs 10 to 12; only paired silos report mAP."""

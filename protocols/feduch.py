@@ -122,9 +122,9 @@ def terms(
     """
     parts: list[Tensor] = []
     if previous is not None:
-        parts += [options.mu * each for each in cross_modal_contrast(local, shared, previous, options.contrast_tau)]
+        parts += [options.mu * term for term in cross_modal_contrast(local, shared, previous, options.contrast_tau)]
     if options.distill:
-        parts += [options.phi * each for each in distillation(local, shared, options)]
+        parts += [options.phi * term for term in distillation(local, shared, options)]
     return torch.stack(parts).sum() if parts else None
 
 

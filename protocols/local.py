@@ -60,10 +60,6 @@ class Alone(FederatedProtocol):
         self.context = context
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The loss, for the log."""
         return frozenset({Loss})

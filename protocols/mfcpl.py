@@ -158,10 +158,6 @@ class Mfcpl(FederatedProtocol):
         """Our reading of the abstract."""
         return Traits(our_reading=True)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return self.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """As FedAvg; from a paired silo also class prototypes, at first caption centroids."""
         kinds = self.fedavg.uploads(silo)
@@ -276,10 +272,10 @@ class Mfcpl(FederatedProtocol):
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):
             tensors |= self._stored_centroids(
-                tensors, replies, [each for each in reports if each[1].modality == "text"]
+                tensors, replies, [report for report in reports if report[1].modality == "text"]
             )
             tensors |= self._pseudo_classes(tensors)
-        prototypes = [each for each in reports if each[1].modality == "both"]
+        prototypes = [report for report in reports if report[1].modality == "both"]
         tensors |= class_prototypes.updated(tensors, prototypes, round_, max_age=self.context.max_age, weighted=False)
         return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
@@ -291,7 +287,7 @@ class Mfcpl(FederatedProtocol):
                 although the data have labels, or centroids of more samples in total than the update.
         """
         longest = class_prototypes.longest_code(self.context)
-        samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+        samples = next(payload.n_samples for payload in payloads if isinstance(payload, Delta | PartialDelta))
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
@@ -311,8 +307,8 @@ class Mfcpl(FederatedProtocol):
         """The table of which silos have reported and each silo's last centroids, updated with the replies."""
         given, sizes, reported = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, REPORTED))
         reported[[reply.silo.index for reply in replies]] = True
-        for reply, each in centroids:
-            given[reply.silo.index], sizes[reply.silo.index] = as_tensor(each.prototypes), as_tensor(each.counts)
+        for reply, sent in centroids:
+            given[reply.silo.index], sizes[reply.silo.index] = as_tensor(sent.prototypes), as_tensor(sent.counts)
         return {GIVEN: given, GIVEN_SIZES: sizes, REPORTED: reported}
 
     def _pseudo_classes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

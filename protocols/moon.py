@@ -63,7 +63,7 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
         tau: temperature.
     """
     z = unit(z)
-    logits = torch.stack([(z * unit(each)).sum(-1) for each in (shared, *previous)], dim=1) / tau
+    logits = torch.stack([(z * unit(projection)).sum(-1) for projection in (shared, *previous)], dim=1) / tau
     return (logits.logsumexp(1) - logits[:, 0]).mean()
 
 

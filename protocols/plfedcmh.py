@@ -245,10 +245,6 @@ class PlFedCmh(FederatedProtocol):
         """Every silo has a personal model."""
         return Traits(personalised=True)
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""
         return frozenset({Delta, Loss, ClassPrototypes})
@@ -358,7 +354,7 @@ class PlFedCmh(FederatedProtocol):
             max_age=self.context.max_age,
             weighted=False,
         )
-        hyper = {f"hyper_{name}": each for name, each in networks.items()}
+        hyper = {f"hyper_{name}": network for name, network in networks.items()}
         tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 

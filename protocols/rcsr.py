@@ -135,10 +135,6 @@ class Rcsr(FederatedProtocol):
         self.router = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
-    def eligible(self, silo: SiloFacts) -> bool:
-        """All silos are eligible."""
-        return silo.image or silo.text
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the statistics of eq 6; the prototypes payload includes the mask."""
         return frozenset({Delta, ModalityPrototypes, Geometry, Loss, *([ClassPrototypes] if self.multi else [])})
@@ -244,7 +240,7 @@ class Rcsr(FederatedProtocol):
         """The silo's loss; None if it has no terms, e.g. a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
-        image, text = (None if each is None else each.to(device) for each in received)
+        image, text = (None if prototype is None else prototype.to(device) for prototype in received)
         anchored = self._anchored(silo, received)
         known = (silo.image and image is not None) or (silo.text and text is not None)
         aligned = options.client_align and options.lambda_a > 0 and known

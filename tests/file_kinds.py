@@ -27,8 +27,8 @@ from fedmq.audit.heads import check_expected
 from fedmq.audit.policy import read_policy
 from fedmq.audit.signatures import KnownKeys
 from fedmq.cli.data import show_data
+from fedmq.config import plug_ins, site
 from fedmq.config import resolve as scenarios
-from fedmq.config import site, user_files
 from fedmq.config.scenario import Backbone, Data, Objective
 from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.readers.features import read_features
@@ -413,7 +413,7 @@ def _kinds() -> dict[str, Kind]:
             partial(_yaml, "tune.yaml", _TUNE, with_scenario=True), lambda folder: tune_file.read(folder / "tune.yaml")
         ),
         "keys": Kind(partial(files_of, _keys), _read_keys),
-        "own Python file": Kind(_own_file, lambda folder: user_files.adopt(folder / "mine.py")),
+        "own Python file": Kind(_own_file, lambda folder: plug_ins.adopt(folder / "mine.py")),
         "heads": Kind(_heads, lambda folder: check_expected(str(folder / "heads.json"))),
         "model": Kind(partial(files_of, _model), _open_model),
         "signed model": Kind(partial(files_of, _model), verify_model),

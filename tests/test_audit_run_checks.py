@@ -360,7 +360,7 @@ def test_a_line_that_is_not_an_object_is_named(run: Path) -> None:
         file.write("[]\n")
     ((place, what),) = found(run)
     assert re.fullmatch(r"metrics\.jsonl: line \d+", place)
-    assert what == "[] instead of a line of a merge or an evaluation (an object)"
+    assert what == "[] instead of a line of a merge or an evaluation (a mapping)"
 
 
 def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

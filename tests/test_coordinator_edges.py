@@ -98,7 +98,7 @@ def generator_after_first_draw(seed: int) -> np.random.Generator:
 def test_a_checkpoint_is_renamed_after_its_files_are_synced_and_before_its_parent_folder_is(tmp_path: Path) -> None:
     seen: list[tuple[str, bool]] = []
     states = {1: State(torch.zeros(3)), 2: State(torch.ones(3), {"a": torch.ones(1)})}
-    rounds = RoundsRecord(version=2, gone=[], flights={}, sequences={}, losses={})
+    rounds = RoundsRecord(version=2, gone=[], pending={}, sequences={}, losses={})
 
     def to_disk(path: Path) -> None:
         seen.append((path.name, any(tmp_path.glob("version-*/checkpoint.json"))))

@@ -26,7 +26,7 @@ from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols.parts.aggregation import inserted, places
 from protocols.parts.missing_branch import completed, shortened
 from protocols.parts.personal_model import OWN
-from tests.small_federation import MIXED, SmallFederation, equal_states, mixed, population
+from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states, mixed, population
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
@@ -199,6 +199,17 @@ def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
 
 
+def check(run: SmallFederation, reply: Update, sent: tuple[Payload, ...], samples: int | None = None) -> None:
+    """Check payloads of a silo as the coordinator does when they arrive."""
+    header = Header(
+        run="run", kind=Kind.REPLY, sender=reply.silo.name, receiver="coordinator", sequence=1, sent_at=0.0,
+        reply_to=1, base_version=1,
+    )  # fmt: skip
+    uploads = run.protocol.uploads(reply.silo)
+    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared_layers(run), samples=samples)
+    run.protocol.check(sent)
+
+
 @updating_protocol
 def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_the_bit(name: str) -> None:
     run = population(name)
@@ -223,10 +234,7 @@ def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_th
 @updating_protocol
 def test_an_update_of_other_layers_is_refused(name: str) -> None:
     run = population(name)
-    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
-                    reply_to=1, base_version=0)  # fmt: skip
     for reply in run.replies():
-        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
         (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
         if not isinstance(update, PartialDelta):
@@ -241,7 +249,7 @@ def test_an_update_of_other_layers_is_refused(name: str) -> None:
         for other in others:
             payloads = tuple(other if payload is update else payload for payload in sent)
             with pytest.raises(RemoteWireError, match="layers"):
-                check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
+                check(run, reply, payloads)
 
 
 @every_protocol
@@ -278,25 +286,12 @@ def test_a_merge_of_one_reply_is_possible(name: str) -> None:
 def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
     run = population(name)
     good = next(reply for reply in run.replies() if reply.silo.paired)
-    delta, layers = delta_of(good), run.protocol.traits().shared_layers
-
-    def check(change: Payload) -> None:
-        payloads = tuple(change if payload is delta else payload for payload in good.payloads)
-        header = Header(
-            run="run",
-            kind=Kind.REPLY,
-            sender=good.silo.name,
-            receiver="coordinator",
-            sequence=1,
-            reply_to=1,
-            sent_at=0.0,
-        )
-        check_reply(Message(header, payloads), run.protocol.uploads(good.silo), run.context, good.silo, layers)
-
-    check(delta)
+    delta = delta_of(good)
+    check(run, good, good.payloads)
     for change in ({"buffer": delta.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}):
+        broken = dataclasses.replace(delta, **change)
         with pytest.raises(RemoteWireError):
-            check(dataclasses.replace(delta, **change))
+            check(run, good, tuple(broken if payload is delta else payload for payload in good.payloads))
 
 
 @every_protocol
@@ -419,44 +414,53 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
     run.round()
     tried = 0
     for reply in run.replies():
-        header = Header(
-            run="run",
-            kind=Kind.REPLY,
-            sender=reply.silo.name,
-            receiver="coordinator",
-            sequence=1,
-            sent_at=0.0,
-            reply_to=1,
-            base_version=1,
-        )
-        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
         sent = on_the_way(run, reply)
-        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers)
+        check(run, reply, sent)
         for place, payload in enumerate(sent):
             for other in misshapen(payload):
                 payloads = (*sent[:place], other, *sent[place + 1 :])
                 tried += 1
                 with pytest.raises(RemoteWireError):
-                    check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
-                    run.protocol.check(payloads)
+                    check(run, reply, payloads)
     assert tried or name == "local"  # which sends a loss, a number
 
 
 def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
     run = population("fedavg", kinds=[(True, True)] * 2)
     for reply in run.replies():
-        name = reply.silo.name
-        header = Header(
-            run="run", kind=Kind.REPLY, sender=name, receiver="coordinator", sequence=1, sent_at=0.0, reply_to=1
-        )
-        message, uploads = Message(header, reply.payloads), run.protocol.uploads(reply.silo)
         held = len(run.shares[reply.silo.index])
-        check_reply(message, uploads, run.context, reply.silo, samples=held)
+        check(run, reply, reply.payloads, samples=held)
         with pytest.raises(RemoteWireError, match=rf"{held} samples, the silo has {held - 1}"):
-            check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
+            check(run, reply, reply.payloads, samples=held - 1)
 
 
-@pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
-def test_methods_built_on_info_nce_refuse_other_bases(name: str) -> None:
-    with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
-        population(name, objective=Objective(base="dcmh", bits=8, hidden=16))
+#: Runs that a method refuses: options, objective, labels, and the place that the error names.
+DCMH, DSCMR, NO_LABELS = Objective(base="dcmh", bits=8, hidden=16), Objective(base="dscmr", bits=8, hidden=16), ()
+REFUSED = [
+    ("rcsr", {}, DCMH, LABELS, "objective.base"),
+    ("fedbridge", {}, DCMH, LABELS, "objective.base"),
+    ("creamfl_public", {}, DCMH, LABELS, "objective.base"),
+    ("plfedcmh", {}, Objective(), LABELS, "objective.base"),
+    ("fedcafe", {}, Objective(), LABELS, "objective.base"),
+    ("fedcmr", {}, Objective(), LABELS, "objective.base"),
+    ("feduch", {}, DCMH, LABELS, "objective.base"),
+    ("feduch", {}, Objective(base="shdch", bits=8), LABELS, "objective.base"),
+    ("fedscmr", {}, DSCMR, LABELS, "objective"),
+    ("fedscmr", {"shared_layers": "all", "eval_space": "common"}, None, LABELS, "protocol.eval_space"),
+    ("fedper", {"personal_layers": "audio."}, None, LABELS, "protocol.personal_layers"),
+    ("fedper", {"personal_layers": "visual.,text."}, None, LABELS, "protocol.personal_layers"),
+    ("rcsr", {"fair_eta": 6.0, "fair_tau": 0.5}, None, LABELS, "protocol.fair_eta times fair_tau"),
+    ("fedproto", {}, None, NO_LABELS, "protocol.name"),
+    ("fedhap", {}, None, NO_LABELS, "protocol.name"),
+    ("plfedcmh", {}, None, NO_LABELS, "objective.base"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "objective", "labels", "place"), REFUSED)
+def test_a_run_that_a_method_is_not_defined_for_is_refused_in_one_line(
+    name: str, options: dict[str, object], objective: Objective | None, labels: tuple[str, ...], place: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        population(name, options, objective=objective, labels=labels)
+    assert caught.value.place == place
+    assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from scipy import io as scipy_io
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
-from fedmq.errors import InputError, RemoteWireError
+from fedmq.errors import InputError
 from fedmq.evaluation import heldout
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
 from fedmq.models import hash_networks
@@ -115,11 +115,6 @@ def test_every_switch_runs_and_changes_the_result(changes: dict[str, Any]) -> No
         run.round()
     assert torch.isfinite(run.state.theta).all()
     assert not torch.equal(run.state.theta, whole.state.theta)
-
-
-def test_fedcafe_without_a_classifier_is_refused() -> None:
-    with pytest.raises(InputError, match=r"objective\.base.*info_nce.*dcmh, shdch"):
-        population("fedcafe", objective=Objective())
 
 
 # ------------------------------------------------------------------------- memories
@@ -499,15 +494,6 @@ def test_all_silos_initialise_the_same_class_codes() -> None:
     other = at_work("shdch", SiloFacts("silo-00", 0, False, True))[0]
     for one, two in zip(first.levels, other.levels, strict=True):
         assert torch.equal(one.codes, two.codes)
-
-
-# ------------------------------------------------------------------------- validation at the coordinator
-def test_a_memory_of_the_wrong_shape_is_refused_on_arrival() -> None:
-    run = population("fedcafe")
-    (reply,) = run.replies(run.context.silos[:1])
-    run.protocol.check(reply.payloads)
-    with pytest.raises(RemoteWireError, match="memory"):
-        run.protocol.check(with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy()).payloads)
 
 
 def test_a_task_contains_the_memory_only_where_it_enhances_codes() -> None:

@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Training
-from fedmq.errors import InputError
 from fedmq.wire.payloads import ClassPrototypes
 from protocols import fedproto
 from protocols.parts import class_prototypes, clusters
 from protocols.parts.personal_model import OWN
 from tests.replies import own_embeddings, payload_of, with_payload
 from tests.small_federation import LABELS, MIXED, population
-
-
-def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
-    with pytest.raises(InputError) as caught:
-        population("fedproto", labels=())
-    assert "fedproto" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -112,16 +112,6 @@ def test_validation_items_are_never_trained_on() -> None:
     assert np.array_equal(update.buffer, other.buffer)
 
 
-def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
-    with pytest.raises(InputError, match=r"objective.*enhance"):
-        population("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
-
-
-def test_fedscmr_refuses_the_common_eval_space_where_all_layers_are_shared() -> None:
-    with pytest.raises(InputError, match=r"protocol\.eval_space: found 'common with shared_layers all'"):
-        population("fedscmr", {"shared_layers": "all", "eval_space": "common"})
-
-
 def test_fedcmr_starts_from_the_merged_layer_minus_half_the_silos_displacement() -> None:
     run = population("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
     layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Objective
-from fedmq.errors import InputError
 from fedmq.federation.protocol import Local, State
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model
 from protocols import plfedcmh
@@ -283,11 +282,6 @@ def test_a_silo_may_be_evaluated_with_its_last_trained_model() -> None:
     assert torch.equal(run.model.flat.detach(), left)
     protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # no personal model yet
     assert torch.equal(run.model.flat.detach(), torch.tensor(sent))
-
-
-def test_a_base_without_labels_is_refused() -> None:
-    with pytest.raises(InputError, match=r"objective\.base"):
-        population("plfedcmh", objective=Objective())
 
 
 def test_it_runs_on_a_base_with_common_layers() -> None:

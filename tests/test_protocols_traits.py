@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
@@ -55,7 +55,7 @@ def mine(tmp_path: Path) -> Callable[[str], str]:
 
     def write(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
-        return user_files.adopt(tmp_path / "mine.py")
+        return plug_ins.adopt(tmp_path / "mine.py")
 
     return write
 
@@ -119,7 +119,7 @@ def test_shared_layers_must_be_the_models_layers_in_its_order(layers: tuple[str,
 
 def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[str], str]) -> None:
     name = mine("from fedmq.federation.protocol import FederatedProtocol\nclass PROTOCOL(FederatedProtocol): pass\n")
-    with pytest.raises(InputError, match=r"mine\.py: PROTOCOL: .*class PROTOCOL without .*eligible.*merge.*train"):
+    with pytest.raises(InputError, match=r"mine\.py: PROTOCOL: .*class PROTOCOL without .*initial.*merge.*train"):
         protocols.load(name)
 
 

@@ -22,7 +22,7 @@ from tests.run_summaries import release_config, summary
 
 FIGURES = {"i2t_medr": 1.0, "mean_r1": 0.5}
 EVALUATION = EvaluationLine(kind="evaluation", version=1, metrics=FIGURES, per_silo={"silo-00": FIGURES})
-MERGE = merge_line(1, 1.5, (), {}, {"router_loss": 0.25, "weight_silo-01": 0.5})
+MERGE = merge_line(1, 1.5, (), {"router_loss": 0.25, "weight_silo-01": 0.5})
 SILO = {"modalities": ["image"], "samples": 9, "participations": 1, "tasks": 1, "heldout": 3}
 PERSONAL = personal_figures(1, {"silo-00": Metrics(FIGURES, {"silo-00": FIGURES})})
 CONFIG = release_config(released_with={"memory": "ef" * 32}, frozen={})
@@ -65,7 +65,7 @@ def test_a_methods_merge_report_consists_of_numbers_next_to_the_common_keys() ->
     assert list(MERGE.plain())[-2:] == ["router_loss", "weight_silo-01"]
     noted = MERGE.model_copy(update={"note": "text of a newer version"})
     assert noted.reported == MERGE.reported
-    undefined = merge_line(1, 1.5, (), {}, {"router_loss": math.nan, "weight_silo-01": 0.5})
+    undefined = merge_line(1, 1.5, (), {"router_loss": math.nan, "weight_silo-01": 0.5})
     assert undefined.plain()["router_loss"] is None and undefined.reported == {"weight_silo-01": 0.5}
 
 

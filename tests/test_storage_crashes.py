@@ -40,7 +40,7 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = RoundsRecord(version=version, gone=[], flights={}, sequences={}, losses={})
+    rounds = RoundsRecord(version=version, gone=[], pending={}, sequences={}, losses={})
     return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_record())
 
 
@@ -235,9 +235,9 @@ def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, nam
     checkpoints.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"
     content = json.loads(path.read_text())
-    del content["tally"][name]
+    del content["counters"][name]
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
+    with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
         checkpoints.load(tmp_path)
 
 

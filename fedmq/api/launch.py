@@ -28,9 +28,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 import protocols
 from fedmq.api.results import Run
 from fedmq.config import yaml_files
+from fedmq.config.plug_ins import UserFileError
 from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
-from fedmq.config.user_files import UserFileError
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.result_limits import gallery_of_status, meaningful

@@ -108,17 +108,17 @@ class Audit:
     @property
     def absent(self) -> list[str]:
         """The processes that took part and whose logs are not in the folder."""
-        return sorted({each.absent for each in self.findings if each.absent})
+        return sorted({finding.absent for finding in self.findings if finding.absent})
 
     @property
     def incomplete(self) -> bool:
         """Whether logs are missing and nothing else was found: nothing contradicts, but not all could be checked."""
-        return bool(self.findings) and all(each.absent for each in self.findings)
+        return bool(self.findings) and all(finding.absent for finding in self.findings)
 
     @property
     def remarks(self) -> Iterator[str]:
         """What may explain findings."""
-        for process in sorted({each.lost for each in self.findings if each.lost}):
+        for process in sorted({finding.lost for finding in self.findings if finding.lost}):
             yield (
                 f"{process}.jsonl lacks what others received from {process}: the file is incomplete, or another log of "
                 f"{process} lies elsewhere, as after a start with another --out"
@@ -209,75 +209,75 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
         )
     files = read_run_files(RunFolder(folder))
     result = Audit(finished=files.finished, written=tuple(path.stem for path in logs if is_locked(path)))
-    found = _Logs()
+    facts = _Logs()
     for path in logs:
         for place, record in _checked_records(path, result):
-            _collect(path.stem, place, record, result, found)
+            _collect(path.stem, place, record, result, facts)
     # Any process could write that note to hide its messages, so only the coordinator's counts, and only if no log
     # has a message or a handshake.
-    result.inline = not found.exchanged and any(process == COORDINATOR for process, _ in found.inline)
+    result.inline = not facts.exchanged and any(process == COORDINATOR for process, _ in facts.inline)
     if not result.inline:
-        result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
-        _compare_ends(found, {path.stem for path in logs}, result)
-    _compare_with_folder(folder, files, found, accepted, result)
-    result.ends = ends_to_change(result.signatures, (record for _, record in found.received.values()))
+        result.findings += [Finding(place, _NOT_INLINE) for _, place in facts.inline]
+        _compare_ends(facts, {path.stem for path in logs}, result)
+    _compare_with_folder(folder, files, facts, accepted, result)
+    result.ends = ends_to_change(result.signatures, (record for _, record in facts.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
-    result.compared = found.results.compared(RunFolder(folder))
+    result.compared = facts.results.compared(RunFolder(folder))
     known = {finding.place for finding in result.findings}
-    result.findings += [Finding(*each) for each in found.results.differences(RunFolder(folder), known)]
+    result.findings += [Finding(*difference) for difference in facts.results.differences(RunFolder(folder), known)]
     if not result.inline:
-        result.findings += _missing(found, {path.stem for path in logs})
+        result.findings += _missing(facts, {path.stem for path in logs})
     return result
 
 
 def _compare_with_folder(
-    folder: Path, files: RunFiles, found: _Logs, accepted: Mapping[str, Set[str]] | None, result: Audit
+    folder: Path, files: RunFiles, facts: _Logs, accepted: Mapping[str, Set[str]] | None, result: Audit
 ) -> None:
     """Compare the logs with the run folder, and what processes declared with each other.
 
     Differences at a start that was refused before the process joined are reported as a note, not as a finding.
     """
-    result.signatures = logs = found.signed.logs
+    result.signatures = logs = facts.signed.logs
     intact = {process for process, log in logs.items() if log.broken is None and not log.invalid}
-    aside = found.course.starts.set_aside(intact)
+    aside = facts.course.starts.set_aside(intact)
     for process, log in logs.items():
         log.aside = frozenset(start.declared_at for name, start in aside if name == process)
-    discrepancies = list(check_run_folder(RunFolder(folder), files, found.course, found.named, inline=result.inline))
-    released = found.course.released
+    discrepancies = list(check_run_folder(RunFolder(folder), files, facts.course, facts.named, inline=result.inline))
+    released = facts.course.released
     data = None if released is None else released[1].facts.get("data_digest")
-    scenario, ended = RunFolder(folder).scenario, found.course.ended is not None
-    discrepancies += found.signed.compare(scenario, data, accepted, finished=ended)
+    scenario, ended = RunFolder(folder).scenario, facts.course.ended is not None
+    discrepancies += facts.signed.compare(scenario, data, accepted, finished=ended)
     without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
-    result.findings += [Finding(*each) for each in discrepancies if each[0] not in without]
+    result.findings += [Finding(*discrepancy) for discrepancy in discrepancies if discrepancy[0] not in without]
     refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in logs else None
     deviating = {place for place, _ in discrepancies}
     result.refused_starts = tuple(refused_starts(aside, deviating, refusals))
 
 
-def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
+def _compare_ends(facts: _Logs, present: set[str], result: Audit) -> None:
     """Compare the received messages and handshakes with the sent ones."""
-    for key, (place, record) in found.received.items():
-        if key in found.sent:
-            _compare(place, record, *found.sent[key], result)
+    for key, (place, record) in facts.received.items():
+        if key in facts.sent:
+            _compare(place, record, *facts.sent[key], result)
         elif key[0] in present:
             what = f"{record.header.kind} from {key[0]} received, but never logged as sent"
             result.findings.append(Finding(place, what, key[0]))
-    for (action, kind, sender, receiver), (count, place) in found.handshakes.items():
-        sent, _ = found.handshakes.get(("sent", kind, sender, receiver), (0, ""))
+    for (action, kind, sender, receiver), (count, place) in facts.handshakes.items():
+        sent, _ = facts.handshakes.get(("sent", kind, sender, receiver), (0, ""))
         # A hello is not encrypted: anyone who recorded one can replay it, and a restarted coordinator accepts it.
         if action == "received" and kind != Kind.HELLO and sender in present and count > sent:
             what = f"{count} times a {kind} from {sender} received, but {sent} times logged as sent"
             result.findings.append(Finding(place, what, sender))
     # Without the receiver's log it is unknown whether a message arrived.
-    result.undelivered = sum(key[1] in present for key in found.sent.keys() - found.received.keys())
+    result.undelivered = sum(key[1] in present for key in facts.sent.keys() - facts.received.keys())
 
 
-def _missing(found: _Logs, present: set[str]) -> Iterator[Finding]:
+def _missing(facts: _Logs, present: set[str]) -> Iterator[Finding]:
     """A finding for every process that is mentioned but has no log."""
-    unseen = Counter(sender for sender, *_ in found.received)
-    for process in sorted(found.named.keys() - present):
+    unseen = Counter(sender for sender, *_ in facts.received)
+    for process in sorted(facts.named.keys() - present):
         count = unseen[process]
-        mentioned = f"{found.named[process]} mentions {process}"
+        mentioned = f"{facts.named[process]} mentions {process}"
         why = f"{count} messages of {process} cannot be compared" if count else mentioned
         yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}", absent=process)
 
@@ -364,36 +364,36 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
         yield place, record
 
 
-def _collect(process: str, place: str, record: LogRecord, result: Audit, found: _Logs) -> None:
+def _collect(process: str, place: str, record: LogRecord, result: Audit, facts: _Logs) -> None:
     """Add a record of a process's log to the collected facts."""
     for name in _others(record):
-        found.named.setdefault(name, place)
-    found.course.take(process, place, record)
-    found.signed.take(process, place, record)
-    found.results.take(process, place, record)
+        facts.named.setdefault(name, place)
+    facts.course.take(process, place, record)
+    facts.signed.take(process, place, record)
+    facts.results.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1
         case NoteRecord():
             if record.event is LogEvent.INLINE:
-                found.inline.append((process, place))
+                facts.inline.append((process, place))
         case HandshakeRecord():
-            found.exchanged = True
+            facts.exchanged = True
             if record.action == "sent":
                 result.frames[process] += record.bytes
             ends = (process, record.peer) if record.action == "sent" else (record.peer, process)
-            count, _ = found.handshakes.get((record.action, record.kind, *ends), (0, ""))
-            found.handshakes[record.action, record.kind, *ends] = count + 1, place
+            count, _ = facts.handshakes.get((record.action, record.kind, *ends), (0, ""))
+            facts.handshakes[record.action, record.kind, *ends] = count + 1, place
         case MessageRecord():
-            found.exchanged = True
+            facts.exchanged = True
             if record.action == "sent":
                 result.frames[process] += record.bytes
-            _collect_message(process, place, record, result, found)
+            _collect_message(process, place, record, result, facts)
         case TimelineRecord() | StartRecord() | SignatureRecord():
             pass
 
 
-def _collect_message(process: str, place: str, record: MessageRecord, result: Audit, found: _Logs) -> None:
+def _collect_message(process: str, place: str, record: MessageRecord, result: Audit, facts: _Logs) -> None:
     """Add a message of a process's log to the collected facts."""
     header = record.header
     result.messages.append((place, record))
@@ -404,7 +404,7 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
         what = f"a message from {header.sender} to {header.receiver}: silos exchange messages only with the coordinator"
         result.findings.append(Finding(place, what))
     key = record.frame
-    seen = found.sent if record.action == "sent" else found.received
+    seen = facts.sent if record.action == "sent" else facts.received
     if key in seen:
         result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {record.action} again"))
     seen[key] = (place, record)

@@ -248,8 +248,8 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     train = [rows[paired[rows]] for rows in held]
     trained = [rows for silo, rows in zip(population.silos, train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
-        found = "a model into which no silo's reply was merged"
-        raise InputError(f"--probe {release.run.root}", found, "a model that was trained")
+        problem = "a model into which no silo's reply was merged"
+        raise InputError(f"--probe {release.run.root}", problem, "a model that was trained")
     all_rows = np.sort(np.concatenate([*train, population.evaluated]))
     models = release.model(population.prepared), population.build_model(scenario, release.device, MODALITIES)
     by_model = [

@@ -180,11 +180,11 @@ class PolicyResult:
     @property
     def findings(self) -> list[Finding]:
         """Findings for the auditor; empty if every checked message complies with the policy."""
-        found = [Finding(breach.place, breach.what) for breach in self.breaches]
-        found += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
+        findings = [Finding(breach.place, breach.what) for breach in self.breaches]
+        findings += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
         if not self.checked:
-            found.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
-        return found
+            findings.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
+        return findings
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
@@ -295,7 +295,7 @@ def broken_limits(
     most, place = rule.bytes_per_message, places["bytes_per_message"]
     larger = rule.bytes_per_message_with or {}
     if limited := [kind for kind, _ in payloads if kind in larger]:
-        kind = max(limited, key=lambda each: larger[each])
+        kind = max(limited, key=lambda name: larger[name])
         most, place = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
     if most is not None and size > most:
         yield WithheldBy.BYTES_PER_MESSAGE, None, size, f"{place} allows {most:,}"

@@ -60,21 +60,21 @@ class PolicyGuard:
         """
         missing = [kind for kind in needed if self._rule.kinds is not None and kind not in self._rule.kinds]
         if missing:
-            place, found = f"{file}: {self._places.get('kinds', 'up.kinds')}", f"a list without {', '.join(missing)}"
+            place, problem = f"{file}: {self._places.get('kinds', 'up.kinds')}", f"a list without {', '.join(missing)}"
             allowed = f"a list with {', '.join(needed)}, which this silo has to send in this run"
-            raise InputError(place, found, f"{allowed}; or do not start it")
+            raise InputError(place, problem, f"{allowed}; or do not start it")
 
     def broken(self, payloads: Sequence[Payload]) -> list[str]:
         """The limits that a message with these payloads would break, one line each; nothing is counted as sent."""
         sizes = [(payload.KIND, tensor_bytes(payload)) for payload in payloads]
         least = sum(size for _, size in sizes)  # the frames add some hundred bytes
         lines = [
-            f"{payload or 'a message'} of {found:,} bytes: {text}"
-            for _, payload, found, text in broken_limits(sizes, least, self._rule, self._places)
+            f"{payload or 'a message'} of {count:,} bytes: {text}"
+            for _, payload, count, text in broken_limits(sizes, least, self._rule, self._places)
         ]
-        for each in payloads:
-            if not _only_allowed_fields(each, self._rule.fields or {}):
-                lines.append(f"{each.KIND}: {self._places['fields']}.{each.KIND} does not allow all its fields")
+        for payload in payloads:
+            if not _only_allowed_fields(payload, self._rule.fields or {}):
+                lines.append(f"{payload.KIND}: {self._places['fields']}.{payload.KIND} does not allow all its fields")
         most = self._rule.bytes_in_all
         if most is not None and self._sent + least > most:
             lines.append(f"a message of {least:,} bytes: {self._places['bytes_in_all']} allows {most:,}")
@@ -93,12 +93,12 @@ class PolicyGuard:
         kind = message.header.kind.value
         if message.header.kind is Kind.AGREEMENT:
             kind = Kind.STATEMENT.value  # a refusal has no word for the confirmation, which completes the statement
-        for limit, payload, found, text in broken_limits(payloads, size, self._rule, self._places):
-            self._report(f"withholds a {payload or kind} of {found:,} bytes: {text}")
+        for limit, payload, count, text in broken_limits(payloads, size, self._rule, self._places):
+            self._report(f"withholds a {payload or kind} of {count:,} bytes: {text}")
             return Refusal(limit.value, payload or kind)
-        for each in message.payloads:
-            if not _only_allowed_fields(each, self._rule.fields or {}):
-                return Refusal(WithheldBy.FIELDS.value, each.KIND)
+        for content in message.payloads:
+            if not _only_allowed_fields(content, self._rule.fields or {}):
+                return Refusal(WithheldBy.FIELDS.value, content.KIND)
         most = self._rule.bytes_in_all
         if most is not None and self._sent + size > most:
             already = f"{size:,} bytes after {self._sent:,}"

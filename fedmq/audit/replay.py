@@ -36,12 +36,12 @@ from fedmq.wire.payloads import Metrics
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
-#: What processes stated about their data and confirmed, and silos' own evaluations; not logged by earlier releases.
+#: What processes stated about their data and confirmed, and silos' own evaluations.
 _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 
-#: Keys of a silo in a summary that it stated about its data; earlier releases did not have them.
+#: Keys of a silo in a summary that it stated about its data.
 _STATED = {"data_digest", "items"}
 
 #: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
@@ -126,7 +126,7 @@ def read_record(folder: RunFolder) -> Record:
     messages: dict[Key, list[str]] = {}
     logs = sorted(log.parent.glob("*.jsonl"))
     for path in logs:
-        for key, content in _sent(path, {each.stem for each in logs}):
+        for key, content in _sent(path, {other.stem for other in logs}):
             known = messages.setdefault(key, [])
             if content not in known:
                 known.append(content)
@@ -140,7 +140,7 @@ def read_record(folder: RunFolder) -> Record:
         lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(isinstance(each, NoteRecord) and each.event is LogEvent.RESUMED for _, each in read_log(log)),
+        resumed=sum(isinstance(record, NoteRecord) and record.event is LogEvent.RESUMED for _, record in read_log(log)),
         ends=earlier_ends(folder),
     )
 
@@ -164,10 +164,8 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
-        # Without the number of held-out items, which older runs do not have.
         "per_silo": {
-            name: silo.model_dump(exclude_unset=True, exclude=_STATED | {"heldout"})
-            for name, silo in summary.per_silo.items()
+            name: silo.model_dump(exclude_unset=True, exclude=_STATED) for name, silo in summary.per_silo.items()
         },
         "stated": {silo: entry.model_dump(include=_STATED) for silo, entry in summary.per_silo.items()},
         # Discarded tasks are left out: they include resent replies, which depend on real time.
@@ -185,7 +183,7 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
             case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED):
                 events = [event for event in events if event["version"] < (record.version or 0)]
             case TimelineRecord() if record.event is not TimelineEvent.DEADLINE:
-                # Old logs include deadlines that had no effect; those with an effect are compared through their merges.
+                # Deadlines that have an effect are compared through their merges.
                 events.append({name: getattr(record, name) for name in _EVENT})
             case _:
                 pass
@@ -277,14 +275,14 @@ def _outcome_difference(was: Record, now: Record) -> Difference | None:
             return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
     for name in sorted(was.figures.keys() | now.figures.keys()):
         before, after = was.figures.get(name), now.figures.get(name)
-        old = name == "stated" and not (_has_statements(was) and _has_statements(now))
-        if before != after and not old and not (name.startswith("personal") and was.measured != now.measured):
+        unstated = name == "stated" and not (_has_statements(was) and _has_statements(now))
+        if before != after and not unstated and not (name.startswith("personal") and was.measured != now.measured):
             return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
     return None
 
 
 def _has_statements(record: Record) -> bool:
-    """Whether the silos of a run stated their data; those of earlier releases, and of inline runs, did not."""
+    """Whether the silos of a run stated their data; those of inline runs do not."""
     return any(kind == Kind.STATEMENT for kind, _, _ in record.messages)
 
 
@@ -301,7 +299,9 @@ def _under_way(key: Key, record: Record) -> bool:
     if kind == _MEASUREMENT:  # of a personal model: the run does not wait for an offline silo
         return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
-    tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]
+    tasks = [
+        sequence for sort, name, sequence in record.messages if (sort, name) == (Kind.TASK, silo) and sequence > over
+    ]
     return tasks != [] and number == min(tasks)
 
 
@@ -341,13 +341,13 @@ def sites_of(
         InputError: a file's data are not what a process stated, or those of a process are missing.
     """
     record = read_json(folder.agreement, AgreementRecord, "what the sites of a run stated about their data")
-    scenario, found = run.scenario, dict[str, Site]()
+    scenario, sites = run.scenario, dict[str, Site]()
     needed = [*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else [])]
     stated = {name: record.stated[name].data_digest for name in needed if name in record.stated}
     for file in files:
         site = read_site(file)
         content = SiteData.load(scenario, site, run.id, progress).content
-        names = [name for name, digest in stated.items() if digest == content and name not in found]
+        names = [name for name, digest in stated.items() if digest == content and name not in sites]
         if site.name is not None:
             names = [name for name in names if name == site.name]
         if not names:
@@ -355,9 +355,9 @@ def sites_of(
             what = "what a site of the run stated" if wanted is None else f"what {site.name} stated: {wanted[:_DIGITS]}"
             allowed = f"the data as they were in the run, each site once; {what}"
             raise InputError(site.place("data"), f"data with digest {content[:_DIGITS]}", allowed)
-        found[names[0]] = site
-    missing = [name for name in stated if name not in found]
+        sites[names[0]] = site
+    missing = [name for name in stated if name not in sites]
     if missing:
         allowed = "a site file with the data of each; fedmq data digest finds out whose data a file has"
         raise InputError("--site", f"no data of {', '.join(missing)}", allowed)
-    return found
+    return sites

@@ -143,7 +143,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
         }
         for process, log in sorted(audit.signatures.items())
     ]
-    findings = [(printable(each.place), printable(each.what)) for each in audit.findings[:_FINDINGS]]
+    findings = [(printable(finding.place), printable(finding.what)) for finding in audit.findings[:_FINDINGS]]
     return (
         Environment(autoescape=True)
         .from_string(_PAGE)
@@ -254,7 +254,7 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         changed = "that no holder of all these logs changed them" + (
             " before the heads were noted" if evidence.heads else ""
         )
-        why = "as they are not signed (an earlier fedmq wrote them, or their signatures were removed)"
+        why = "as they are not signed"
         return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
     stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
     since = f" The heads are the noted ones: nothing was changed since the heads were noted{stamp}."
@@ -306,9 +306,9 @@ def _of_missing_logs(audit: Audit) -> Verdict:
 
 def _of_findings(audit: Audit) -> Verdict:
     """The sentences about an audit with findings."""
-    places = [each.place.split("/")[-1] for each in audit.findings]
+    places = [finding.place.split("/")[-1] for finding in audit.findings]
     mentioned = {name for name in audit.records if any(f"{name}.jsonl" in place for place in places)}
-    mentioned |= {each.lost for each in audit.findings}
+    mentioned |= {finding.lost for finding in audit.findings}
     clean = sorted(audit.records.keys() - mentioned)
     if not clean:
         holds = "none of the logs is free of differences"

@@ -41,7 +41,7 @@ class ResultChecks:
     """The last digests that the coordinator noted.
 
     Args:
-        noted: place of the note, and its digests by file; None without one, as in logs of earlier releases.
+        noted: place of the note, and its digests by file; None without one.
         after: places of the coordinator's messages after the note that are not its last ones to its peers.
     """
 
@@ -80,7 +80,7 @@ class ResultChecks:
         place, digests = self.noted
         for name in self.compared(folder):
             path = str(folder.root / name)
-            if any(each.startswith(path) for each in known):
+            if any(place_known.startswith(path) for place_known in known):
                 continue
             try:
                 same = result_digest(folder, name) == digests[name]
@@ -93,8 +93,8 @@ class ResultChecks:
 
 #: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
 _CONTRIBUTIONS = frozenset(
-    each.KIND
-    for each in (
+    payload.KIND
+    for payload in (
         Delta,
         PartialDelta,
         ModalityPrototypes,
@@ -202,7 +202,9 @@ class TrafficChecks:
             lines: its lines.
         """
         sent = [kinds for replies in self._replies.values() for kinds in replies]
-        needed = next((kinds for kinds in (_UPDATES, _CONTRIBUTIONS) if any(kinds & each for each in sent)), None)
+        needed = next(
+            (kinds for kinds in (_UPDATES, _CONTRIBUTIONS) if any(kinds & sent_kinds for sent_kinds in sent)), None
+        )
         merged = Counter(
             (silo, line.version - 1 - age)
             for line in lines
@@ -235,7 +237,7 @@ class TrafficChecks:
                     )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
-            if name in summary.messages.model_fields_set and logged_count != stated_count:
+            if logged_count != stated_count:
                 yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"
 
 
@@ -328,8 +330,8 @@ def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None)
 
 def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData) -> Iterator[Discrepancy]:
     """Check an evaluation by the silos: that they reported its metrics, and its means."""
-    figures = {silo: each.figures for silo, each in record.per_silo.items()}
-    items = {silo: each.items for silo, each in record.per_silo.items()}
+    figures = {silo: silo_figures.figures for silo, silo_figures in record.per_silo.items()}
+    items = {silo: silo_figures.items for silo, silo_figures in record.per_silo.items()}
     for silo, values in figures.items():
         if not _was_reported(items[silo], values, logged.own.get((silo, version), set())):
             yield place, f"the metrics on {silo}'s own held-out items are not what it answered"

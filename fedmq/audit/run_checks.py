@@ -159,10 +159,10 @@ def check_run_folder(
         named: processes that must have a log, with the place that mentions each; those of the summary are added.
         inline: the run exchanged no messages.
     """
-    found, summary, finished = list[Discrepancy](), files.summary, files.finished
+    problems, summary, finished = list[Discrepancy](), files.summary, files.finished
     yield from files.found
     yield from _same_run(folder, course)
-    config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
+    config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", problems)
     others = (folder.scenario, folder.metrics, folder.model)
     if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, others)):
         finished = True
@@ -187,17 +187,17 @@ def check_run_folder(
         yield from _out_of_bounds(str(folder.metrics), files.lines, summary)
         if summary is not None:
             yield from _check_summary(folder, course, files.lines, summary, inline=inline)
-    yield from found
+    yield from problems
 
 
-def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]) -> _Record | None:
+def _read(path: Path, schema: type[_Record], what: str, problems: list[Discrepancy]) -> _Record | None:
     """Read a file of the folder; None if it does not exist, or is invalid, which is a finding."""
     if not path.exists():
         return None
     try:
         return read_json(path, schema, what)
     except InputError as error:
-        found.append((error.place, f"{error.found} instead of {error.allowed}"))
+        problems.append((error.place, f"{error.found} instead of {error.allowed}"))
         return None
 
 
@@ -298,10 +298,10 @@ def _release(
             yield place, f"{request.header.receiver} was sent another {kind} than is released"
 
 
-def _other(path: Path, what: str, found: str, expected: object) -> Iterator[Discrepancy]:
+def _other(path: Path, what: str, actual: str, expected: object) -> Iterator[Discrepancy]:
     # Same wording as fedmq.retrieval.released_model.OtherModelError, which a probe reports for the same discrepancy.
-    if found != expected:
-        yield str(path), f"{what} with digest {found} instead of the run's own, with digest {expected}"
+    if actual != expected:
+        yield str(path), f"{what} with digest {actual} instead of the run's own, with digest {expected}"
 
 
 def _check_metrics(
@@ -341,7 +341,7 @@ def _check_summary(
         count = summary.per_silo[silo].participations if silo in summary.per_silo else 0
         if count != merged[silo]:
             yield place, f"{count} participations of {silo}, but {merged[silo]} of its replies were merged"
-    if summary.tasks.merged not in (None, merged.total()):
+    if summary.tasks.merged != merged.total():
         yield place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}"
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
     yield from _check_means(place, summary, personal_means(summary.personal_whole_split, summary.personal_per_silo))
@@ -396,7 +396,7 @@ def _measured(line: MetricsLine) -> list[Figures]:
         case PersonalLine():
             return [*line.personal_whole_split.values(), *line.personal_per_silo.values()]
         case OwnHeldOutLine():
-            return [line.metrics, *(each.figures for each in line.per_silo.values())]
+            return [line.metrics, *(silo.figures for silo in line.per_silo.values())]
         case MergeLine():
             return []
 

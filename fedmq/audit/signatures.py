@@ -183,7 +183,7 @@ class SignatureChecks:
             return
         for process, log in self.logs.items():
             if not log.starts:
-                what = "is not signed, though other logs of this run are: written by an earlier fedmq, or stripped"
+                what = "is not signed, though other logs of this run are"
                 yield f"{process}.jsonl", what
             if log.invalid:
                 more = f"; {len(log.invalid) - 1} later signatures do not match either" if len(log.invalid) > 1 else ""
@@ -337,9 +337,10 @@ class KnownKeys:
     @property
     def all(self) -> dict[str, frozenset[str]]:
         """Accepted and former keys."""
-        found = {name: frozenset({key}) for name, key in self.accepted.items()}
+        accepted = {name: frozenset({key}) for name, key in self.accepted.items()}
         return {
-            name: found.get(name, frozenset()) | self.former.get(name, frozenset()) for name in {*found, *self.former}
+            name: accepted.get(name, frozenset()) | self.former.get(name, frozenset())
+            for name in {*accepted, *self.former}
         }
 
     def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:

@@ -47,10 +47,10 @@ def data_list(
 
     Example: [bold]fedmq data list[/bold]
     """
-    from fedmq.config import user_files  # noqa: PLC0415
+    from fedmq.config import plug_ins  # noqa: PLC0415
     from fedmq.data import catalogue  # noqa: PLC0415
 
-    given = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
+    given = {file.name: plug_ins.adopt(file.expanduser()) for file in names or ()}
     known = given | {name: name for name in catalogue.REGISTRY.names()}
     table = Table("data.name", "what it is")
     for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
@@ -161,7 +161,7 @@ def data_check(
 
 def show_data(facts: DataFacts, out: Console) -> None:
     """Print the facts of a data set."""
-    from fedmq.config.user_files import label  # noqa: PLC0415
+    from fedmq.config.plug_ins import label  # noqa: PLC0415
     from fedmq.data.warnings import of_labels, sentences  # noqa: PLC0415
 
     splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)

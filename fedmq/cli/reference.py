@@ -69,12 +69,12 @@ def _references(command: str, names: Sequence[str] | None, known: Sequence[str])
     Raises:
         InputError: a name is unknown, or a file cannot be used.
     """
-    from fedmq.config import user_files  # noqa: PLC0415 - --help does without
+    from fedmq.config import plug_ins  # noqa: PLC0415 - --help does without
 
     references = {name: name for name in names or known}
     for name in references:
-        if user_files.is_path(name):
-            references[name] = user_files.adopt(Path(name).expanduser())
+        if plug_ins.is_path(name):
+            references[name] = plug_ins.adopt(Path(name).expanduser())
         elif name not in known:
             raise InputError(f"fedmq {command}", name, one_of(name, known))
     return references

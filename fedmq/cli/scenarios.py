@@ -59,7 +59,7 @@ def resolved_file(
 
 def plug_in_names() -> dict[str, tuple[str, ...]]:
     """Names of the methods and objectives, by the scenario key that selects one; loads neither them nor torch."""
-    from fedmq.config.registry import names_found  # noqa: PLC0415
+    from fedmq.config.plug_ins import names_found  # noqa: PLC0415
 
     return {
         "protocol.name": names_found("protocols", "fedmq.protocols"),

@@ -127,15 +127,15 @@ def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str
 
 def _switched_off(options: Any, around: Mapping[str, object]) -> dict[str, str]:
     """Options without effect, with the values of their switches as written in a scenario."""
-    values, found = {**around, **vars(options)}, dict[str, str]()
+    values, off_by = {**around, **vars(options)}, dict[str, str]()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
         for name in (option for pattern in names for option in fnmatch.filter(vars(options), pattern)):
-            found.setdefault(name, off)
-    return found
+            off_by.setdefault(name, off)
+    return off_by
 
 
 def _on(value: object) -> bool:

@@ -14,11 +14,11 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.faults import Fault
+from fedmq.config.plug_ins import UserFileError
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Scenario
-from fedmq.config.user_files import UserFileError
 from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
@@ -112,7 +112,7 @@ class ResolvedRun:
     Args:
         source: the scenario file, for the place in errors.
         scenario: with all defaults, including those of the method and the objective; with absolute paths, and with
-            references to the user's Python files (``fedmq.config.user_files``).
+            references to the user's Python files (``fedmq.config.plug_ins``).
         id: the run's name on the wire and in logs.
         pooled: the method trains centrally on all silos' data.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
@@ -260,7 +260,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         weights: also make paths of the backbone's weights absolute; not with manually launched programs, which run on
             several machines and must agree on the scenario.
         adopt: allow to execute Python files that the scenario names by path. False for the scenario of a run folder,
-            in which such a path is refused, see ``fedmq.config.user_files``.
+            in which such a path is refused, see ``fedmq.config.plug_ins``.
 
     Raises:
         InputError: something is not allowed; names file, line and key.
@@ -310,14 +310,14 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
     scenario = source.scenario
 
     def named(key: str, name: str) -> str:
-        if not user_files.is_path(name):
+        if not plug_ins.is_path(name):
             return name
         if not adopt:
             allowed = "a name or a reference, as files that a run folder's scenario names by path are not executed"
             raise InputError(key, name, allowed)
         # Paths from the command line are relative to the working directory, those of a file to that file.
-        given = any(f"{key}.".startswith(f"{each}.") for each in source.overridden)
-        return user_files.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
+        given = any(f"{key}.".startswith(f"{setting}.") for setting in source.overridden)
+        return plug_ins.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
 
     protocol = named("protocol.name", scenario.protocol.name)
     base = named("objective.base", scenario.objective.base)
@@ -328,7 +328,7 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
     if scenario.data is not None:
         changes["data"] = scenario.data.model_copy(update={"name": named("data.name", scenario.data.name)})
     if metrics := scenario.evaluation.metrics:
-        references = tuple(named("evaluation.metrics", each) for each in metrics)
+        references = tuple(named("evaluation.metrics", metric) for metric in metrics)
         changes["evaluation"] = scenario.evaluation.model_copy(update={"metrics": references})
     return scenario.model_copy(update=changes)
 
@@ -336,9 +336,9 @@ def _adopted(source: Source, *, adopt: bool) -> Scenario:
 def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     objective = scenario.objective
     if not facts.hashes and (objective.bits or objective.hidden):
-        found = f"sizes of a hash network with {objective.base}"
+        problem = f"sizes of a hash network with {objective.base}"
         raise InputError(
-            "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
+            "objective", problem, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
         )
     if facts.contrasts and scenario.training.batch_size == 1:
         allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"

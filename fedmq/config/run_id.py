@@ -93,8 +93,8 @@ class KeyDigests(Stored):
             scenario: the complete scenario as plain data; keys that may differ between machines are left out.
             salt: 16 random bytes.
         """
-        found = ((key, _digest(salt, key, value)) for key, value in _values(facts_of(scenario)))
-        return cls(salt=salt.hex(), keys=dict(sorted(found)[:_MOST_KEYS]))
+        digests = ((key, _digest(salt, key, value)) for key, value in _values(facts_of(scenario)))
+        return cls(salt=salt.hex(), keys=dict(sorted(digests)[:_MOST_KEYS]))
 
     def differing(self, scenario: Mapping[str, object]) -> tuple[str, ...]:
         """Keys of which another scenario has another value or none, and those that only it has, in order."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
+from fedmq.config.plug_ins import label
 from fedmq.config.sections import (
     Aggregation,
     Cost,
@@ -30,7 +31,6 @@ from fedmq.config.sections import (
     Wire,
     silo_names,
 )
-from fedmq.config.user_files import label
 from fedmq.errors import InputError
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]
@@ -395,12 +395,12 @@ class Scenario(Part):
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
         if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
-            found = f"found faults of kind {kinds[0]}, which recognise messages by their names"
-            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {found}")
+            hidden = f"found faults of kind {kinds[0]}, which recognise messages by their names"
+            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {hidden}")
         aimed = sorted(named_silos(self.faults) - names)
         if aimed:
             raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")
-        strange = [silo for each in self.cost.classes.values() for silo in each.silos if silo not in names]
+        strange = [silo for machines in self.cost.classes.values() for silo in machines.silos if silo not in names]
         if strange:
             known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
             raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
@@ -442,7 +442,7 @@ class Scenario(Part):
             raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
         if self.data is None and self.missing_modality != MissingModality():
             raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
-        groups = {"paired", "image_only", "text_only"} & {getattr(each, "silos", None) for each in self.faults}
+        groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in self.faults}
         if self.data is None and self.participation.minimum is not None and groups:
             raise ValueError(
                 f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos "
@@ -451,7 +451,7 @@ class Scenario(Part):
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:
             raise ValueError("evaluation.keep best and patience need an evaluator: evaluation.heldout shared or both")
-        others = sorted({each.kind for each in self.faults} & {"drift", "modality_gained"})
+        others = sorted({fault.kind for fault in self.faults} & {"drift", "modality_gained"})
         if self.data is None and others:
             raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")
         if self.data is not None and self.evaluation.heldout in ("own", "both"):

@@ -284,9 +284,9 @@ class Cost(Part):
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Cost:
-        if sum(each.share for each in self.classes.values()) > 1.0 + 1e-9:
+        if sum(machines.share for machines in self.classes.values()) > 1.0 + 1e-9:
             raise ValueError("the shares of cost.classes must sum to at most 1")
-        named = [silo for each in self.classes.values() for silo in each.silos]
+        named = [silo for machines in self.classes.values() for silo in machines.silos]
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
             raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")

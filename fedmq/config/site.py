@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.resolve import DATA_PATHS, absolute
 from fedmq.config.scenario import Data, Device, Scenario
 from fedmq.config.sections import Modality, Name, Part
@@ -75,8 +75,8 @@ def read_site(path: Path) -> Site:
             data: dict[str, object] = {
                 key: _from(path, f"data.{key}", each) for key, each in inner.items() if each is not None
             }
-            if user_files.is_path(site.data.name):
-                data["name"] = user_files.adopt(path.parent / Path(site.data.name).expanduser())
+            if plug_ins.is_path(site.data.name):
+                data["name"] = plug_ins.adopt(path.parent / Path(site.data.name).expanduser())
             changes["data"] = site.data.model_copy(update=data)
     except InputError as error:
         raise InputError(place_in(path, error.place), error.found, error.allowed) from None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fedmq.config import user_files
-from fedmq.config.registry import Registry
+from fedmq.config import plug_ins
+from fedmq.config.plug_ins import Registry
 from fedmq.config.scenario import Data
 from fedmq.data.splits import OWN, Draw
 from fedmq.errors import InputError
@@ -65,7 +65,7 @@ class DataSet:
         found = None if isinstance(self.reader, str) else self.reader(data)
         if not isinstance(found, RawSet):
             allowed = "a fedmq.data.raw_set.RawSet of its reader"
-            raise InputError(f"data.name: {user_files.label(data.name)}", type(found).__name__, allowed)
+            raise InputError(f"data.name: {plug_ins.label(data.name)}", type(found).__name__, allowed)
         return checked(found)
 
     def _reader(self) -> Callable[[Data], RawSet]:
@@ -190,7 +190,7 @@ def check(data: Data) -> None:
     """
     name = data.name
     if name not in SETS and name not in OTHERS:
-        if not user_files.is_reference(name) and name not in names():
+        if not plug_ins.is_reference(name) and name not in names():
             allowed = f"{one_of(name, names())}, or the path of your own Python file, ./mine.py"
             raise InputError("data.name", name, allowed)
         find(name)

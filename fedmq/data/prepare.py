@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.config.plug_ins import label
 from fedmq.config.scenario import Backbone, Data
-from fedmq.config.user_files import label
 from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import (
     Array,

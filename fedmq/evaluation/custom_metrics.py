@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
@@ -47,9 +47,9 @@ def custom_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
 
 def _loaded(source: str) -> tuple[Measure, ...]:
     """Load the measures of a file reference or of an entry point."""
-    place = f"{_PLACE}: {user_files.label(source)}"
-    if user_files.is_reference(source):
-        module: Any = user_files.load(source)
+    place = f"{_PLACE}: {plug_ins.label(source)}"
+    if plug_ins.is_reference(source):
+        module: Any = plug_ins.load(source)
     else:
         installed = {each.name: each for each in entry_points(group=GROUP)}
         if source not in installed:

@@ -214,7 +214,7 @@ def entries(
     if any(_key(setting) == "seed" for setting in settings):
         raise InputError("--set", "seed", _NOT_VARIED["seed"])
     # Settings below a varied key apply to the rows; the file's own method may not have such an option.
-    prefixes = tuple(f"{key}." for each in varied for key in each.keys)
+    prefixes = tuple(f"{key}." for variation in varied for key in variation.keys)
     file_settings = [setting for setting in settings if not _key(setting).startswith(prefixes)]
     scenarios = {file: resolve(file, file_settings, None).scenario for file in files}
     names_of = {file: {scenario.name, scenario.protocol.label} for file, scenario in scenarios.items()}
@@ -224,7 +224,7 @@ def entries(
         _Draft(file, scenarios[file].name, tuple(zip(variations, values, strict=True)), own[file])
         for file in files
         for variations in [_fitting(varied, names_of[file])]
-        for values in itertools.product(*(each.values for each in variations))
+        for values in itertools.product(*(variation.values for variation in variations))
     ]
     methods = _methods(drafts)
     made: list[Entry] = []
@@ -238,7 +238,7 @@ def entries(
             own_method = resolve(draft.file, list(row_settings), None).scenario.protocol.label
             names = {own_method, draft.scenario, method, name}
         known |= names
-        candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
+        candidates = tuple(itertools.product(*(variation.settings for variation in _fitting(select, names))))
         runs = _different_runs(draft.file, row_settings, candidates, resolve)
         if (other := same.setdefault(runs, name)) != name:
             raise InputError("--vary", name, f"rows that differ: its scenario is that of {other}")
@@ -285,8 +285,8 @@ def _naming_option(option: str, settings: Sequence[str]) -> Iterator[None]:
         yield
     except InputError as error:
         for key in (text.partition("=")[0] for text in settings):
-            place, found = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
-            if found:
+            place, replaced = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
+            if replaced:
                 raise InputError(place, error.found, error.allowed) from None
         raise
 
@@ -299,7 +299,7 @@ def _hinting(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> 
     except InputError as error:
         given = {_key(setting) for setting in settings}
         for key, named in (("protocol", "name"), ("objective", "base")):
-            if f"{key}.{error.found}" in given and any(key in each.keys for each in varied):
+            if f"{key}.{error.found}" in given and any(key in variation.keys for variation in varied):
                 hint = f"--vary '{key}={{{named}: ..., {error.found}: ...}},...' sets it for one alone"
                 raise InputError(f"{error.place} of {row}", error.found, f"{error.allowed}; {hint}") from None
         raise
@@ -321,15 +321,21 @@ class _Draft:
     @property
     def varied_method(self) -> str:
         """As shown; empty if the method is not varied."""
-        return " ".join(_label(each.key, value) for each, value in self.pairs if each.key in _METHOD_KEYS)
+        return " ".join(
+            _label(variation.key, value) for variation, value in self.pairs if variation.key in _METHOD_KEYS
+        )
 
     @property
     def point(self) -> tuple[tuple[str, str], ...]:
-        return tuple((each.key, shown(value)) for each, value in self.pairs if each.key not in _METHOD_KEYS)
+        return tuple(
+            (variation.key, shown(value)) for variation, value in self.pairs if variation.key not in _METHOD_KEYS
+        )
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return tuple(setting for each, value in self.pairs for setting in _settings(each.key, value, self.own))
+        return tuple(
+            setting for variation, value in self.pairs for setting in _settings(variation.key, value, self.own)
+        )
 
 
 def _label(key: str, value: Any) -> str:
@@ -352,10 +358,10 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
         own: the file's method with its options, which a value that names the same method keeps.
     """
     if key == TOGETHER:
-        return tuple(f"{name}={json.dumps(each, default=str)}" for name, each in value.items() if name != "name")
+        return tuple(f"{name}={json.dumps(option, default=str)}" for name, option in value.items() if name != "name")
     method = {"name": value} if isinstance(value, str) else value
     if key == "protocol" and isinstance(method, Mapping) and method.get("name") == own["name"]:
-        return tuple(f"protocol.{name}={json.dumps(each, default=str)}" for name, each in method.items())
+        return tuple(f"protocol.{name}={json.dumps(option, default=str)}" for name, option in method.items())
     return Variation(key, (value,)).settings
 
 
@@ -363,7 +369,7 @@ def without_options(entries: Sequence[Entry]) -> Iterator[str]:
     """A line for each file whose method has options that the rows of other methods do not have."""
     for file in dict.fromkeys(entry.file for entry in entries):
         own = _own_method(file, ())
-        options = ", ".join(f"{name}: {shown(each)}" for name, each in own.items() if name != "name")
+        options = ", ".join(f"{name}: {shown(option)}" for name, option in own.items() if name != "name")
         rows = dict.fromkeys(entry.method for entry in entries if entry.file == file and _method(entry) != own["name"])
         if options and rows:
             yield f"{file}: the rows {', '.join(rows)} are without the options of {own['name']} ({options})"
@@ -386,23 +392,29 @@ def _methods(drafts: Sequence[_Draft]) -> list[str]:
 
 
 def _refuse_idle(option: str, variations: Sequence[Variation], names: Collection[str]) -> None:
-    for each in variations:
-        if each.who is not None and each.who not in names:
-            raise InputError(f"{option} {each.who}:{each.key}", each.who, f"one of {', '.join(sorted(names))}")
+    for variation in variations:
+        if variation.who is not None and variation.who not in names:
+            raise InputError(
+                f"{option} {variation.who}:{variation.key}", variation.who, f"one of {', '.join(sorted(names))}"
+            )
 
 
 def _fitting(select: Sequence[Variation], names: Collection[str]) -> list[Variation]:
     """The variations that apply to a row; one for its method replaces the one of the same key for all."""
-    special = [each for each in select if each.who in names]
-    keys = {each.key for each in special}
-    return [each for each in select if each in special or (each.who is None and each.key not in keys)]
+    special = [variation for variation in select if variation.who in names]
+    keys = {variation.key for variation in special}
+    return [
+        variation
+        for variation in select
+        if variation in special or (variation.who is None and variation.key not in keys)
+    ]
 
 
 def shown(value: Any) -> str:
     """A varied value in readable form, a protocol with options as ``rcsr filler=zero``."""
     if isinstance(value, dict):
         named = [str(value["name"])] if "name" in value else []
-        return " ".join([*named, *(f"{key}={shown(each)}" for key, each in value.items() if key != "name")])
+        return " ".join([*named, *(f"{key}={shown(option)}" for key, option in value.items() if key != "name")])
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -78,8 +78,8 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
     over, unit = ("virtual time", "virtual time [s]") if over_time else ("merges", "merges")
     figure = Figure(f"{metric} over {over}", unit, metric)
     for place, row in enumerate(rows):
-        found = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
-        curves = [(x, y) for x, y in found if len(x) > 1]
+        courses = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
+        curves = [(x, y) for x, y in courses if len(x) > 1]
         if curves:
             x, values = on_common_grid(curves)
             std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(x))

@@ -120,9 +120,11 @@ class Run:
         summary = results.read_summary(self.folder)
         if summary.versions in summary.unevaluated:
             return "the evaluator did not answer within the limit, so the last version is not evaluated"
-        for silo, each in summary.unusable_replies.items():
-            if each.refused or each.errors:
-                return f"tasks of {silo}: {each.refused} refused, {each.errors} errors; the last one: {each.last}"
+        for silo, replies in summary.unusable_replies.items():
+            if replies.refused or replies.errors:
+                return (
+                    f"tasks of {silo}: {replies.refused} refused, {replies.errors} errors; the last one: {replies.last}"
+                )
         return None
 
 

@@ -55,9 +55,9 @@ def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
 def _peers(entry: Entry, plan: ComparisonPlan) -> list[Entry]:
     """The rows with which a row is compared: all methods at its point, or all rows if there is only one method."""
     all_entries = entries_of(plan)
-    if len({each.method for each in plan.entries}) == 1:
+    if len({other.method for other in plan.entries}) == 1:
         return list(all_entries)
-    return [each for each in all_entries if each.point == entry.point]
+    return [other for other in all_entries if other.point == entry.point]
 
 
 def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
@@ -66,21 +66,21 @@ def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
     Raises:
         InputError: no method or row has the name in ``plan.baseline``.
     """
-    found: dict[str, str | None] = {}
+    against: dict[str, str | None] = {}
     all_entries = entries_of(plan)
     if plan.baseline == NO_BASELINE:
         return dict.fromkeys(entry.name for entry in all_entries)
     for entry in all_entries:
         peers = _peers(entry, plan)
-        fitting = [each for each in all_entries if each.name == plan.baseline]
-        fitting = fitting or [each for each in peers if plan.baseline in (None, each.method)]
-        fitting = [each for each in fitting if each.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
+        fitting = [other for other in all_entries if other.name == plan.baseline]
+        fitting = fitting or [other for other in peers if plan.baseline in (None, other.method)]
+        fitting = [other for other in fitting if other.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
         if not fitting:
-            names = dict.fromkeys(name for each in all_entries for name in (each.method, each.name))
+            names = dict.fromkeys(name for other in all_entries for name in (other.method, other.name))
             allowed = ", ".join([*names, NO_BASELINE])
             raise InputError("--baseline", plan.baseline, allowed)
-        found[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
-    return found
+        against[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
+    return against
 
 
 def rows(
@@ -156,12 +156,14 @@ def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
     if not done:
         return ()
     names = list(dict.fromkeys(name for run in done for name in _names(run)))
-    measured = list(dict.fromkeys(name for run in done for each in run.evaluations for name in each.metrics))
-    columns = [(metric, metric) for metric in plan.metrics] + [(each.title, each.metric) for each in plan.targets]
+    measured = list(
+        dict.fromkeys(name for run in done for evaluation in run.evaluations for name in evaluation.metrics)
+    )
+    columns = [(metric, metric) for metric in plan.metrics] + [(target.title, target.metric) for target in plan.targets]
     hidden = [title for title, metric in columns if not any(run.shows(metric) for run in done)]
     lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
-    never = [each for each in plan.targets if not any(run.course(each.metric) for run in done)]
-    lacking += [(each.title, each.metric, measured) for each in never]
+    never = [target for target in plan.targets if not any(run.course(target.metric) for run in done)]
+    lacking += [(target.title, target.metric, measured) for target in never]
     items = min((run.gallery.smallest for run in done if run.gallery is not None), default=0)
     return (
         *(
@@ -203,7 +205,7 @@ def _best_columns(
 ) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
         return frozenset()
-    peers = [each.name for each in _peers(entry, plan)]
+    peers = [peer.name for peer in _peers(entry, plan)]
     place = peers.index(entry.name)
     return frozenset(
         column
@@ -292,9 +294,14 @@ def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
     Raises:
         InputError: there is no such metric; the error suggests similar ones. Or no metric reaches the target's value.
     """
-    requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
+    requested = [
+        *(("--metric", name) for name in plan.metrics),
+        *(("--target", target.metric) for target in plan.targets),
+    ]
     evaluations = dict.fromkeys(run.scenario.evaluation for run in resolved_runs(plan, resolve))
-    known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
+    known = dict.fromkeys(
+        name for evaluation in evaluations for name in known_names(evaluation, measures_of(evaluation))
+    )
     for option, name in requested:
         if "." not in name and name not in known:
             more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"

@@ -205,7 +205,7 @@ def _summaries(row: Row) -> list[RunSummary]:
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:
     """A warning if the runs were executed with different versions or hardware."""
     made = [own.versions_of for row in rows for own in _summaries(row)]
-    several = [f"{name} {' and '.join(sorted(set(found)))}" for name, found in made_otherwise(made).items()]
+    several = [f"{name} {' and '.join(sorted(set(versions)))}" for name, versions in made_otherwise(made).items()]
     return (
         [f"made with different versions or hardware, so last digits may differ: {', '.join(several)}"]
         if several
@@ -229,7 +229,7 @@ def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
     }
     blocks: list[list[int]] = [[]]
     for place in places:
-        if blocks[-1] and 1 + sum(least[each] for each in (names, *blocks[-1], place)) > width:
+        if blocks[-1] and 1 + sum(least[column] for column in (names, *blocks[-1], place)) > width:
             blocks.append([])
         blocks[-1].append(place)
     views = [Table() for _ in blocks]

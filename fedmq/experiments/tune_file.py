@@ -235,8 +235,8 @@ def plan_of(path: Path, spec: TuneFile, resolve: Resolve) -> TunePlan:
             by_scenario = dict[str, object]()
             for value in values:
                 tried, place = [*settings, *as_settings({**first, key: value})], f"search space of {name}: {key}"
-                found = _resolved(path, place, resolve, file, tried).scenario.model_dump_json()
-                if (other := by_scenario.setdefault(found, value)) is not value:
+                content = _resolved(path, place, resolve, file, tried).scenario.model_dump_json()
+                if (other := by_scenario.setdefault(content, value)) is not value:
                     raise InputError(
                         f"{path}: {place}", value, f"values that differ: its scenario is that of {other!r}"
                     )

@@ -310,7 +310,7 @@ class _Search:
 
     @property
     def _over(self) -> int:
-        return sum(each.state.is_finished() for study in self._studies.values() for each in study.trials)
+        return sum(trial.state.is_finished() for study in self._studies.values() for trial in study.trials)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
@@ -319,7 +319,7 @@ class _Search:
         for method in self._plan.methods:
             study = self._studies[method.name]
             trials = study.trials
-            left = [self._attempt(method, each.number) for each in trials if not each.state.is_finished()]
+            left = [self._attempt(method, trial.number) for trial in trials if not trial.state.is_finished()]
             begun = len(trials)
             full = begun + -begun % size
             if not left and full == begun:
@@ -358,12 +358,12 @@ class _Search:
     # ---------------------------------------------------------------------------------------------------- execution
     def execute(self, batch: list[_Attempt]) -> bool:
         """Execute the missing runs of a batch, identical ones once; returns whether the search was stopped."""
-        followed = {run.name: AppendedLines(run.folder.metrics) for each in batch for run in each.runs}
-        waiting = deque({run.name: run for each in batch for run in each.runs if not run.done}.values())
+        followed = {run.name: AppendedLines(run.folder.metrics) for attempt in batch for run in attempt.runs}
+        waiting = deque({run.name: run for attempt in batch for run in attempt.runs if not run.done}.values())
         titles = {
-            run.name: f"{each.method.name} trial {each.trial.number}, seed {run.scenario.seed}"
-            for each in reversed(batch)
-            for run in each.runs
+            run.name: f"{attempt.method.name} trial {attempt.trial.number}, seed {run.scenario.seed}"
+            for attempt in reversed(batch)
+            for run in attempt.runs
         }
         running: dict[str, tuple[pool.Job, Popen[bytes]]] = {}
         self._errors, stopping, reported = {}, set[str](), -math.inf
@@ -372,7 +372,7 @@ class _Search:
                 if self._stop_wanted():
                     pool.end([process for _, process in running.values()])
                     return True
-                wanted = {run.name for each in batch if each.pruned_at is None for run in each.runs}
+                wanted = {run.name for attempt in batch if attempt.pruned_at is None for run in attempt.runs}
                 while waiting and len(running) < self._place.jobs:
                     run = waiting.popleft()
                     if run.name in wanted:
@@ -403,7 +403,7 @@ class _Search:
         """Progress in runs; those of trials that are over count as done."""
         each_trial = len(self._plan.spec.seeds)
         total = self._plan.spec.trials * len(self._studies) * each_trial
-        done = self._over * each_trial + sum(run.done for each in batch for run in each.runs)
+        done = self._over * each_trial + sum(run.done for attempt in batch for run in attempt.runs)
         here = done - self._done_before
         left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
         shares = tuple((job.name, pool.fraction(job)) for job, _ in running.values())
@@ -475,7 +475,7 @@ class _Search:
                 return TrialState.REFUSED, [], why
         done = [results.read(run.folder) for run in attempt.runs]
         metric = metric_among(done, self._plan.spec.metric)
-        values = [each.value(metric) for each in done]
+        values = [run.value(metric) for run in done]
         numbers = [value for value in values if value is not None and math.isfinite(value)]
         if all(value is None for value in values):
             raise results.unknown_metric(metric, done[0])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedmq.config import user_files
+from fedmq.config import plug_ins
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
@@ -290,5 +290,5 @@ def reportable(error: Exception, *, whole: bool = False) -> str:
         case FedmqError():
             return f"{name}: {_FOLDERS.sub('', str(error))}"
         case _:
-            place = user_files.place_of_error(error)
+            place = plug_ins.place_of_error(error)
             return f"{f'{place}: ' if place else ''}{name}{f': {error}' if whole else ''}"

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmq.config.plug_ins import label
 from fedmq.config.run_id import facts_of, name_of
 from fedmq.config.scenario import DEVICE, MissingModality, Scenario
 from fedmq.config.sections import Modality
-from fedmq.config.user_files import label
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest
@@ -44,7 +44,7 @@ from fedmq.wire.payloads import DataStatement
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 Parts = tuple[I64, ...]
-_FORMAT = 2
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -320,12 +320,10 @@ def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if it was computed before."""
-    later = {"column": None, "least": 1}  # partitions of earlier releases stay valid
-    dealt = scenario.partition.model_dump(mode="json")
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
-        "partition": {name: value for name, value in dealt.items() if name not in later or value != later[name]},
+        "partition": scenario.partition.model_dump(mode="json"),
         "silos": scenario.silos.count,
         "seed": scenario.seed,
         "split": scenario.evaluation.split,

@@ -359,9 +359,9 @@ class FederatedProtocol(ABC):
     @abstractmethod
     def __init__(self, options: Any, context: Context) -> None: ...
 
-    @abstractmethod
     def eligible(self, silo: SiloFacts) -> bool:
-        """Whether the method can select this silo for training."""
+        """Whether the method can select this silo for training; by default any silo that holds data."""
+        return silo.image or silo.text
 
     @abstractmethod
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:

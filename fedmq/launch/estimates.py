@@ -48,19 +48,21 @@ _MERGES, _MOST_SECONDS = 3, 15.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One task or evaluation, as its silo or the evaluator carried it out.
+    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step.
 
     Args:
         name: name of the silo or the evaluator.
         seconds: time that it took [s].
         down: size of the request's payloads [bytes].
         up: size of the answer's payloads [bytes].
+        memory: growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes].
     """
 
     name: str
     seconds: float
     down: int
     up: int
+    memory: int = 0
 
 
 @dataclass
@@ -148,30 +150,13 @@ def size_of(payloads: Sequence[Payload]) -> int:
     return sum(map(tensor_bytes, payloads))
 
 
-@dataclass(frozen=True)
-class Step:
-    """One training step of one silo.
-
-    Args:
-        seconds: time of a whole task, estimated from the step [s].
-        memory: growth of this process's peak memory; 0 if it needed more before [bytes].
-        down: size of the task [bytes].
-        up: size of the reply [bytes].
-    """
-
-    seconds: float
-    memory: int
-    down: int
-    up: int
-
-
-def measured_step(run: ResolvedRun, population: Population, name: str) -> Step | None:
-    """Measure the second of two equal steps of a silo; None if the method never selects it.
+def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Answer | None:
+    """A task of the largest of some silos, from the second of two equal steps; None if the method never selects it.
 
     Raises:
         FedmqError: the step failed.
     """
-    scenario = run.scenario
+    scenario, name = run.scenario, max(silos, key=lambda silo: len(population.train[silo.index])).name
     before, most = psutil.Process().memory_info().rss, _peak()
     model = population.build_model(scenario, device_of(scenario.device), ("image", "text"))
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as folder:
@@ -186,7 +171,8 @@ def measured_step(run: ResolvedRun, population: Population, name: str) -> Step |
         step.train()
         trained, seconds = step.train()
     peak, sent = _peak(), sent_payloads(silo, trained)
-    return Step(seconds * step.steps, peak - before if peak > most else 0, size_of(step.task.payloads), size_of(sent))
+    memory = peak - before if peak > most else 0
+    return Answer(name, seconds * step.steps, size_of(step.task.payloads), size_of(sent), memory)
 
 
 def _peak() -> int:
@@ -325,15 +311,17 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     torch.set_num_threads(1)
     started = time.time() - psutil.Process().create_time()
     scenario, kinds = run.scenario, _kinds(population)
-    found = {name: step for name, silos in kinds.items() if (step := _step(run, population, silos)) is not None}
+    alone = {
+        kind: task for kind, silos in kinds.items() if (task := _task_of_largest(run, population, silos)) is not None
+    }
     rehearsal = Rehearsal()
-    if max((step.seconds for step in found.values()), default=0.0) <= _LONG_TASK:
+    if max((task.seconds for task in alone.values()), default=0.0) <= _LONG_TASK:
         rehearsal = rehearse(run, population)
     training, down, up, tasks, replies = 0.0, 0.0, 0.0, 0.0, 0.0
     sent, merged = _tasks(run, population)
-    for name, step in found.items():
-        answers = _answers(rehearsal, kinds[name], step, population)
-        out, back = (sum(counts[silo.name] for silo in kinds[name]) for counts in (sent, merged))
+    for kind, task in alone.items():
+        answers = _answers(rehearsal, kinds[kind], task, population)
+        out, back = (sum(counts[silo.name] for silo in kinds[kind]) for counts in (sent, merged))
         training += back * seconds_of(answers)
         down += out * _mean([each.down for each in answers])
         up += back * _mean([each.up for each in answers])
@@ -348,7 +336,7 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         rounds=(training + messages + evaluations) / at_once + scenario.rounds * rehearsal.merge_seconds,
         down=down,
         up=up,
-        memory=_memory(scenario, population, processes, [step.memory for step in found.values()]),
+        memory=_memory(scenario, population, processes, [task.memory for task in alone.values()]),
         processes=processes,
         tasks=round(tasks),
         seconds=training / max(1.0, replies),
@@ -356,15 +344,10 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     )
 
 
-def _step(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Step | None:
-    """One step of the largest of some silos; None if the method never selects them."""
-    return measured_step(run, population, max(silos, key=lambda silo: len(population.train[silo.index])).name)
-
-
-def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], step: Step, population: Population) -> list[Answer]:
-    """The tasks of some silos in the rehearsal; without any, one that is estimated from a step of the largest silo."""
+def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, population: Population) -> list[Answer]:
+    """The tasks of some silos in the rehearsal; without any, one that is estimated from the largest silo's."""
     samples = [len(population.train[silo.index]) for silo in silos]
-    alone = Answer(silos[0].name, step.seconds * _mean(samples) / max(1, *samples), step.down, step.up)
+    alone = replace(largest, seconds=largest.seconds * _mean(samples) / max(1, *samples))
     return rehearsal.of([silo.name for silo in silos]) or [alone]
 
 

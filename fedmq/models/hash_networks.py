@@ -227,7 +227,7 @@ def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Back
         trained: encoder that is trained with the image tower, initialised from its file; None for frozen features.
     """
     by_name = layout.by_name
-    known = {} if trained is None else {f"{_ENCODER}{name}": each for name, each in _encoder_parameters(trained)}
+    known = {} if trained is None else {f"{_ENCODER}{name}": value for name, value in _encoder_parameters(trained)}
     parts = []
     for entry in layout.entries:
         if entry.name in known:
@@ -285,8 +285,8 @@ def build(
     features = {"text": inputs.text_shape} if encoder else {"image": inputs.image_shape, "text": inputs.text_shape}
     for what, shape in features.items():
         if len(shape) != 1:
-            found = f"items of shape {list(shape)}"
-            raise InputError(f"data: {what}", found, f"features [d] with objective.base {objective.base}")
+            shapes = f"items of shape {list(shape)}"
+            raise InputError(f"data: {what}", shapes, f"features [d] with objective.base {objective.base}")
     widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
     if OBJECTIVES.find(objective.base).needs_labels and classes == 0:
         free = [name for name in OBJECTIVES.built_in() if not OBJECTIVES.find(name).needs_labels]
@@ -302,7 +302,7 @@ def build(
     towers = [
         Tower(
             width,
-            tuple(objective.hidden or each for each in hidden),
+            tuple(objective.hidden or width for width in hidden),
             bits,
             classes if tower_plan.classifier else 0,
             tower_plan,

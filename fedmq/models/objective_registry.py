@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedmq.config.options import parsed, schema_problem
-from fedmq.config.registry import Registry
+from fedmq.config.plug_ins import Registry
 from fedmq.config.scenario import Objective
 
 
@@ -90,10 +90,10 @@ class ObjectiveKind:
     contrasts: bool = False
 
 
-def _wrong(found: object) -> str | None:
-    if not isinstance(found, ObjectiveKind):
-        return f"an object of type {type(found).__name__}"
-    problem = schema_problem(found.options)
+def _wrong(plug_in: object) -> str | None:
+    if not isinstance(plug_in, ObjectiveKind):
+        return f"an object of type {type(plug_in).__name__}"
+    problem = schema_problem(plug_in.options)
     return problem and f"options that are {problem}"
 
 

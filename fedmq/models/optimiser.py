@@ -51,8 +51,8 @@ class FusedOptimiser:
             for number, tensor in enumerate(tensors):
                 tensor.copy_(state[f"{name}.{number}"])
         for number, part in enumerate(self._parameters):
-            found = state.get(f"momentum.{number}")
-            self._momentum[number] = None if found is None else torch.empty_like(part).copy_(found)
+            momentum = state.get(f"momentum.{number}")
+            self._momentum[number] = None if momentum is None else torch.empty_like(part).copy_(momentum)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone
 from fedmq.config.sections import Modality
-from fedmq.encoders.base import MODALITIES, InputSpec
+from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.models.query_bank import Bank
 from fedmq.seeds import torch_generator
@@ -265,8 +265,8 @@ class TwoTower(nn.Module):
 
     def branch(self, name: str) -> slice:
         """Range of a branch in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
-        prefix = SHARED if name == "shared" else next((BRANCHES[each] for each in MODALITIES if each == name), name)
-        return branch(self.layout, prefix)
+        prefixes = {"shared": SHARED, **{str(modality): prefix for modality, prefix in BRANCHES.items()}}
+        return branch(self.layout, prefixes.get(name, name))
 
     def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
         """Copy parameters into :attr:`flat`.

@@ -95,8 +95,8 @@ class StatedData(Stored):
     def payload(self) -> DataStatement:
         """The statement as it was sent."""
         counts = np.zeros((len(SPLITS), 3), np.int64)
-        for split, each in self.items.items():
-            counts[SPLITS.index(split)] = each.paired, each.image_only, each.text_only
+        for split, count in self.items.items():
+            counts[SPLITS.index(split)] = count.paired, count.image_only, count.text_only
         mask = IMAGE * ("image" in self.modalities) + TEXT * ("text" in self.modalities)
         return DataStatement(self.data_digest, mask, counts)
 
@@ -131,7 +131,7 @@ class AgreementRecord(Stored):
         """The record of what was stated and agreed on."""
         plain = {
             "run": run,
-            "stated": {name: StatedData.of(*each) for name, each in sorted(stated.items())},
+            "stated": {name: StatedData.of(*statement) for name, statement in sorted(stated.items())},
             **({} if agreed is None else {"agreed": StatedFormat.of(agreed)}),
             **({"late": list(late)} if late else {}),
         }

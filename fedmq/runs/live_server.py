@@ -107,7 +107,7 @@ class GrowingRun:
         merges = [line for line in self.lines if isinstance(line, MergeLine)]
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
-        found = [
+        charts = [
             *figures.curves(evaluations, merges, personal, (), self.facts.bytes_at),
             figures.spread(evaluations, personal) if evaluations else None,
             timeline(self.facts, names),
@@ -115,7 +115,7 @@ class GrowingRun:
             *figures.reported(merges, dict.fromkeys(names, ()), self.captions),
             figures.staleness(merges),
         ]
-        return [figure for figure in found if figure is not None]
+        return [figure for figure in charts if figure is not None]
 
     def _gallery(self) -> Gallery | None:
         with contextlib.suppress(InputError):
@@ -125,21 +125,21 @@ class GrowingRun:
     def status(self) -> dict[str, object]:
         """What the run is doing, for the head of the page."""
         try:
-            found = read_status(self.folder.status)
+            status = read_status(self.folder.status)
         except InputError:
             return {"phase": "starting"}
         silos: dict[str, int] = {}
-        for silo in found.silos.values():
+        for silo in status.silos.values():
             silos[silo.phase.value] = silos.get(silo.phase.value, 0) + 1
         return {
-            "phase": "finished" if self.folder.summary.is_file() else _STATES.get(found.phase, found.phase),
-            "round": found.round,
-            "rounds": found.rounds,
-            "loss": found.loss,
-            "metrics": _brief(found.metrics),
-            "metrics_round": found.metrics_round,
-            "megabytes": (found.up + found.down) / 1e6,
-            "seconds": found.elapsed,
+            "phase": "finished" if self.folder.summary.is_file() else _STATES.get(status.phase, status.phase),
+            "round": status.round,
+            "rounds": status.rounds,
+            "loss": status.loss,
+            "metrics": _brief(status.metrics),
+            "metrics_round": status.metrics_round,
+            "megabytes": (status.up + status.down) / 1e6,
+            "seconds": status.elapsed,
             "silos": silos,
         }
 
@@ -151,7 +151,8 @@ def _brief(metrics: Mapping[str, float]) -> dict[str, float]:
 def _update(run: GrowingRun) -> str:
     """One update of a live page as JSON."""
     figures = [
-        {"title": each.title, "note": each.note, "height": each.height, **each.plain()} for each in run.figures()
+        {"title": figure.title, "note": figure.note, "height": figure.height, **figure.plain()}
+        for figure in run.figures()
     ]
     return json.dumps({"status": run.status(), "figures": figures})
 
@@ -248,14 +249,14 @@ class RunRow:
 
 def rows_of(root: Path) -> list[RunRow]:
     """All runs in a folder, the last one first; folders that are not runs are left out."""
-    found = []
+    rows = []
     for path in root.iterdir():
         folder = RunFolder(path)
         if not path.is_dir() or path.is_symlink() or not folder.scenario.is_file():
             continue
         with contextlib.suppress(InputError, OSError):
-            found.append(_row(folder))
-    return sorted(found, key=lambda row: -row.written)
+            rows.append(_row(folder))
+    return sorted(rows, key=lambda row: -row.written)
 
 
 def _row(folder: RunFolder) -> RunRow:
@@ -405,10 +406,14 @@ def _bounded_protocol() -> Any:
 
     def protocol(**options: Any) -> Any:
         # A connection that was accepted just now has no transport yet.
-        opened[:] = [each for each in opened if each.transport is None or not each.transport.is_closing()]
-        made = [each for each in opened if each.transport is not None]
+        opened[:] = [
+            connection for connection in opened if connection.transport is None or not connection.transport.is_closing()
+        ]
+        made = [connection for connection in opened if connection.transport is not None]
         if len(made) >= CONNECTIONS:
-            waiting = (each for each in made if each.cycle is None or each.cycle.response_complete)
+            waiting = (
+                connection for connection in made if connection.cycle is None or connection.cycle.response_complete
+            )
             next(waiting, made[0]).transport.abort()
         opened.append(new := make(**options))
         return new

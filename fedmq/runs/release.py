@@ -248,14 +248,14 @@ def verify_model(folder: Path) -> Verified:
         key.verify(bytes.fromhex(made.signature), _signed(made.signer, made.files))
     except (InvalidSignature, ValueError):
         raise InputError(str(path), "a signature that does not fit its list of files", _ALLOWED) from None
-    found = _digests(folder)
+    digests = _digests(folder)
     differences = []
-    for name in sorted(made.files.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(made.files.keys() | digests.keys()):
+        if name not in digests:
             differences.append(f"{name}: missing")
         elif name not in made.files:
             differences.append(f"{name}: not signed")
-        elif found[name] != made.files[name]:
+        elif digests[name] != made.files[name]:
             differences.append(f"{name}: changed since it was signed")
     return Verified(made.signer, key, len(made.files), tuple(differences))
 
@@ -273,7 +273,7 @@ def _digests(folder: Path) -> dict[str, str]:
     """
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", "the folder of a released model")
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for here, folders, names in os.walk(folder):
         if Path(here) == folder:
             folders[:] = [name for name in folders if name != _GALLERY]
@@ -282,11 +282,11 @@ def _digests(folder: Path) -> dict[str, str]:
             path = Path(here) / name
             if path.is_symlink():
                 raise InputError(str(path), "a link", "regular files only")
-            if len(found) == _MAX_FILES:
+            if len(digests) == _MAX_FILES:
                 raise InputError(str(folder), f"more than {_MAX_FILES} files", "the folder of a released model")
             hashed = hashlib.sha256()
             with open_regular(path, "a file of a released model") as file:
                 while block := file.read(_BLOCK):
                     hashed.update(block)
-            found[path.relative_to(folder).as_posix()] = hashed.hexdigest()
-    return dict(sorted(found.items()))
+            digests[path.relative_to(folder).as_posix()] = hashed.hexdigest()
+    return dict(sorted(digests.items()))

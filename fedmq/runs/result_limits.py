@@ -63,12 +63,12 @@ class Gallery:
         Args:
             name: name of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
         """
-        found = _RECALL.fullmatch(name.rpartition(".")[2])
-        if found is None:
+        match = _RECALL.fullmatch(name.rpartition(".")[2])
+        if match is None:
             return False
         captions = self.images if self.captions is None else self.captions
         sizes = {"i2t": captions, "t2i": self.images, "mean": self.smallest}
-        return int(found["k"]) >= sizes[found["way"]]
+        return int(match["k"]) >= sizes[match["way"]]
 
     def remarks(self, values: Mapping[str, float]) -> list[str]:
         """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery.
@@ -76,27 +76,27 @@ class Gallery:
         Args:
             values: the measured metrics by name.
         """
-        found = []
+        sentences = []
         hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
         if hidden:
-            found.append(
+            sentences.append(
                 f"{' and '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not shown: "
                 f"with {counted(self.smallest, 'item')} to retrieve from, any model reaches 1"
             )
         if self.smallest < COARSE:
-            found.append(
+            sentences.append(
                 f"few items ({self.items}): a single query changes the R@1 of its direction by {2 * self.step:.2g}, "
                 f"and the mean of both directions by {self.step:.2g}"
             )
-        return found
+        return sentences
 
 
 def gallery_of(summary: RunSummary) -> Gallery | None:
     """The gallery of a run's main metrics: the evaluator's, or without one the silos'; None if unknown."""
-    found = summary.evaluated
-    if found is None:
+    items = summary.evaluated
+    if items is None:
         return None if summary.own_heldout is None else own_gallery(summary.own_heldout)
-    return gallery_with(found)
+    return gallery_with(items)
 
 
 def gallery_of_status(status: StatusFile) -> Gallery | None:
@@ -104,10 +104,10 @@ def gallery_of_status(status: StatusFile) -> Gallery | None:
     return None if status.evaluated is None else gallery_with(status.evaluated)
 
 
-def gallery_with(found: EvaluatedItems) -> Gallery:
+def gallery_with(items: EvaluatedItems) -> Gallery:
     """The gallery of the evaluator's items."""
-    captions = "" if found.captions is None else f", {counted(found.captions, 'caption')}"
-    return Gallery(f"{counted(found.images, f'{found.split} image')}{captions}", found.images, found.captions)
+    captions = "" if items.captions is None else f", {counted(items.captions, 'caption')}"
+    return Gallery(f"{counted(items.images, f'{items.split} image')}{captions}", items.images, items.captions)
 
 
 def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
@@ -116,9 +116,9 @@ def own_gallery(heldout: OwnHeldOut) -> Gallery | None:
     if not sizes:
         return None
     few, most = min(sizes), max(sizes)
-    each = f"{few}" if few == most else f"{few} to {most}"
+    size = f"{few}" if few == most else f"{few} to {most}"
     return Gallery(
-        f"{counted(heldout.items, 'held-out pair')}, {each} in each silo's gallery", few, queries=heldout.items
+        f"{counted(heldout.items, 'held-out pair')}, {size} in each silo's gallery", few, queries=heldout.items
     )
 
 
@@ -159,12 +159,14 @@ def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> It
         )
     both = [name for name in (HEADLINE, "map") if name in untrained and name in summary.metrics]
     if both and all(summary.metrics[name] < untrained[name] for name in both):
-        before, after = (f"{metric_of(both[0]).heading} {each[both[0]]:.4f}" for each in (untrained, summary.metrics))
+        before, after = (
+            f"{metric_of(both[0]).heading} {values[both[0]]:.4f}" for values in (untrained, summary.metrics)
+        )
         yield f"the model retrieves worse than before training: {after}, untrained {before}"
-    for silo, found in summary.never_merged.items():
+    for silo, replies in summary.never_merged.items():
         yield (
-            f"{silo}: none of its replies was merged: {found.refused + found.scripted} refused, {found.errors} errors; "
-            f"the last one: {printable(found.last)}"
+            f"{silo}: none of its replies was merged: {replies.refused + replies.scripted} refused, "
+            f"{replies.errors} errors; the last one: {printable(replies.last)}"
         )
 
 

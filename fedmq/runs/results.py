@@ -81,8 +81,8 @@ def with_own_figures(summary: RunSummary) -> RunSummary:
         )
         for name, entry in summary.per_silo.items()
     }
-    found = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
-    return summary.model_copy(update={**found, "per_silo": per_silo})
+    measures = {"metrics": own.metrics, "fairness": own.fairness, "per_silo_mean": own.per_silo_mean}
+    return summary.model_copy(update={**measures, "per_silo": per_silo})
 
 
 def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
@@ -92,7 +92,7 @@ def shared_evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
             kind="evaluation",
             version=line.version,
             metrics=line.metrics,
-            per_silo={name: each.figures for name, each in line.per_silo.items()},
+            per_silo={name: measured.figures for name, measured in line.per_silo.items()},
         )
         for line in lines
         if isinstance(line, OwnHeldOutLine)
@@ -187,14 +187,14 @@ class FinishedRun:
         Available are ``metrics``, ``fairness.*``, ``per_silo_mean.*`` and, for personal models, ``personal*``.
         """
         part, _, name = metric.partition(".")
-        found: list[tuple[int, float, float | None]]
+        points: list[tuple[int, float, float | None]]
         if metric.startswith("personal"):
-            found = [(each.line.version, each.now, _number(each.line.plain(), metric)) for each in self.personal]
+            points = [(each.line.version, each.now, _number(each.line.plain(), metric)) for each in self.personal]
         elif part in ("fairness", "per_silo_mean"):
-            found = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
+            points = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
         else:
-            found = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
-        return tuple((version, now, value) for version, now, value in found if value is not None)
+            points = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
+        return tuple((version, now, value) for version, now, value in points if value is not None)
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
@@ -209,12 +209,12 @@ class FinishedRun:
 
 def _number(figures: object, metric: str) -> float | None:
     """The number at a path such as ``fairness.worst_r1``, counts by kind summed; None if there is no such number."""
-    found = figures
+    value = figures
     for part in metric.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if isinstance(found, Mapping) and found and all(isinstance(each, int) for each in found.values()):
-        found = sum(found.values())
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and value and all(isinstance(count, int) for count in value.values()):
+        value = sum(value.values())
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ def best(statistics: Sequence[Statistic], column: str, custom: Sequence[Metric] 
     Returns:
         Indices of the rows; empty if fewer than two can be compared.
     """
-    most = max((each.n for each in statistics), default=0)
-    means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
+    most = max((row.n for row in statistics), default=0)
+    means = {index: row.mean for index, row in enumerate(statistics) if row.n == most and most > 0}
     if len(means) < 2:
         return set()
     top = max(means.values()) if higher_is_better(column, custom) else min(means.values())

@@ -50,22 +50,22 @@ def check(
     if differ:
         named = [f"{key} is {old.get(key, 'not given')}, here {new.get(key, 'not given')}" for key in differ[:_SHOWN]]
         more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
-        found = f"a run of another scenario: {'; '.join([*named, *more])}"
-        raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
+        problem = f"a run of another scenario: {'; '.join([*named, *more])}"
+        raise InputError(place, problem, f"the scenario of that run, {folder.scenario}")
     if folder.summary.exists() and not extend and not lacks_evaluation(folder):
         allowed = "a run that was stopped before its end, or --extend ROUNDS for further rounds"
         raise InputError(place, "a finished run", allowed)
     if extend and not any(folder.checkpoints.glob("version-*")):
         raise InputError(place, "a run without a checkpoint", "a run with its checkpoints, which `fedmq prune` removes")
     if extend and folder.summary.exists() and read_summary(folder).stopped_early:
-        found = f"a run that evaluation.patience ended after {read_summary(folder).versions} rounds"
-        raise InputError(place, found, "no --extend, which would end at once; a new run with a higher patience")
+        problem = f"a run that evaluation.patience ended after {read_summary(folder).versions} rounds"
+        raise InputError(place, problem, "no --extend, which would end at once; a new run with a higher patience")
     started_inline = _started_inline(folder.messages(COORDINATOR))
     if started_inline is not None and started_inline != inline:
-        found, allowed = (
+        problem, allowed = (
             ("without", "launcher inline, as at its start") if started_inline else ("with", "silos that send them")
         )
-        raise InputError(place, f"a run {found} messages", allowed)
+        raise InputError(place, f"a run {problem} messages", allowed)
 
 
 def lacks_evaluation(folder: RunFolder) -> bool:
@@ -85,10 +85,10 @@ def _started_inline(path: Path) -> bool | None:
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def extended(scenario: Scenario, rounds: int) -> Scenario:
@@ -184,9 +184,9 @@ def _freed(paths: list[Path]) -> int:
         for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
             if file.is_file() and not file.is_symlink():
                 stat = file.stat()
-                size, wanted, found = links.setdefault((stat.st_dev, stat.st_ino), [stat.st_size, stat.st_nlink, 0])
-                links[stat.st_dev, stat.st_ino] = [size, wanted, found + 1]
-    return sum(size for size, wanted, found in links.values() if found == wanted)
+                size, wanted, seen = links.setdefault((stat.st_dev, stat.st_ino), [stat.st_size, stat.st_nlink, 0])
+                links[stat.st_dev, stat.st_ino] = [size, wanted, seen + 1]
+    return sum(size for size, wanted, seen in links.values() if seen == wanted)
 
 
 def prune(folder: RunFolder, pruning: Pruning) -> None:

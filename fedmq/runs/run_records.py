@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from fedmq.config.user_files import titled
+from fedmq.config.plug_ins import titled
 from fedmq.evaluation.metrics import Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.data_records import ItemCounts

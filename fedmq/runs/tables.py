@@ -68,21 +68,19 @@ def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
         silo: appended to the names, if the silo's personal models are used.
 
     Raises:
-        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not found.
+        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not there.
     """
-    found: list[Runs] = []
+    runs: list[Runs] = []
     for path in dict.fromkeys(paths):
         is_run = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()
         name = Path(os.path.abspath(path)).name  # noqa: PTH100 - keeps the name of a symbolic link
-        found += [Runs(name, (path,))] if is_run else _rows(path)
+        runs += [Runs(name, (path,))] if is_run else _rows(path)
     if silo is not None:
-        found = [replace(each, name=f"{each.name} {silo}") for each in found]
-    names = [each.name for each in found]
+        runs = [replace(run, name=f"{run.name} {silo}") for run in runs]
+    names = [run.name for run in runs]
     return [
-        replace(each, name=f"{each.name} ({each.comparison or each.folders[0]})")
-        if names.count(each.name) > 1
-        else each
-        for each in found
+        replace(run, name=f"{run.name} ({run.comparison or run.folders[0]})") if names.count(run.name) > 1 else run
+        for run in runs
     ]
 
 
@@ -104,8 +102,8 @@ def _rows(comparison: Path) -> list[Runs]:
         raise InputError(str(table), str(error), allowed) from None
     if not rows:
         raise InputError(str(table), "no run", allowed)
-    for each in (folder for folders in rows.values() for folder in folders):
-        if not os.path.isdir(each):  # noqa: PTH112 - unlike Path, False for names that are too long
+    for path in (folder for folders in rows.values() for folder in folders):
+        if not os.path.isdir(path):  # noqa: PTH112 - unlike Path, False for names that are too long
             where = "an existing folder; relative ones are looked up from the working directory"
-            raise InputError(str(table), str(each), where)
+            raise InputError(str(table), str(path), where)
     return [Runs(name, tuple(folders), comparison) for name, folders in rows.items()]

@@ -147,22 +147,22 @@ def values_of(line: MetricsLine) -> list[Value]:
     match line:
         case MergeLine():
             late = line.staleness
-            found = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
-            found |= {} if line.loss is None else {"loss": line.loss}
-            found |= {"staleness": sum(late) / len(late)} if late else {}
-            whole = {f"merge/{name}": value for name, value in found.items()}
+            numbers = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
+            numbers |= {} if line.loss is None else {"loss": line.loss}
+            numbers |= {"staleness": sum(late) / len(late)} if late else {}
+            whole = {f"merge/{name}": value for name, value in numbers.items()}
             return _values(whole) + _by_silo({silo: {"loss": loss} for silo, loss in line.losses.items()})
         case EvaluationLine():
             return _values(_under("evaluation", line.metrics)) + _by_silo(line.per_silo)
         case OwnHeldOutLine():
             whole = _under("own_heldout", line.metrics)
             return _values(whole) + _by_silo(
-                {silo: _under("own_heldout", each.figures) for silo, each in line.per_silo.items()}
+                {silo: _under("own_heldout", measured.figures) for silo, measured in line.per_silo.items()}
             )
         case PersonalLine():
             whole = _under("personal", line.personal)
             return _values(whole) + _by_silo(
-                {silo: _under("personal", each) for silo, each in line.personal_per_silo.items()}
+                {silo: _under("personal", measured) for silo, measured in line.personal_per_silo.items()}
             )
 
 
@@ -212,7 +212,7 @@ class CsvFiles(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        self._rows.writerows((f"{at:.3f}", version, each.silo, each.name, each.value) for each in values)
+        self._rows.writerows((f"{at:.3f}", version, value.silo, value.name, value.value) for value in values)
 
     @override
     def flush(self) -> None:
@@ -253,8 +253,8 @@ class TensorBoard(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        for each in values:
-            self._writer.add_scalar(each.tag, each.value, version, walltime=at)
+        for value in values:
+            self._writer.add_scalar(value.tag, value.value, version, walltime=at)
 
     @override
     def flush(self) -> None:
@@ -330,9 +330,9 @@ class MLflow(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        for each in values:
-            name = _NOT_IN_MLFLOW.sub("_", each.tag)
-            self._pending.append(self._metric(name, each.value, int(at * 1000), version))
+        for value in values:
+            name = _NOT_IN_MLFLOW.sub("_", value.tag)
+            self._pending.append(self._metric(name, value.value, int(at * 1000), version))
 
     @override
     def flush(self) -> None:
@@ -394,7 +394,7 @@ class WeightsAndBiases(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        self._wandb.log({**{each.tag: each.value for each in values}, "version": version, "_timestamp": at})
+        self._wandb.log({**{value.tag: value.value for value in values}, "version": version, "_timestamp": at})
 
     def flush(self) -> None:
         """Do nothing: W&B's own process writes."""

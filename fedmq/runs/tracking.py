@@ -121,20 +121,20 @@ class _Follower:
             if over:
                 break
         result = self._result() if self._end is End.FINISHED else {}
-        for name, each in list(self._open.items()):
+        for name, tracked in list(self._open.items()):
             with self._contained(name):
-                each.tracker.finish(self._end, result)
-                self._notice(f"tracked: {each.tracker.where}")
+                tracked.tracker.finish(self._end, result)
+                self._notice(f"tracked: {tracked.tracker.where}")
 
     def _earlier(self) -> dict[str, _Sent]:
         if not self._path.is_file():
             return {}
         try:
-            found, rounds = read_json(self._path, _State, _ALLOWED).trackers, self._run.rounds
-            for name, sent in found.items():
+            earlier, rounds = read_json(self._path, _State, _ALLOWED).trackers, self._run.rounds
+            for name, sent in earlier.items():
                 if (last := max(sent.versions.values(), default=0)) > rounds:
                     raise InputError(f"{self._path}: {name}", f"version {last} of {rounds}", _ALLOWED)
-            return dict(found)
+            return dict(earlier)
         except InputError as error:
             self._notice(f"{error}; the trackers start a new run")
             return {}
@@ -146,17 +146,17 @@ class _Follower:
                 lines.append(AnyMetricsLine.model_validate_json(text).root)
         if not lines:
             return
-        for name, each in list(self._open.items()):
+        for name, opened in list(self._open.items()):
             with self._contained(name):
-                for line in filter(each.is_new, lines):
+                for line in filter(opened.is_new, lines):
                     at = time.time() if line.wall is None else datetime.fromisoformat(line.wall).timestamp()
-                    each.tracker.log(values_of(line), line.version, at)
-                each.tracker.flush()
-                each.done |= {(line.kind, line.version) for line in lines}
+                    opened.tracker.log(values_of(line), line.version, at)
+                opened.tracker.flush()
+                opened.done |= {(line.kind, line.version) for line in lines}
         self._save()
 
     def _save(self) -> None:
-        self._sent |= {name: each.sent for name, each in self._open.items()}
+        self._sent |= {name: opened.sent for name, opened in self._open.items()}
         with contextlib.suppress(OSError, FedmqError):
             write_json(self._path, _State(trackers=self._sent).plain())
 
@@ -213,16 +213,16 @@ def tracking(
 
 def parameters_of(run: ResolvedRun) -> dict[str, object]:
     """Scenario keys with dots and their values, without those that are not set; lists as text."""
-    found: dict[str, object] = {}
+    parameters: dict[str, object] = {}
 
     def add(tree: Mapping[str, object], prefix: str) -> None:
         for key, value in tree.items():
             if isinstance(value, Mapping):
                 add(value, f"{prefix}{key}.")
             elif isinstance(value, bool | int | float | str):
-                found[prefix + key] = value
+                parameters[prefix + key] = value
             elif value:
-                found[prefix + key] = str(value)
+                parameters[prefix + key] = str(value)
 
     add(run.scenario.model_dump(mode="json", exclude={"track"}), "")
-    return {**found, "fedmq": __version__}
+    return {**parameters, "fedmq": __version__}

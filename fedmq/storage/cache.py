@@ -126,8 +126,8 @@ def read_digest(path: Path) -> tuple[Identity, str]:
         if _identity(path) != before:
             raise InputError(str(path), "a file that changed while it was read", "files that nothing writes to")
     except (OSError, ValueError) as error:
-        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise InputError(str(path), found, "a readable file") from None
+        problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError(str(path), problem, "a readable file") from None
     return before, hashed.hexdigest()
 
 
@@ -194,7 +194,7 @@ def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lam
     Raises:
         InputError: a file cannot be read, or it changed while it was read.
     """
-    found: list[str] = []
+    digests: list[str] = []
     with closing(_Memory(cache_folder() / "file_digests.sqlite")) as memory, ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(paths), _BATCH):
             part = [path.absolute() for path in paths[start : start + _BATCH]]
@@ -206,8 +206,8 @@ def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lam
                     known.append(None)  # reading it reports the reason
             unknown = [path for path, digest in zip(part, known, strict=True) if digest is None]
             read = list(pool.map(read_digest, unknown))
-            memory.keep([(os.fsencode(path), *each) for path, each in zip(unknown, read, strict=True)])
+            memory.keep([(os.fsencode(path), *facts) for path, facts in zip(unknown, read, strict=True)])
             fresh = iter(read)
-            found += [next(fresh)[1] if digest is None else digest for digest in known]
-            on_progress(len(found))
-    return found
+            digests += [next(fresh)[1] if digest is None else digest for digest in known]
+            on_progress(len(digests))
+    return digests

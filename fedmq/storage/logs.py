@@ -192,9 +192,9 @@ def _escaped_value(value: object) -> object:
         case None | bool() | int() | float():
             return value
         case list() | tuple() | set() | frozenset():
-            return [_escaped_value(each) for each in value]
+            return [_escaped_value(item) for item in value]
         case dict():
-            return {_escaped_value(name): _escaped_value(each) for name, each in value.items()}
+            return {_escaped_value(name): _escaped_value(item) for name, item in value.items()}
     text = str(value)
     shown = printable(text[:_LONGEST])
     return shown if len(text) <= _LONGEST else f"{shown}..."
@@ -233,11 +233,11 @@ class ErrorFile:
         written = self._append(f"{wall} {name}: {what}\n{trace}\n\n")
         if self._shown or not written:
             print_line(trace, error=True)
-        found = f"{type(error).__name__}: {printable(str(error))}"
-        if self._line and found not in self._printed:
-            self._printed.add(found)
+        problem = f"{type(error).__name__}: {printable(str(error))}"
+        if self._line and problem not in self._printed:
+            self._printed.add(problem)
             place = f"; traceback in {self._path}" if written else ""
-            print_line(f"{name}: {what} failed: {found}{place}", error=True)
+            print_line(f"{name}: {what} failed: {problem}{place}", error=True)
         return str(self._path) if written else ""
 
     def _append(self, text: str) -> bool:

@@ -113,8 +113,8 @@ def open_run(root: Path) -> RunFolder:
     if not folder.scenario.is_file():
         logs = sorted(path.stem for path in (root / "messages").glob("*.jsonl"))
         if logs and "coordinator" not in logs:
-            found = f"the folder of {logs[0]}, which has only its own log and state"
-            raise InputError(str(root), found, "the coordinator's run folder (--out of fedmq coordinator)")
+            problem = f"the folder of {logs[0]}, which has only its own log and state"
+            raise InputError(str(root), problem, "the coordinator's run folder (--out of fedmq coordinator)")
         raise InputError(str(root), "no scenario.yaml in it", "a run folder")
     check_run_files(root)
     return folder

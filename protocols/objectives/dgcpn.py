@@ -54,9 +54,9 @@ class Options:
     binary_steps: bool = True
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.name in ("a1", "a2", "scale_share", "zeroed_share"):
-                check(each.name, getattr(self, each.name), 0.0, 1.0)
+        for option in fields(self):
+            if option.name in ("a1", "a2", "scale_share", "zeroed_share"):
+                check(option.name, getattr(self, option.name), 0.0, 1.0)
         for name in ("coexistence", "lambda1", "lambda2"):
             check(name, getattr(self, name), 0.0)
 
@@ -159,7 +159,7 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
         text: [B, r] likewise.
         options: options of the graph.
     """
-    present = [unit(each.detach()) for each in (image, text) if each is not None]
+    present = [unit(code.detach()) for code in (image, text) if code is not None]
     rows = torch.arange(len(present[0]), device=present[0].device)
     return graph_of(present[0], present[-1], options).similarity(rows)
 
@@ -205,7 +205,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
     """Start DGCPN for one task; single-modality silos train it on their modality."""
     graph = None
     if options.similarity == "features":
-        image, text = (each.to(local.model.flat.device) for each in item_features(local.dataset))
+        image, text = (features.to(local.model.flat.device) for features in item_features(local.dataset))
         graph = graph_of(image, text, options)
     return Dgcpn(options, local, context.training.batch_size, graph)
 

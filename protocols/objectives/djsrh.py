@@ -36,8 +36,8 @@ class Options:
     lambda2: float = 0.1
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check(each.name, getattr(self, each.name), 0.0, 1.0 if each.name in ("beta", "eta") else torch.inf)
+        for option in fields(self):
+            check(option.name, getattr(self, option.name), 0.0, 1.0 if option.name in ("beta", "eta") else torch.inf)
 
 
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:

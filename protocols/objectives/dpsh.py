@@ -90,7 +90,7 @@ class Dpsh(training.Work):
 
     def kept(self) -> Mapping[str, Tensor]:
         """The bank of each modality and the rows of its items."""
-        codes = [each.clone() for each in self.bank]
+        codes = [codes.clone() for codes in self.bank]
         return alternating.kept(self.local, _BANK, dict(zip(alternating.modalities_of(self.local), codes, strict=True)))
 
 

@@ -61,9 +61,9 @@ class Options:
 
     def __post_init__(self) -> None:
         signed = ("low", "high", "left", "right")
-        for each in fields(self):
-            bounds = (-2.0, 2.0) if each.name in signed else (0.0, torch.inf)
-            check(each.name, getattr(self, each.name), *bounds)
+        for option in fields(self):
+            bounds = (-2.0, 2.0) if option.name in signed else (0.0, torch.inf)
+            check(option.name, getattr(self, option.name), *bounds)
 
 
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
@@ -97,7 +97,7 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
         similar: [B, B] S.
         options: weights.
     """
-    terms = [options.intra * mean_square(cosines(each, each), similar) for each in (image, text) if each is not None]
+    terms = [options.intra * mean_square(cosines(code, code), similar) for code in (image, text) if code is not None]
     if image is not None and text is not None:
         across = cosines(image, text)
         terms.append(mean_square(across, similar) + mean_square(across.T, similar) - across.diagonal().mean())

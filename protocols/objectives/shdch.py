@@ -119,7 +119,7 @@ def swept_codes(
     codes, bits = level.codes.clone(), level.codes.shape[1]
     off_diagonal = 1 - torch.eye(bits, dtype=codes.dtype, device=codes.device)
     total = torch.stack(list(outputs)).sum(0)
-    gram = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
+    gram = level.weight * torch.stack([output.T @ output for output in outputs]).sum(0) * off_diagonal
     tied = (other.T @ other) * off_diagonal
     target = bits * (level.weight * level.labels.T @ total + eta * (inclusion @ other))
     for _ in range(sweeps):

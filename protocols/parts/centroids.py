@@ -139,7 +139,7 @@ def report(
     """
     empty = torch.zeros(count, context.dim), torch.zeros(count, dtype=torch.int64)
     both = [empty, empty]
-    kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
+    kept = {name: tensor for name, tensor in local.state.items() if name.startswith((MEMBERS, ROWS))}
     if begun:
         # Always the first caption: two reports with different captions of one item would reveal their difference.
         for place, modality in enumerate(MODALITIES):
@@ -164,13 +164,13 @@ def received(payloads: Sequence[Payload], silo: SiloFacts) -> Tensor | None:
     """
     if silo.paired:
         return None
-    sent, lacking = [each for each in payloads if isinstance(each, ClassPrototypes)], MODALITIES[int(silo.image)]
-    for each in sent:
-        rows = as_tensor(each.prototypes)
-        if each.modality == "both":
+    lacking = MODALITIES[int(silo.image)]
+    for payload in (payload for payload in payloads if isinstance(payload, ClassPrototypes)):
+        rows = as_tensor(payload.prototypes)
+        if payload.modality == "both":
             half = slice(len(rows) // 2, None) if silo.image else slice(0, len(rows) // 2)
-            rows = rows[half][as_tensor(each.counts)[half] > 0]
-        if each.modality in ("both", lacking) and len(rows):
+            rows = rows[half][as_tensor(payload.counts)[half] > 0]
+        if payload.modality in ("both", lacking) and len(rows):
             return unit(rows)
     return None
 
@@ -185,7 +185,7 @@ def check(payloads: Sequence[Payload], count: int, dim: int) -> None:
     """
     centroids = take(payloads, ClassPrototypes)
     class_prototypes.check_rows(centroids, 2 * count, dim)
-    samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+    samples = next(payload.n_samples for payload in payloads if isinstance(payload, Delta | PartialDelta))
     for modality, counts in zip(MODALITIES, np.split(centroids.counts, 2), strict=True):
         if (most := sum(counts.tolist())) > samples:
             raise RemoteWireError("malformed", f"{modality} centroids of {most} samples, allowed: at most {samples}")

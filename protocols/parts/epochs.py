@@ -45,16 +45,16 @@ def snapshot(
         dropout: generator of dropout masks.
         sums: float64 [2], sum of losses and number of samples so far.
     """
-    found = {
+    tensors = {
         _TASK: identity,
         _ORDER: _bytes([epochs, generator.bit_generator.state]),
         _DROPOUT: dropout.get_state(),
         _MODEL: model.flat.detach().cpu().clone(),
         _SUMS: sums.cpu(),
     }
-    for name, each in optimisers.items():
-        found |= {f"{name}.{key}": value for key, value in each.state().items()}
-    return found
+    for name, optimiser in optimisers.items():
+        tensors |= {f"{name}.{key}": value for key, value in optimiser.state().items()}
+    return tensors
 
 
 def restore(
@@ -90,9 +90,9 @@ def restore(
     generator.bit_generator.state = order[1]
     dropout.set_state(saved[_DROPOUT])
     model.load(saved[_MODEL].numpy())
-    for name, each in optimisers.items():
+    for name, optimiser in optimisers.items():
         prefix = f"{name}."
-        each.restore({key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)})
+        optimiser.restore({key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)})
     return order[0], saved[_SUMS]
 
 

@@ -102,7 +102,7 @@ def local_memory(
             centres, assigned = random_kmeans(fused(features), classes, generator)
             counts = torch.bincount(assigned, minlength=len(centres))
         case "kmeans_two_stage":
-            stages = [random_kmeans(each, classes, generator) for each in features]
+            stages = [random_kmeans(rows, classes, generator) for rows in features]
             sizes = torch.cat([torch.bincount(assigned, minlength=len(rows)) for rows, assigned in stages])
             centres, assigned = random_kmeans(torch.cat([rows for rows, _ in stages]), classes, generator)
             counts = torch.zeros(len(centres), dtype=torch.int64).index_add_(0, assigned, sizes)

@@ -128,10 +128,6 @@ class LayersMethod(FederatedProtocol):
         """As the options say, with the names of the shared layers."""
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
-    @override
-    def eligible(self, silo: SiloFacts) -> bool:
-        return self.partial.fedavg.eligible(silo)
-
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update; otherwise as FedAvg."""
         return self.partial.uploads()

@@ -61,7 +61,7 @@ def upload(
     local: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]
 ) -> ModalityPrototypes:
     """Upload payload of the silo's prototypes [d] (RCSR eq 6); a missing modality has the filler [d], or zeros."""
-    dim = next(each for each in local if each is not None).shape[0]
+    dim = next(prototype for prototype in local if prototype is not None).shape[0]
     rows: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
     for prototype, substitute in zip(local, filler, strict=True):
         chosen = prototype if prototype is not None else substitute

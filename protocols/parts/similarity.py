@@ -153,7 +153,7 @@ class Graph:
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor]:
         """Lengths of the image and the text features, each [n]."""
-        image, text = (torch.linalg.vector_norm(each, dim=1).clamp_min(EPSILON) for each in (self.image, self.text))
+        image, text = (torch.linalg.vector_norm(rows, dim=1).clamp_min(EPSILON) for rows in (self.image, self.text))
         return image, text
 
     def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Reconstruction(training.Work):
         device = self.local.model.flat.device
         with sharpened(self.local, sharpness(self.before + epoch)):
             for rows in training.batches(len(self.local.dataset), self.settings.batch_size, generator):
-                similar = self.target(*(each.to(device) for each in batch_features(self.local, rows, caption)))
+                similar = self.target(*(features.to(device) for features in batch_features(self.local, rows, caption)))
 
                 def batch_loss(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
                     return self.loss(*codes(image, text), similar)

@@ -59,10 +59,6 @@ class Variant(FederatedProtocol):
         return self.traits_of(self.options)
 
     @override
-    def eligible(self, silo: SiloFacts) -> bool:
-        return self.fedavg.eligible(silo)
-
-    @override
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         return self.fedavg.uploads(silo)
 

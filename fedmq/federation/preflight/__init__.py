@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from fedmq.config import user_files
-from fedmq.config.registry import unknown
+from fedmq.config import plug_ins
+from fedmq.config.plug_ins import unknown
 from fedmq.config.resolve import Source
 from fedmq.data import catalogue
 from fedmq.errors import FedmqError, InputError
@@ -116,7 +116,7 @@ class Written:
 
 
 def _is_own_file(name: str) -> bool:
-    return user_files.is_path(name) or user_files.is_reference(name)
+    return plug_ins.is_path(name) or plug_ins.is_reference(name)
 
 
 def _plug_in(key: str, name: str, written: Written) -> None:

@@ -55,7 +55,7 @@ def curves(
 
 def retrieval(
     title: str,
-    found: Sequence[tuple[int, Mapping[str, float]]],
+    evaluations: Sequence[tuple[int, Mapping[str, float]]],
     custom: Sequence[Metric],
     axes: Mapping[str, Mapping[int, float]],
     note: str,
@@ -65,7 +65,7 @@ def retrieval(
 
     Args:
         title: title of the first chart.
-        found: version and metrics of each evaluation.
+        evaluations: version and metrics of each evaluation.
         custom: user-defined metrics.
         axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
         note: below the figures.
@@ -73,14 +73,14 @@ def retrieval(
     """
     figures: dict[str, Figure] = {}
     versions: dict[str, list[list[int]]] = {}
-    for metric in shown(found[-1][1], custom):
+    for metric in shown(evaluations[-1][1], custom):
         if metric.way not in ("", "mean"):
             continue
         fraction = (metric.low, metric.high) == (0.0, 1.0)
         key = "fraction" if fraction else metric.title
         head = title if fraction else f"{title}: {metric.title}"
         figure = figures.setdefault(key, Figure(head, "round", key, note=note))
-        known = [(version, values[metric.name]) for version, values in found if metric.name in values]
+        known = [(version, values[metric.name]) for version, values in evaluations if metric.name in values]
         x, y = [version for version, _ in known], [value for _, value in known]
         versions.setdefault(key, []).append(x)
         figure.draw(
@@ -141,10 +141,12 @@ def losses(merges: Sequence[MergeLine]) -> list[Figure]:
         for silo, loss in trained[line.version].items():
             by_silo.setdefault(silo, {})[line.version] = loss
     note = "At the merges with a reply from the silo. Click a name to hide a silo, double-click to see it alone."
-    each = Figure("Training loss of each silo", "round", "loss", note=note)
-    for silo, found in sorted(by_silo.items()):
-        each.draw("scatter", x=list(found), y=list(found.values()), name=silo, mode="lines+markers", marker={"size": 3})
-    return [mean, each] if by_silo else [mean]
+    silos = Figure("Training loss of each silo", "round", "loss", note=note)
+    for silo, values in sorted(by_silo.items()):
+        silos.draw(
+            "scatter", x=list(values), y=list(values.values()), name=silo, mode="lines+markers", marker={"size": 3}
+        )
+    return [mean, silos] if by_silo else [mean]
 
 
 def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
@@ -158,9 +160,9 @@ def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLin
     shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
     stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
     known = {version: std for version, std in stds if std is not None}
-    for name, found in (("shared model", shared), ("personal models", known)):
-        if found:
-            figure.draw("scatter", x=list(found), y=list(found.values()), name=name, mode="lines+markers")
+    for name, values in (("shared model", shared), ("personal models", known)):
+        if values:
+            figure.draw("scatter", x=list(values), y=list(values.values()), name=name, mode="lines+markers")
     return figure
 
 
@@ -174,15 +176,15 @@ def reported(
         modalities: modalities of each silo, by name; empty for a silo whose modalities are not known.
         captions: how to show these values, by name, as the method says.
     """
-    found: dict[str, dict[int, float]] = {}
+    by_name: dict[str, dict[int, float]] = {}
     for line in merges:
         for key, value in line.reported.items():
-            found.setdefault(key, {})[line.version] = value
+            by_name.setdefault(key, {})[line.version] = value
     by_silo = {
-        key.removeprefix("weight_"): values for key, values in found.items() if key[len("weight_") :] in modalities
+        key.removeprefix("weight_"): values for key, values in by_name.items() if key[len("weight_") :] in modalities
     }
     figures = [_stacked(merges, by_silo, modalities)] if by_silo else []
-    for key, values in found.items():
+    for key, values in by_name.items():
         if key[len("weight_") :] in modalities:
             continue
         title, axis = key.replace("_", " ").capitalize(), key.replace("_", " ")
@@ -214,13 +216,13 @@ def _stacked(
 
 def staleness(merges: Sequence[MergeLine]) -> Figure | None:
     """Staleness of the merged replies; None if all were fresh, as in synchronous rounds."""
-    found = [(line.version, value) for line in merges for value in line.staleness]
-    if not any(value for _, value in found):
+    points = [(line.version, value) for line in merges for value in line.staleness]
+    if not any(value for _, value in points):
         return None
     note = "Number of merges between the model that a silo started from and the merge of its reply. 0 is a fresh reply."
     figure = Figure("Staleness of the merged replies", "round", "merges", note=note)
     mean = {line.version: sum(line.staleness) / len(line.staleness) for line in merges if line.staleness}
-    x, y = [version for version, _ in found], [value for _, value in found]
+    x, y = [version for version, _ in points], [value for _, value in points]
     figure.draw("scatter", x=x, y=y, mode="markers", name="reply", marker={"size": 4, "opacity": 0.35})
     figure.draw("scatter", x=list(mean), y=list(mean.values()), mode="lines", name="mean of a merge")
     return figure
@@ -311,32 +313,32 @@ def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
 
     A case that is right at rank 1, or already among the best, does not count as one of the worst.
     """
-    ways, found = (("t2i", "text to image"), ("i2t", "image to text")), []
-    best = [each for each in data.examples if each.best]
+    ways, groups = (("t2i", "text to image"), ("i2t", "image to text")), []
+    best = [example for example in data.examples if example.best]
     for way, name in ways:
-        found.append((f"Best cases, {name}", "", [each for each in best if each.way == way]))
-    shown_queries = {(each.way, each.query.key, each.query.caption) for each in best}
+        groups.append((f"Best cases, {name}", "", [example for example in best if example.way == way]))
+    shown_queries = {(example.way, example.query.key, example.query.caption) for example in best}
     for way, name in ways:
-        worst = [each for each in data.examples if not each.best and each.way == way and each.rank > 1]
+        worst = [example for example in data.examples if not example.best and example.way == way and example.rank > 1]
         said = "" if worst else f"No {name} query went wrong: the right item is always at rank 1."
-        new = [each for each in worst if (way, each.query.key, each.query.caption) not in shown_queries]
-        found.append((f"Worst cases, {name}", said, new))
-    return [group for group in found if group[1] or group[2]]
+        new = [example for example in worst if (way, example.query.key, example.query.caption) not in shown_queries]
+        groups.append((f"Worst cases, {name}", said, new))
+    return [group for group in groups if group[1] or group[2]]
 
 
-def space(title: str, found: Space) -> Figure:
+def space(title: str, pairs: Space) -> Figure:
     """Held-out pairs in the plane, each image joined to its caption by a line."""
     note = "Two largest principal components of the embeddings. A short line means that a pair lies close together."
     figure = Figure(title, "", "", 440, note)
     x: list[float | None] = []
     y: list[float | None] = []
-    for image, text in zip(found.image, found.text, strict=True):
+    for image, text in zip(pairs.image, pairs.text, strict=True):
         x += [image[0], text[0], None]
         y += [image[1], text[1], None]
     figure.draw(
         "scatter", x=x, y=y, mode="lines", line={"width": 0.5, "color": "#9aa7b4"}, hoverinfo="skip", showlegend=False
     )
-    for name, points, place, symbol in (("image", found.image, 0, "circle"), ("caption", found.text, 1, "x")):
+    for name, points, place, symbol in (("image", pairs.image, 0, "circle"), ("caption", pairs.text, 1, "x")):
         figure.draw(
             "scatter",
             x=[point[0] for point in points],

@@ -63,7 +63,7 @@ class Figure:
         """
         self.traces.append({"type": kind, **trace})
         if self.x["title"] == {"text": "round"}:
-            rounds = [place for each in self.traces for place in cast("list[float]", each["x"])]
+            rounds = [place for drawn in self.traces for place in cast("list[float]", drawn["x"])]
             self.x["dtick"] = 1 if max(rounds, default=0) <= _MOST_TICKS else None
 
     def plain(self) -> dict[str, object]:
@@ -96,9 +96,9 @@ def _plain(value: object) -> Any:
         case float():
             return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
         case Mapping():
-            return {str(key): each if key == _TEMPLATE else _plain(each) for key, each in value.items()}
+            return {str(key): item if key == _TEMPLATE else _plain(item) for key, item in value.items()}
         case list() | tuple():
-            return [_plain(each) for each in value]
+            return [_plain(item) for item in value]
         case str():
             return printable_on_a_page(value).replace("&", "&amp;").replace("<", "&lt;")
         case _:

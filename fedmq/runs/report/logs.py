@@ -178,8 +178,8 @@ def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:
 
 
 def _sequence(record: NoteRecord) -> int:
-    found = record.facts.get("sequence")
-    return found if isinstance(found, int) else -1
+    sequence = record.facts.get("sequence")
+    return sequence if isinstance(sequence, int) else -1
 
 
 def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure | None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import protocols
-from fedmq.config import registry, user_files
+from fedmq.config import plug_ins
 from fedmq.config.resolve import Source, read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -218,7 +218,7 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
         found = [EntryPoint("half", "somebodys_half", "fedmq.protocols"), EntryPoint("fedavg", "os", "fedmq.protocols")]
         return [each for each in found if each.group == group and params.get("name", each.name) == each.name]
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(plug_ins, "entry_points", entry_points)
     assert "half" in protocols.names()
     assert protocols.names().count("fedavg") == 1
     assert resolved(tiny, "protocol={name: half, share: 0.5}").protocol.options["share"] == 0.5
@@ -252,7 +252,7 @@ def test_code_unknown_on_this_machine_is_refused_until_the_user_names_the_file(
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "first"))
     text = METHOD + f"# {tmp_path}\n"
     (tmp_path / "half.py").write_text(text)
-    reference = user_files.adopt(tmp_path / "half.py")
+    reference = plug_ins.adopt(tmp_path / "half.py")
     raw = yaml.safe_load(file.read_text())
     raw["protocol"] = {"name": reference}
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "second"))
@@ -270,7 +270,7 @@ def test_an_error_in_a_user_file_is_reported_with_its_line_and_its_text_only_on_
 ) -> None:
     own = tmp_path / "mine.py"
     own.write_text("def loss(image):\n    return image.cod\n")
-    module = user_files.load(user_files.adopt(own))
+    module = plug_ins.load(plug_ins.adopt(own))
     with pytest.raises(AttributeError) as caught:
         module.loss("an image")
     assert reportable(caught.value) == "mine.py: line 2: AttributeError"
@@ -281,17 +281,17 @@ def test_an_error_in_a_user_file_is_reported_with_its_line_and_its_text_only_on_
 def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
     (tmp_path / "half.py").write_text(METHOD + f"# tampered {tmp_path}\n")
-    reference = user_files.adopt(tmp_path / "half.py")
+    reference = plug_ins.adopt(tmp_path / "half.py")
     (copy,) = (tmp_path / "cache" / "code").glob("*.py")
     copy.write_text(METHOD + MARKED.format(path=str(tmp_path / "executed")))
     with pytest.raises(InputError, match="unknown here"):
-        user_files.load(reference)
+        plug_ins.load(reference)
     assert not (tmp_path / "executed").exists()
 
 
 def test_a_title_has_twelve_digits_of_the_digest() -> None:
-    assert user_files.titled(f"mine.py@{'0123456789abcdef' * 4}") == "mine.py@0123456789ab"
-    assert user_files.titled("rcsr") == "rcsr"
+    assert plug_ins.titled(f"mine.py@{'0123456789abcdef' * 4}") == "mine.py@0123456789ab"
+    assert plug_ins.titled("rcsr") == "rcsr"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "deep", "large", "folder", "name"])
@@ -310,5 +310,5 @@ def test_a_file_that_cannot_be_python_is_refused_before_it_is_read_or_compiled(t
             path.mkdir()
         case "name":
             path = tmp_path / f"{'x' * 300}.py"
-    with pytest.raises(user_files.UserFileError):
-        user_files.adopt(path)
+    with pytest.raises(plug_ins.UserFileError):
+        plug_ins.adopt(path)

@@ -39,14 +39,12 @@ every_protocol = pytest.mark.parametrize("name", protocols.names())
 # ------------------------------------------------------------------------------------------------------ every method
 @pytest.mark.slow
 @every_protocol
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_a_buffer_as_large_as_the_cohort_is_bit_identical_to_synchronous_rounds(
-    name: str, participation: float
-) -> None:
-    rounds = federation(population(name), 3, {"participation": participation}).run()
-    buffered = federation(population(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
-    assert equal_states(buffered.run(), rounds)
-    assert set(buffered.staleness) == {0}
+def test_a_buffer_as_large_as_the_cohort_is_bit_identical_to_synchronous_rounds(name: str) -> None:
+    for participation in (1.0, 0.5):
+        rounds = federation(population(name), 3, {"participation": participation}).run()
+        buffered = federation(population(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
+        assert equal_states(buffered.run(), rounds)
+        assert set(buffered.staleness) == {0}
 
 
 @pytest.mark.slow
@@ -358,23 +356,19 @@ def test_a_run_stopped_with_stale_tasks_pending_and_resumed_gives_the_same_model
     assert [line["version"] for line in merges(parts)] == list(range(1, 10))
 
 
-@pytest.mark.parametrize(
-    ("setting", "allowed"),
-    [
-        ("aggregation.mode=eventually", "buffered"),
-        ("aggregation.over_select=0.5", "greater than or equal to 1"),
-        ("aggregation.buffer=0", "greater than or equal to 1"),
-        ("aggregation.mixing=0", "greater than 0"),
-        ("aggregation.max_staleness=-1", "greater than or equal to 0"),
-        ("aggregation.staleness.kind=linear", "hinge"),
-        ("aggregation.on_lost=panic", "give_up"),
-    ],
-)
-def test_invalid_aggregation_is_refused_with_its_key(tiny: Path, setting: str, allowed: str) -> None:
-    with pytest.raises(InputError) as caught:
-        resolved(tiny, setting)
-    assert setting.partition("=")[0] in str(caught.value)
-    assert allowed in str(caught.value)
+def test_invalid_aggregation_is_refused_with_its_key(tiny: Path) -> None:
+    for key, value in (
+        ("mode", "eventually"),
+        ("over_select", "0.5"),
+        ("buffer", "0"),
+        ("mixing", "0"),
+        ("max_staleness", "-1"),
+        ("staleness.kind", "linear"),
+        ("on_lost", "panic"),
+    ):
+        with pytest.raises(InputError) as refused:
+            resolved(tiny, f"aggregation.{key}={value}")
+        assert f"aggregation.{key}" in refused.value.place
 
 
 def test_krum_that_keeps_every_silo_is_refused(tiny: Path) -> None:

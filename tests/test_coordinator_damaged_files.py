@@ -41,26 +41,29 @@ def forged(record: dict[str, object], _change: object) -> None:
     record["digest"] = CheckpointRecord.model_validate(record).own_digest
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda record: record["counters"].update(sent=5), "other content than was written"),
-        (lambda record: record["counters"].update(sent=-1), "greater than or equal to 0"),
-        (lambda record: record.update(now=float("nan")), "now"),
-        (lambda record: record.update(now=-1.0), "now"),
-        (lambda record: record["rounds"]["pending"].update(a=[5, -2, 2]), "pending.a.1"),
-        (lambda record: forged(record, record["rounds"]["pending"].update(a=[5, 1, 2])), "no state of version 1"),
-        (lambda record: forged(record, record["rounds"].update(version=3)), "version 3"),
-    ],
+#: What is changed in a checkpoint, and the key that is refused; none if another digest than that of the content is.
+CHANGES = (
+    (lambda record: record["counters"].update(sent=5), ""),
+    (lambda record: record["counters"].update(sent=-1), "counters.sent"),
+    (lambda record: record.update(now=float("nan")), "now"),
+    (lambda record: record.update(now=-1.0), "now"),
+    (lambda record: record["rounds"]["pending"].update(a=[5, -2, 2]), "rounds.pending.a.1"),
+    (lambda record: forged(record, record["rounds"]["pending"].update(a=[5, 1, 2])), ""),
+    (lambda record: forged(record, record["rounds"].update(version=3)), ""),
 )
-def test_a_changed_checkpoint_is_refused(change: object, found: str, tmp_path: Path) -> None:
+
+
+def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert checkpoints.load(tmp_path) is not None
-    record = json.loads(path.read_text())
-    change(record)  # type: ignore[operator]
-    path.write_text(json.dumps(record))
-    with pytest.raises(InputError, match=found):
-        checkpoints.load(tmp_path)
+    written = path.read_text()
+    for number, (change, key) in enumerate(CHANGES):
+        record = json.loads(written)
+        change(record)  # type: ignore[no-untyped-call]
+        path.write_text(json.dumps(record))
+        with pytest.raises(InputError) as refused:
+            checkpoints.load(tmp_path)
+        assert refused.value.place == f"{path}: {key}".removesuffix(": "), number
 
 
 def test_a_fifo_in_place_of_a_state_is_refused(tmp_path: Path) -> None:
@@ -93,34 +96,29 @@ def test_a_changed_value_of_a_personal_state_is_refused(tmp_path: Path) -> None:
         StateStore(tmp_path).before(2)
 
 
-@pytest.mark.parametrize("other", ["silo-00/task-000000001", "silo-01/task-000000002"])
-def test_a_personal_state_of_another_silo_or_task_is_refused(other: str, tmp_path: Path) -> None:
+def test_a_personal_state_of_another_silo_or_task_is_refused(tmp_path: Path) -> None:
     for silo in ("silo-00", "silo-01"):
         for task in (1, 2):
             StateStore(tmp_path / silo).keep(task, {"w": torch.full((2,), 1.0 + task)}, 0)
     assert StateStore(tmp_path / "silo-00").before(3)["w"].tolist() == [3.0, 3.0]
     path = tmp_path / "silo-00" / "task-000000002.safetensors"
-    path.write_bytes((tmp_path / f"{other}.safetensors").read_bytes())
-    with pytest.raises(InputError, match=f"it is {other}"):
-        StateStore(tmp_path / "silo-00").before(3)
+    for other in ("silo-00/task-000000001", "silo-01/task-000000002"):
+        path.write_bytes((tmp_path / f"{other}.safetensors").read_bytes())
+        with pytest.raises(InputError, match=f"it is {other}"):
+            StateStore(tmp_path / "silo-00").before(3)
 
 
-@pytest.mark.parametrize("left", [{}, {"owner": "silo-00/task-000000001"}, {"digest": "0" * 64}])
-def test_a_personal_state_without_its_owner_or_digest_is_refused(left: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "silo-00").mkdir()
-    write_tensors(tmp_path / "silo-00" / "task-000000001.safetensors", {"w": torch.ones(2)}, left)
-    with pytest.raises(InputError, match="without the owner and the digest"):
-        StateStore(tmp_path / "silo-00").before(2)
+def test_a_personal_state_without_its_owner_or_digest_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "silo-00" / "task-000000001.safetensors"
+    path.parent.mkdir()
+    for metadata in ({}, {"owner": "silo-00/task-000000001"}, {"digest": "0" * 64}):
+        write_tensors(path, {"w": torch.ones(2)}, metadata)
+        with pytest.raises(InputError) as refused:
+            StateStore(tmp_path / "silo-00").before(2)
+        assert refused.value.place == str(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"now": -1.0}, {"elapsed": float("nan")}, {"loss": float("inf")}, {"round": 6}, {"metrics_round": 6}),
-        {"metrics": {"mean_r1": -1.0}},
-    ],
-)
-def test_a_status_with_impossible_numbers_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_status_with_impossible_numbers_is_refused(tmp_path: Path) -> None:
     facts = {
         "run": "a", "written": "2026-11-26T12:00:02+00:00", "phase": "collecting", "round": 2, "rounds": 5,
         "loss": None, "metrics": {"mean_r1": 0.5, "users_own": -3.0}, "up": 0, "down": 0, "now": 1.5,
@@ -129,9 +127,13 @@ def test_a_status_with_impossible_numbers_is_refused(change: dict[str, object], 
     path = tmp_path / "status.json"
     path.write_text(json.dumps(facts))
     assert isinstance(read_status(path), StatusFile)
-    path.write_text(json.dumps({**facts, **change}))
-    with pytest.raises(InputError, match="the status of a run"):
-        read_status(path)
+    for change in (
+        *({"now": -1.0}, {"elapsed": float("nan")}, {"loss": float("inf")}, {"round": 6}, {"metrics_round": 6}),
+        {"metrics": {"mean_r1": -1.0}},
+    ):
+        path.write_text(json.dumps({**facts, **change}))
+        with pytest.raises(InputError, match="the status of a run"):
+            read_status(path)
 
 
 def test_an_agreement_with_a_width_beyond_64_bits_is_refused(tmp_path: Path) -> None:
@@ -146,35 +148,36 @@ def test_an_agreement_with_a_width_beyond_64_bits_is_refused(tmp_path: Path) -> 
             read_json(path, AgreementRecord, "an agreement")
 
 
-@pytest.mark.parametrize("what", ["a device", "a FIFO", "Is a directory"])
-def test_a_log_that_is_no_regular_file_is_refused(what: str, tmp_path: Path) -> None:
-    path = tmp_path / "silo-00.jsonl"
-    if what == "a device":
-        path.symlink_to("/dev/zero")
-    else:
-        (os.mkfifo if what == "a FIFO" else os.mkdir)(path)
-    with pytest.raises(InputError, match=what):
-        MessageLog(path, "silo-00", WallClock())
+def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    device, pipe, folder = (tmp_path / f"{name}.jsonl" for name in ("device", "pipe", "folder"))
+    device.symlink_to("/dev/zero")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (device, pipe, folder):
+        with pytest.raises(InputError) as refused:
+            MessageLog(path, "silo-00", WallClock())
+        assert refused.value.place == str(path)
 
 
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        (MERGE | {"version": -1}, "version"),
-        (MERGE | {"now": -1.0}, "now"),
-        (MERGE | {"loss": float("inf")}, "loss"),
-        (MERGE | {"wall": "2026-02-31T00:00:00+00:00"}, "wall"),
-        ({"kind": "evaluation", "version": 1, "metrics": {"mean_r10": -1.0}, "per_silo": {}}, "metrics"),
-        ({"kind": "evaluation", "version": 1, "metrics": {}, "per_silo": {"a": {"map": 2.0}}}, r"per_silo\.a"),
-        ({"kind": "own_heldout", "version": 1, "per_silo": {"a": {"items": 2, "mean_r1": 3.0}}}, r"per_silo\.a"),
-    ],
+#: A line of metrics.jsonl, and its key that is refused.
+IMPOSSIBLE_LINES = (
+    (MERGE | {"version": -1}, "version"),
+    (MERGE | {"now": -1.0}, "now"),
+    (MERGE | {"loss": float("inf")}, "loss"),
+    (MERGE | {"wall": "2026-02-31T00:00:00+00:00"}, "wall"),
+    ({"kind": "evaluation", "version": 1, "metrics": {"mean_r10": -1.0}, "per_silo": {}}, "metrics"),
+    ({"kind": "evaluation", "version": 1, "metrics": {}, "per_silo": {"a": {"map": 2.0}}}, "per_silo.a"),
+    ({"kind": "own_heldout", "version": 1, "per_silo": {"a": {"items": 2, "mean_r1": 3.0}}}, "per_silo.a"),
 )
-def test_a_line_of_metrics_with_impossible_values_is_refused(line: dict[str, object], key: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    whole = {"items": 2, "metrics": {}, "per_silo_mean": {}, "fairness": {}} if line["kind"] == "own_heldout" else {}
-    folder.metrics.write_text(json.dumps(whole | line) + "\n")
-    with pytest.raises(InputError, match=rf"metrics\.jsonl: line 1: \w+\.{key}"):
-        read_metrics(folder)
+
+
+def test_a_line_of_metrics_with_impossible_values_is_refused(tmp_path: Path) -> None:
+    folder, more = RunFolder(tmp_path), {"items": 2, "metrics": {}, "per_silo_mean": {}, "fairness": {}}
+    for line, key in IMPOSSIBLE_LINES:
+        folder.metrics.write_text(json.dumps((more if line["kind"] == "own_heldout" else {}) | line) + "\n")
+        with pytest.raises(InputError) as refused:
+            read_metrics(folder)
+        assert refused.value.place.partition(": line 1: ")[2].partition(".")[2].startswith(key), line
 
 
 def test_values_of_losses_and_of_user_defined_metrics_may_be_negative(tmp_path: Path) -> None:

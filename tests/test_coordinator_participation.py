@@ -122,34 +122,33 @@ def test_a_trace_is_read_and_can_repeat(tmp_path: Path) -> None:
     assert repeated.next_change("silo-00", 20.0) == 40.0  # on at the end of one period and at the start of the next
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "allowed"),
-    [
-        ("", "line 1", "silo,on,off"),
-        ("name,on,off\n", "line 1", "silo,on,off"),
-        ("silo,on,off\nsilo-00,1\n", "line 2", "three values"),
-        ("silo,on,off\nsilo-77,0,1\n", "line 2", "silo-00 to silo-03"),
-        ("silo,on,off\nsilo-00,0,soon\n", "line 2", "two numbers"),
-        ("silo,on,off\nsilo-00,2,1\n", "line 2", "on < off"),
-        ("silo,on,off\nsilo-00,nan,1\n", "line 2", "on < off"),
-        ("silo,on,off\nsilo-00,0,inf\n", "line 2", "on < off"),
-        ("silo,on,off\nsilo-00,0,5\nsilo-00,4,6\n", "line 3", "at or after 5"),
-        ("silo,on,off\nsilo-00,0,101\n", "line 2", "<= 100"),
-    ],
+#: Content of a trace's file, and the line that is refused.
+INVALID_TRACES = (
+    (b"", 1),
+    (b"name,on,off\n", 1),
+    (b"silo,on,off\nsilo-00,1\n", 2),
+    (b"silo,on,off\nsilo-77,0,1\n", 2),
+    (b"silo,on,off\nsilo-00,0,soon\n", 2),
+    (b"silo,on,off\nsilo-00,2,1\n", 2),
+    (b"silo,on,off\nsilo-00,nan,1\n", 2),
+    (b"silo,on,off\nsilo-00,0,inf\n", 2),
+    (b"silo,on,off\nsilo-00,0,101\n", 2),
+    (b"silo,on,off\nsilo-00,0,5\nsilo-00,4,6\n", 3),
+    (b'silo,on,off\nsilo-00,0,1\nsilo-00,2,"5" 5', 3),
+    (b"silo,on,off\nsilo-00,0,1\nsilo-00,2,\xff", 3),
+    (b'silo,on,off\nsilo-00,0,1\nsilo-00,2,"5', 3),
 )
-def test_an_invalid_trace_is_refused_with_its_line(tmp_path: Path, text: str, place: str, allowed: str) -> None:
+
+
+def test_an_invalid_trace_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(InputError) as caught:
-        read_trace(path, SILOS, 100.0)
-    assert place in str(caught.value)
-    assert allowed in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_trace_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.csv"):
-        read_trace(tmp_path / "none.csv", SILOS)
+    with pytest.raises(InputError, match=r"trace\.csv"):
+        read_trace(path, SILOS)
+    for content, line in INVALID_TRACES:
+        path.write_bytes(content)
+        with pytest.raises(InputError) as refused:
+            read_trace(path, SILOS, 100.0)
+        assert refused.value.place == f"{path}: line {line}", content
 
 
 # ------------------------------------------------------------------------------------------------------ scenarios
@@ -160,34 +159,22 @@ def test_a_bare_number_is_the_participation_rate_and_other_keys_can_be_set_in_ad
     assert (reached.rate, reached.kind) == (0.75, "by_data")
 
 
-@pytest.mark.parametrize(
-    ("setting", "allowed"),
-    [
-        ("participation.kind=availability", "participation.trace or participation.diurnal"),
-        ("participation={kind: availability, trace: x.csv, diurnal: {}}", "trace or participation.diurnal"),
-        ("participation.diurnal={}", "need participation.kind availability"),
-        ("participation={kind: availability, diurnal: {}, repeat: 5}", "repeat needs participation.trace"),
-        ("participation.kind=lottery", "power_of_choice"),
-        ("participation={kind: availability, diurnal: {share: 0}}", "greater than 0"),
-        ("participation=half", "number"),
-    ],
-)
-def test_inconsistent_participation_is_refused(tiny: Path, setting: str, allowed: str) -> None:
-    with pytest.raises(InputError) as caught:
-        scenarios.load(tiny, [setting])
-    assert "participation" in str(caught.value)
-    assert allowed in str(caught.value)
+def test_inconsistent_participation_is_refused(tiny: Path) -> None:
+    for setting in (
+        "participation.kind=availability",
+        "participation={kind: availability, trace: x.csv, diurnal: {}}",
+        "participation.diurnal={}",
+        "participation={kind: availability, diurnal: {}, repeat: 5}",
+        "participation.kind=lottery",
+        "participation={kind: availability, diurnal: {share: 0}}",
+        "participation=half",
+    ):
+        with pytest.raises(InputError) as refused:
+            scenarios.load(tiny, [setting])
+        assert "participation" in refused.value.place, setting
 
 
 def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("silo,on,off\nsilo-00,0,10\n", "utf-8-sig")
     assert read_trace(path, SILOS).intervals == {"silo-00": ((0.0, 10.0),)}
-
-
-@pytest.mark.parametrize("bad", [b'"5" 5', b"\xff", b'"5'])
-def test_a_malformed_line_of_a_trace_is_named_with_its_number(tmp_path: Path, bad: bytes) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_bytes(b"silo,on,off\nsilo-00,0,1\nsilo-00,2," + bad)
-    with pytest.raises(InputError, match=r"trace\.csv: line 3: "):
-        read_trace(path, SILOS)

@@ -96,14 +96,29 @@ def rules(kind: str) -> dict[str, dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "rule"), [(kind, rule) for kind in FORBIDDABLE for rule in rules(kind)])
-def test_a_forbidden_field_planted_in_any_payload_is_stopped_at_the_silo(tmp_path: Path, kind: str, rule: str) -> None:
-    planted = SAMPLES[kind]
-    if rule == "fields" and getattr(planted, next(iter(PAYLOADS[kind].FIELDS))) is None:
-        planted = replace(planted, mask=3)  # the golden payload leaves the field empty
-    payloads = (planted,) if kind == Error.KIND else (Loss(0.5), planted)
-    if kind == Loss.KIND or SENT_IN[kind] is not Kind.REPLY:
-        payloads = (planted,)
+def planted(kind: str, rule: str) -> tuple[Payload, ...]:
+    """The payloads of a message with one that a rule forbids."""
+    payload = SAMPLES[kind]
+    if rule == "fields" and getattr(payload, next(iter(PAYLOADS[kind].FIELDS))) is None:
+        payload = replace(payload, mask=3)  # the golden payload leaves the field empty
+    alone = kind == Loss.KIND or (kind != Error.KIND and SENT_IN[kind] is not Kind.REPLY)
+    return (payload,) if alone or kind == Error.KIND else (Loss(0.5), payload)
+
+
+def test_every_payload_can_be_forbidden_by_every_rule() -> None:
+    for kind in FORBIDDABLE:
+        for rule, up in rules(kind).items():
+            header = replace(golden_messages()["reply-loss"].header, kind=SENT_IN[kind])
+            refusal = guard(**up)(Message(header, planted(kind, rule)), 1000)
+            assert refusal is not None, (kind, rule)
+            whole = SENT_IN[kind] if rule == "bytes_per_message" else kind
+            assert (refusal.rule, refusal.withheld) == (rule, whole), (kind, rule)
+
+
+@pytest.mark.parametrize("rule", ["kinds", "fields", "bytes_per_message", "bytes_per_payload"])
+def test_a_forbidden_payload_is_stopped_at_the_silo(tmp_path: Path, rule: str) -> None:
+    kind = "delta"
+    payloads = planted(kind, rule)
     with coordinator_of(tmp_path, guard(**rules(kind)[rule])) as (link, arrived):
         message = SENT_IN[kind]
         link.send(message, payloads, sequence=7, reply_to=7, base_version=3)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import compare as cli_compare
-from fedmq.cli import main as cli
+from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.terminal import print_summary
 from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Scenario
@@ -199,14 +199,14 @@ def test_an_evaluator_that_reports_an_impossible_value_ends_the_run_with_the_met
 def test_a_metrics_file_is_found_next_to_the_scenario_or_relative_to_where_it_is_set(tiny: Path, mine: Path) -> None:
     beside = mine.parent / "own.yaml"
     beside.write_text(tiny.read_text().replace("every: 2", "every: 2\n  metrics: [mine.py]"))
-    (reference,) = cli._scenario_of(beside, None, None).evaluation.metrics
+    (reference,) = resolved_file(beside).scenario.evaluation.metrics
     assert re.fullmatch(r"mine\.py@[0-9a-f]{64}", reference)
-    scenario = cli._scenario_of(tiny, [f"evaluation.metrics=[{mine}]"], None)
+    scenario = resolved_file(tiny, [f"evaluation.metrics=[{mine}]"]).scenario
     assert scenario.evaluation.metrics == (reference,)
     assert set(metrics.known_names(scenario.evaluation, measures_of(scenario.evaluation))) >= OWN
     mine.unlink()
     with pytest.raises(InputError, match=r"mine\.py: found 'no such file'"):
-        cli._scenario_of(beside, None, None)
+        resolved_file(beside)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import pytest
 from fedmq.cli.scenarios import plug_in_names
 from fedmq.config.resolve import read
 from fedmq.errors import InputError
-from fedmq.federation.preflight import refuse_scenario
+from fedmq.federation.participant import START
+from fedmq.federation.preflight import SCENARIO, Check, Outcome, Verdict, refuse, refuse_scenario, results
 from fedmq.models.objective_registry import OBJECTIVES
 from protocols import METHODS
+from silos import preflight
 
 WRONG = {
     "protocol: fedavgg\ndata: {name: openmoji}": "line 2: protocol.name: found 'fedavgg', allowed: did you mean",
@@ -62,3 +64,36 @@ def test_the_same_objectives_are_known_as_to_the_registry(tmp_path: Path) -> Non
     with pytest.raises(InputError) as raised:
         refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
     assert f"one of {', '.join(OBJECTIVES.built_in())}" in str(raised.value)
+
+
+def _fails(_: str) -> None:
+    raise InputError("here", "a problem", "none")
+
+
+CHECKS = (
+    Check[str]("first", "mend the first", lambda subject: [Outcome(Verdict.OK, subject)]),
+    Check[str]("second", "mend the second", _fails),
+    Check[str]("third", "mend the third", lambda _: [Outcome(Verdict.WARNING, "odd")], needs=("second",)),
+    Check[str]("fourth", "mend the fourth", lambda _: None, needs=("third",)),
+    Check[str]("fifth", "mend the fifth", lambda _: [Outcome(Verdict.WARNING, "odd")], needs=("first",)),
+)
+
+
+def test_every_problem_is_reported_with_its_fix_and_what_needs_a_failed_check_is_not_made() -> None:
+    made = [(result.name, result.verdict, result.fix) for result in results(CHECKS, "subject")]
+    assert made == [
+        ("first", Verdict.OK, ""),
+        ("second", Verdict.FAILED, "mend the second"),
+        ("fifth", Verdict.WARNING, "mend the fifth"),
+    ]
+    with pytest.raises(InputError, match="here"):
+        refuse(CHECKS, "subject")
+
+
+def test_every_check_that_can_fail_says_how_to_fix_it_and_needs_only_checks_before_it() -> None:
+    for checks in (SCENARIO, START, preflight.CHECKS):
+        before = set[str]()
+        for check in checks:
+            assert check.fix or check.name == "versions"
+            assert set(check.needs) <= before
+            before.add(check.name)

@@ -230,28 +230,18 @@ def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, c
         checkpoints.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(Counters().to_record().plain()))
-def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
-    checkpoints.save(tmp_path, made(1))
-    path = tmp_path / "version-000001" / "checkpoint.json"
-    content = json.loads(path.read_text())
-    del content["counters"][name]
-    path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
-        checkpoints.load(tmp_path)
-
-
-@pytest.mark.parametrize("names", [("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)])
-def test_a_checkpoint_without_one_of_its_digests_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_a_checkpoint_without_one_of_its_counters_or_digests_is_refused(tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path, made(1)) / "checkpoint.json"
-    content = json.loads(path.read_text())
-    for name in names:
-        del content[name]
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        InputError, match=rf"checkpoint\.json: {sorted(names)[-1]}s?: found 'nothing'.*the previous one"
-    ):
-        checkpoints.load(tmp_path)
+    whole = json.loads(path.read_text())
+    for name in sorted(Counters().to_record().plain()):
+        counters = {counter: count for counter, count in whole["counters"].items() if counter != name}
+        path.write_text(json.dumps({**whole, "counters": counters}))
+        with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
+            checkpoints.load(tmp_path)
+    for names in (("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)):
+        path.write_text(json.dumps({name: value for name, value in whole.items() if name not in names}))
+        with pytest.raises(InputError, match=rf"checkpoint\.json: ({'|'.join(names)}): found 'nothing'"):
+            checkpoints.load(tmp_path)
 
 
 def test_a_checkpoint_in_the_folder_of_another_version_is_refused(tmp_path: Path) -> None:
